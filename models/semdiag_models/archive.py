@@ -1,4 +1,4 @@
-"""Looking at a file of torch.save before torch does: zip members, and what its pickle would build."""
+"""Inspect a file of torch.save before torch reads it: zip members, and what its pickle would build."""
 
 import io
 import pickletools
@@ -7,30 +7,30 @@ from typing import Any, BinaryIO
 
 _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
 _LONGEST_NAME = 300  # characters of a member, and of a global
-_DEEPEST = 50  # containers in containers
+_DEEPEST = 50  # levels of nested containers
 _SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.load(OLD, weights_only=True), NEW)"
 
 
 class DamagedError(Exception):
-    """A file is not what torch.save writes; the message says why, in a phrase."""
+    """Raised for a file that torch.save did not write; the message is a phrase that says why."""
 
 
 class CodeError(Exception):
-    """A file holds code; the message names it."""
+    """Raised for a file that contains code; the message names it."""
 
 
 def check_archive(file: BinaryIO) -> str | None:
-    """Refuse what would harm torch's reader: compressed members, deep nesting, storages larger than their member.
+    """Refuse what would break torch's reader: compressed members, deep nesting, storages larger than their member.
 
     Args:
-        file: at its beginning, where it is left.
+        file: at its beginning; left there.
 
     Returns:
-        None; or the name of the first member whose bytes do not have their checksum, which torch itself ignores.
+        None; or the name of the first member with a wrong checksum, which torch ignores.
 
     Raises:
         DamagedError: if it is no such archive.
-        CodeError: if it is a pickle of something else than data.
+        CodeError: if its pickle contains anything but data.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -80,7 +80,7 @@ def _has_its_checksum(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool
 
 
 def _content(file: BinaryIO, header: int, size: int) -> bytes:
-    """The bytes of a stored member, whatever their checksum."""
+    """Return the bytes of a stored member, whatever their checksum."""
     file.seek(header + 26)
     name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     file.seek(header + 30 + name + extra)
@@ -121,7 +121,7 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
 def _step(
     opcode: Any, argument: Any, stack: list[tuple[int, Any]], marks: list[int], sizes: dict[str, int]
 ) -> None:
-    """Take from the stack what an operation takes, and put down what it leaves."""
+    """Apply an operation to the stack: pop what it takes, push what it leaves."""
     before = [kind.name for kind in opcode.stack_before]
     first = marks.pop() - before.index("mark") if "mark" in before else len(stack) - len(before)
     if first < 0:
@@ -141,21 +141,21 @@ def _step(
 
 
 def _check_storage(name: Any, sizes: dict[str, int]) -> None:
-    """Torch takes a storage's number of elements from the pickle, and reads beyond the member."""
+    """Refuse a storage larger than its member: torch trusts the pickle's size and would read beyond."""
     _, kind, key, _, elements = name
     width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
     if not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]:
         raise DamagedError("a storage that is larger than what is stored of it")
 
 
-_WIDTHS = {  # bytes of an element, by the name of the storage's class; the first that fits
+_WIDTHS = {  # bytes per element, by the start of the storage's class name
     "ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "BFloat16": 2, "Float": 4, "Int": 4, "Half": 2,
     "Short": 2,
 }  # fmt: skip
 
 
 def code_in(file: BinaryIO) -> str | None:
-    """Name the first global, not torch's own, in pickles of any protocol: bare, or in an archive."""
+    """Return the first global that is not torch's, in bare or archived pickles of any protocol; else None."""
     try:
         file.seek(0)
         data = file.read(2**20)
@@ -164,7 +164,7 @@ def code_in(file: BinaryIO) -> str | None:
                 member = next(m for m in archive.infolist() if m.filename.lower().endswith("data.pkl"))
                 data = _content(file, member.header_offset, member.file_size)
         stream = io.BytesIO(data)
-        strings: list[str] = []  # a STACK_GLOBAL is preceded by the strings module and name
+        strings: list[str] = []  # STACK_GLOBAL follows the strings of module and name
         while True:
             for opcode, argument, _ in pickletools.genops(stream):
                 name = None
@@ -176,5 +176,5 @@ def code_in(file: BinaryIO) -> str | None:
                     strings.append(argument)
                 if name and not name.startswith(("torch.", "collections.OrderedDict")):
                     return " ".join(name.split())[:120]
-    except Exception:  # the end of the pickles, or never one
+    except Exception:  # end of the pickles, or no pickle at all
         return None

@@ -36,11 +36,12 @@ class Checkpoint:
         state: parameters by name.
         epoch: finished epochs; 0 is the initialisation.
         history: one list per column (``epoch``, ``train_accuracy``, …), one entry per finished epoch.
-        rng: states of the random generators after that epoch, by device; empty in snapshots not to resume from.
+        rng: states of the random generators after that epoch, by device; empty in snapshots that cannot be resumed
+            from.
         provenance: versions, command, device, threads.
-        optimizer_state: what the optimiser remembers, by parameter and quantity; empty for plain SGD and in
-            snapshots not to resume from.
-        recorded_weights: the hash of the parameters that the file says they have; empty if it says none.
+        optimizer_state: the optimiser's state, by parameter and quantity; empty for plain SGD and in snapshots
+            that cannot be resumed from.
+        recorded_weights: the hash of the parameters as recorded in the file; empty if there is none.
     """
 
     model: ModelConfig
@@ -64,7 +65,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write atomically: a temporary file in the same folder, fsync, rename.
 
     Args:
-        path: the file to make or replace.
+        path: the file to create or replace.
         checkpoint: what to write.
 
     Raises:
@@ -85,9 +86,9 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             name: {quantity: t.detach().cpu().contiguous() for quantity, t in values.items()}
             for name, values in checkpoint.optimizer_state.items()
         }
-    whole = io.BytesIO()  # of a full disk torch's own writer tells neither name nor reason
+    whole = io.BytesIO()  # on a full disk, torch's writer names neither file nor reason
     torch.save(content, whole)
-    with whole.getbuffer() as content_bytes:  # else Python 3.13 warns where writing fails
+    with whole.getbuffer() as content_bytes:  # else Python 3.13 warns if writing fails
         write_bytes(path, content_bytes)
 
 
@@ -101,7 +102,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         The checkpoint, parameters on the CPU, shapes checked against the configuration.
 
     Raises:
-        InputError: if the file is missing, not a checkpoint, damaged, holds code, or does not fit its own
+        InputError: if the file is missing, no checkpoint, damaged, contains code, or does not fit its
             configuration.
     """
     content, *_ = _read(path)
@@ -134,30 +135,30 @@ def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
 
     Args:
         path: a file written by ``torch.save``.
-        hashed: whether the hash is wanted.
+        hashed: whether to compute the hash.
 
     Returns:
-        What the file holds, and its SHA-256; empty if it is not wanted.
+        The content, and its SHA-256; empty if not wanted.
 
     Raises:
         InputError: as :func:`read_plain`.
     """
     content, wrong, digest = _read(path, hashed)
-    if wrong is not None:  # torch can be told to write files without checksums
+    if wrong is not None:  # torch can write files without checksums
         warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
     return content, digest
 
 
 def is_checkpoint(content: Any) -> bool:
-    """Whether what was read from a file calls itself a checkpoint of this package."""
+    """Return whether content read from a file claims to be a checkpoint of this package."""
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def _read(path: Path, hashed: bool = False) -> tuple[Any, str | None, str]:
-    """Return what a file holds, its first member whose bytes are not those that were written, and its hash.
+    """Return a file's content, its first member with a wrong checksum, and its hash.
 
     Raises:
-        InputError: as :func:`read_plain`; and if there is such a member in a file of ours.
+        InputError: as :func:`read_plain`; also for such a member in a file of ours.
     """
     content, wrong, digest = _loaded(path, hashed)
     if wrong is not None and is_checkpoint(content):
@@ -172,7 +173,7 @@ def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
         try:
             wrong = check_archive(file)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of pickle protocols: the file is read, or it is refused
+                warnings.simplefilter("ignore")  # on pickle protocols: the file is read or refused
                 content = torch.load(file, map_location="cpu", weights_only=True)
             check_plain(content)
             return content, wrong, digest
@@ -190,7 +191,7 @@ def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
             if code:
                 raise InputError(_REFUSED.format(path=path, code=code)) from None
             raise InputError(f"{path} is not a checkpoint: no readable tensors in it.") from None
-        except Exception as error:  # on damaged files torch raises whatever its reader stumbles over
+        except Exception as error:  # on damaged files torch raises anything
             reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
             raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
 
@@ -208,13 +209,13 @@ def sha256(path: Path) -> str:
 
 
 def weights_sha256(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the weights alone: of every tensor's name, type, shape and bytes, in the order of the names.
+    """Return the SHA-256 of the weights alone: every tensor's name, dtype, shape and bytes, sorted by name.
 
     Args:
         state: tensors by name.
 
     Returns:
-        64 hexadecimal digits, which do not change when the configuration of later versions gains a field.
+        64 hexadecimal digits, independent of fields that later versions add to the configuration.
 
     Example:
         >>> weights_sha256({"w": torch.zeros(2)})[:8]
@@ -237,7 +238,7 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
         state: parameters by name.
 
     Raises:
-        InputError: on the first parameter that is missing, extra, misshapen or not plain numbers.
+        InputError: for the first parameter that is missing, extra, of the wrong shape or not plain numbers.
     """
     expected = model.state_dict()
     odd = [
@@ -254,18 +255,18 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
                 f"{path}: parameter {name!r} has shape {shape}; its configuration says "
                 f"{tuple(expected[name].shape)}."
             )
-        # The right shape may still be without memory: on the meta device, or expanded from one number.
+        # A tensor of the right shape may lack memory: on the meta device, or expanded from one number.
         plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.is_floating_point()
         if not plain or not tensor.is_contiguous():
             raise InputError(f"{path}: parameter {name!r} is not a plain tensor of floating-point numbers.")
 
 
 def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
-    """Return the checkpoint that was read from a file, trusting nothing in it.
+    """Build a checkpoint from a file's content, trusting nothing in it.
 
     Args:
         path: named in messages.
-        content: of the file, as :func:`read_plain` returns it.
+        content: from :func:`read_plain`.
 
     Raises:
         InputError: if it is damaged or does not fit its own configuration.
@@ -308,8 +309,8 @@ def _check_entries(path: Path, content: dict[str, Any]) -> None:
             raise InputError(f"{path} is damaged: its history {column!r} is not a list of numbers.")
         if len(values) != content["epoch"]:
             raise InputError(f"{path} is damaged: its history {column!r} does not end at its epoch.")
-        if column.endswith("accuracy") and not all(0 <= v <= 1 for v in values):  # nor is NaN one
-            raise InputError(f"{path} is damaged: its history {column!r} holds what is not between 0 and 1.")
+        if column.endswith("accuracy") and not all(0 <= v <= 1 for v in values):  # refuses NaN, too
+            raise InputError(f"{path} is damaged: its history {column!r} has a value that is not between 0 and 1.")
     for name, values in content["optimizer_state"].items():
         if not isinstance(values, dict) or not all(isinstance(t, Tensor) for t in values.values()):
             raise InputError(f"{path} is damaged: its optimiser state of {name!r} is not tensors by name.")
@@ -317,11 +318,11 @@ def _check_entries(path: Path, content: dict[str, Any]) -> None:
 
 def _check_size(path: Path, model: ModelConfig, state: dict[str, Any]) -> None:
     """Refuse parameters that do not fit a configuration, and a model that does not fit into memory."""
-    if model.blocks > len(state):  # seen before so many are made
+    if model.blocks > len(state):  # check before making so many
         raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
     with torch.device("meta"):
         skeleton = Encoder(model)
     entries = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
-    # Of every number there is the file's, the model's in float64, and while positions are made, two more.
+    # Each number exists in the file, in the model in float64, and twice more while positions are made.
     require_memory(32 * entries, f"{path} declares a model that")
     check_shapes(path, skeleton, state)

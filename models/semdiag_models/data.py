@@ -1,4 +1,4 @@
-"""A run's samples, drawn again from its seed."""
+"""Regenerate a run's samples from its seed."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class Split(NamedTuple):
 def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[Split, Split]:
     """Regenerate a run's training and held-out samples from its seed.
 
-    Both are drawn from one generator, training first, so every attention of a seed sees the same data.
+    Both are drawn from one generator, training first, so all kinds of attention see the same data for a seed.
 
     Args:
         config: task, length, sizes and seed.
@@ -32,7 +32,7 @@ def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[
         Training and held-out split, on the CPU; with fresh samples, the training split of the first epoch.
 
     Raises:
-        InputError: if the task is unknown or has no string of that length, or the text is not what it was.
+        InputError: if the task is unknown or has no string of that length, or the text has changed.
     """
     generator = torch.Generator().manual_seed(config.seed)
     train, holdout = _draw(config, config.holdout_samples, generator, pad_id)
@@ -40,7 +40,7 @@ def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[
 
 
 def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: int) -> Split:
-    """Draw an epoch's own training samples, from seed and epoch alone, so that a resumed run sees the same.
+    """Draw an epoch's training samples from seed and epoch alone, so that a resumed run sees the same ones.
 
     Args:
         config: task, length, sizes and seed.
@@ -49,7 +49,7 @@ def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: i
         pad_id: token id of PAD.
 
     Returns:
-        The samples, on the CPU; those of the held-out split may be among them.
+        The samples, on the CPU; they may include held-out ones.
     """
     if epoch == 0:
         return draw_data(config, padded_length, pad_id)[0]
@@ -60,7 +60,7 @@ def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: i
 
 
 def _draw(config: TrainingConfig, holdout: int, generator: torch.Generator, pad_id: int) -> tuple[Split, Split]:
-    """Training samples and so many held-out ones, padded to the longest where lengths are drawn."""
+    """Draw training samples and this many held-out ones, padded to the longest if lengths are drawn."""
     task = task_of(config)
     if config.least_length is None:
         first, second = task.draw(config.train_samples, holdout, config.length, generator)

@@ -1,4 +1,4 @@
-"""Which device a name means, and which processor this is."""
+"""Find the device with a name, and the name of the processor."""
 
 import platform
 from pathlib import Path
@@ -12,17 +12,17 @@ BEST = "cuda", "mps", "cpu"  # of which auto takes the first that is there
 
 
 def find_device(name: str) -> torch.device:
-    """The device a user asked for.
+    """Return the device that the user named.
 
     Args:
-        name: ``cpu``, ``cuda``, ``mps``, another accelerator that torch has here, as ``xpu``, or ``auto`` for the
-            first present of CUDA, MPS and the CPU: what others know, as float64, is not sure.
+        name: ``cpu``, ``cuda``, ``mps``, another accelerator available to torch, such as ``xpu``, or ``auto`` for
+            the first available of CUDA, MPS and CPU (others may lack float64).
 
     Returns:
         The device.
 
     Raises:
-        InputError: if the name is unknown or the device is not there.
+        InputError: if the name is unknown or the device is not available.
 
     Example:
         >>> find_device("cpu")
@@ -41,7 +41,7 @@ def find_device(name: str) -> torch.device:
 
 
 def processor() -> str:
-    """The processor's name, which decides a run's rounding beside its threads; as exact as the system says."""
+    """Return the processor's name as the system reports it; like the thread count, it affects a run's rounding."""
     try:
         lines = read_bytes(Path("/proc/cpuinfo"), LARGEST_JSON).decode("utf-8", "replace").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""Dropout that costs what it drops: positions are drawn, not a random number for every element."""
+"""Dropout at the cost of the dropped elements: it draws positions, not a random number per element."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def dropped_positions(n: int, p: float) -> Tensor:
-    """Indices at which an independent coin of probability p falls on "drop", among n.
+    """Return the indices, among n, at which independent coins with probability p say "drop".
 
-    The gaps between successive drops of independent coins are geometric, so drawing the gaps gives exactly
-    the law of n independent coins with about n·p draws.
+    The gaps between drops are geometric, so drawing the gaps gives exactly the law of n independent coins, with
+    about n·p draws.
 
     Args:
         n: number of elements.
@@ -29,7 +29,7 @@ def dropped_positions(n: int, p: float) -> Tensor:
     """
     enough = int(n * p + 10 * math.sqrt(n * p) + 20)
     positions = torch.empty(enough, dtype=torch.int64).geometric_(p).cumsum(0).sub_(1)
-    while positions[-1] < n - 1:  # ten standard deviations away, but it must stay exact
+    while positions[-1] < n - 1:  # ten standard deviations away, but exactness requires it
         more = torch.empty(enough, dtype=torch.int64).geometric_(p).cumsum(0).add_(positions[-1])
         positions = torch.cat([positions, more])
     return positions[: int(torch.searchsorted(positions, n))]
@@ -44,7 +44,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     Args:
         x: any shape, floating point.
         p: drop probability, in [0, 1).
-        training: if false, x is returned as it is.
+        training: if false, x is returned unchanged.
 
     Returns:
         A tensor of x's shape.
@@ -70,7 +70,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _zeroed(x: Tensor, p: float, drops: Tensor) -> Tensor:
-    """x / (1 - p) with zeros at the flat positions ``drops``."""
+    """Return x / (1 - p) with zeros at the flat positions ``drops``."""
     kept = x.contiguous() * (1 / (1 - p))
     kept.view(-1).index_fill_(0, drops, 0)
     return kept

@@ -23,15 +23,15 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "
 
 
 class AttentionCore(nn.Module):
-    """Softmax attention over selected keys. The one hook point: its inputs are all that attention does.
+    """Softmax attention over selected keys. The single hook point: its inputs determine the attention.
 
     ``register_forward_hook`` on it sees (q, k, v, scale, valid, selected); scores are ``scale · q kᵀ``. Queries
     within ``everywhere`` attend to all valid keys whatever is selected.
 
     Args:
         p: dropout probability of the attention weights.
-        everywhere: how many queries in front, and how many at the end, attend to all valid keys.
-        straight_through: whether in training the scores learn by :func:`straight_through_attention`.
+        everywhere: number of queries at the start, and at the end, that attend to all valid keys.
+        straight_through: whether training uses :func:`straight_through_attention`.
     """
 
     def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0), straight_through: bool = False) -> None:
@@ -78,7 +78,8 @@ class Attention(nn.Module):
 
     Args:
         config: the architecture.
-        layer: which block's; random attention keeps other keys in every block, and LSH attention hashes otherwise.
+        layer: number of the block; random attention keeps different keys in every block, and LSH attention hashes
+            differently.
     """
 
     centroids: Tensor | None
@@ -93,9 +94,9 @@ class Attention(nn.Module):
         inner = config.heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * inner)
         self.core = AttentionCore(config.dropout, config.everywhere, config.score_gradient == "straight-through")
-        self.core.apart = not config.cls_as_key  # no query but the first attends to the first token
+        self.core.apart = not config.cls_as_key  # only the first query attends to the first token
         self.out = nn.Linear(inner, config.width)
-        centroids = None  # of routing attention: state, not a parameter; training moves them in every step
+        centroids = None  # for routing attention: state, not a parameter; every training step moves them
         if config.clusters is not None:
             size = (config.heads, config.clusters, config.head_width)
             centroids = first_centroids(config.selection_seed, layer, size)
@@ -106,7 +107,7 @@ class Attention(nn.Module):
         qkv: Tensor = self.qkv(x)
         if qkv.dtype == x.dtype:
             mixed = self.mix(qkv, valid)
-        else:  # under autocast; scores of 8 bits would be full of ties, so attention is as precise as its input
+        else:  # under autocast: scores of 8 bits would have many ties, so attention keeps its input's precision
             with torch.autocast(x.device.type, enabled=False):
                 mixed = self.mix(qkv.to(x.dtype), valid)
         attended: Tensor = self.out(mixed)
@@ -124,9 +125,9 @@ class Attention(nn.Module):
         return mixed
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Positions of the keys that each query attends to, as :func:`select_keys` gives them.
+        """Return the positions of the keys that each query attends to, from :func:`select_keys`.
 
-        In training the centroids of routing attention then follow the queries and keys.
+        In training, the centroids of routing attention then follow the queries and keys.
         """
         core, by = self.core, self._selected_by(q)
         selected = select_keys(self.kind, self.k, q, k, self.scale, valid, core.everywhere, apart=core.apart, **by)
@@ -135,7 +136,7 @@ class Attention(nn.Module):
         return selected
 
     def _selected_by(self, q: Tensor) -> dict[str, Tensor]:
-        """What the keys are selected by besides the scores, by its name in :func:`select_keys`."""
+        """Return the further arguments of :func:`select_keys`, by name."""
         c, length = self.config, q.shape[2]
         if self.centroids is not None:
             return {"centroids": self.centroids}
@@ -194,9 +195,9 @@ class Encoder(nn.Module):
     like the others (``first_norm_eps``), dropout is off in evaluation, PAD is left out (``pad_as_token``).
     With ``norm="post"`` the blocks are those of the paper's equations.
 
-    CLS stands in front of the input; the global tokens stand behind it, at the positions after the longest
-    input, so that padding does not move them, and count in mean pooling, as in the released code. In banded and
-    block-local attention CLS is a global token, too; elsewhere (but for ``cls_as_key``) a token like any other.
+    CLS comes before the input; the global tokens come after it, at the positions after the longest input, so that
+    padding does not move them; they count in mean pooling, as in the released code. In banded and block-local
+    attention, CLS is also a global token; elsewhere (except for ``cls_as_key``) it is a token like any other.
 
     Args:
         config: the architecture.
@@ -213,7 +214,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         symbols = config.vocabulary_size + config.extra_tokens
-        # Filling what has no memory would load torch's compiler, which takes a second.
+        # Filling a tensor without memory would load torch's compiler, which takes a second.
         unfilled = torch.empty(symbols, config.width) if torch.empty(()).is_meta else None
         self.embedding = nn.Embedding(symbols, config.width, _weight=unfilled)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
@@ -225,25 +226,25 @@ class Encoder(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def attention(self, layer: int) -> Attention:
-        """The attention of a block, from 0."""
+        """Return the attention of a block, from 0."""
         block = self.blocks[layer]
         assert isinstance(block, Block)
         return block.attention
 
     @torch.no_grad()
     def scale_queries_and_keys(self, factor: float) -> None:
-        """Multiply W_q, W_k and their biases: the scores, and δ with them, by the square of the factor."""
+        """Multiply W_q, W_k and their biases; this multiplies scores and δ by the square of the factor."""
         for i in range(self.config.blocks):
             layer = self.attention(i)
             for parameter in (layer.qkv.weight, layer.qkv.bias):
                 parameter[: 2 * layer.heads * layer.head_width].mul_(factor)
 
     def with_exact_positions(self) -> Self:
-        """Put positions in the place of the trainer's that are the same on every processor.
+        """Replace the trainer's positions by positions that are the same on every processor.
 
-        Those of training are made in float32, whose sine is the processor's; at length 40 they are off by up to
-        2e-6. These are computed in float64 and rounded once: in float64 a trained model then is the same function
-        everywhere.
+        Training computes them in float32, whose sine depends on the processor; at length 40 they are off by up to
+        2e-6. These are computed in float64 and rounded once, so that in float64 a trained model is the same
+        function everywhere.
 
         Returns:
             The encoder itself.
@@ -253,9 +254,9 @@ class Encoder(nn.Module):
         return self
 
     def with_draws(self, seed: int) -> Self:
-        """Let redrawn attention keep the same random keys in every evaluation: one model, which can be measured.
+        """Make redrawn attention keep the same random keys in every evaluation, so that it can be measured.
 
-        Training, and any other kind of attention, goes on as before.
+        Training and other kinds of attention are unaffected.
 
         Args:
             seed: of the keys.
@@ -273,7 +274,7 @@ class Encoder(nn.Module):
 
         Args:
             tokens: (B, L) int64 token ids, L at most ``config.length``.
-            padded: whether PAD may occur among them; None looks (on a GPU, looking waits for the device).
+            padded: whether PAD may occur among them; None checks (which waits for a GPU).
 
         Returns:
             Logits (B, classes).
@@ -285,12 +286,12 @@ class Encoder(nn.Module):
         return self.classify(x, valid)
 
     def classify(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Logits (B, classes) of what leaves the last block: (B, L + extra tokens, d), and :meth:`valid`."""
+        """Return logits (B, classes) from the last block's output (B, L + extra tokens, d) and :meth:`valid`."""
         logits: Tensor = self.head(x[:, 0] if self.config.cls_tokens else mean(x, valid))
         return logits
 
     def sequence(self, tokens: Tensor) -> Tensor:
-        """Ids of all tokens that attention sees: CLS, the input, the global tokens.
+        """Return the ids of all tokens that attention sees: CLS, the input, the global tokens.
 
         Args:
             tokens: (B, L) int64 token ids.
@@ -310,29 +311,28 @@ class Encoder(nn.Module):
         return torch.cat([added[:, c.global_tokens :], tokens, added[:, : c.global_tokens]], 1)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Scaled embedding plus sinusoidal positions: (B, L) -> (B, L + extra tokens, d)."""
+        """Return the scaled embedding plus sinusoidal positions: (B, L) -> (B, L + extra tokens, d)."""
         x = self.embedding(self.sequence(tokens)) * math.sqrt(self.config.width) + self.positions_of(
             tokens.shape[1]
         )
         return dropout(x, self.config.dropout, self.training)
 
     def positions_of(self, length: int) -> Tensor:
-        """Positions of an input of ``length`` tokens and of the extra ones: (L + extra tokens, d)."""
+        """Return positions of an input of ``length`` tokens and of the extra ones: (L + extra tokens, d)."""
         missing, cls = self.config.length - length, self.config.cls_tokens
         if missing and self.config.global_tokens:
             return torch.cat([self.positions[: cls + length], self.positions[cls + length + missing :]])
         return self.positions[: length + self.config.extra_tokens]
 
     def valid(self, tokens: Tensor, padded: bool | None = None) -> Tensor | None:
-        """Which tokens of :meth:`sequence` count.
+        """Return which tokens of :meth:`sequence` count.
 
         Args:
             tokens: (B, L) int64 token ids.
-            padded: whether PAD may occur among them; None looks.
+            padded: whether PAD may occur among them; None checks.
 
         Returns:
-            (B, L + extra tokens) bool, false where a token is PAD and PAD does not count; None if there is no
-            such token.
+            (B, L + extra tokens) bool, false for PAD that does not count; None if there is none.
         """
         c = self.config
         if c.pad_as_token or padded is False:
@@ -344,7 +344,7 @@ class Encoder(nn.Module):
 
 
 def mean(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Mean over the valid positions: (B, L, d) -> (B, d)."""
+    """Return the mean over the valid positions: (B, L, d) -> (B, d)."""
     if valid is None:
         return x.mean(1)
     return (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)

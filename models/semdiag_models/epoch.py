@@ -1,4 +1,4 @@
-"""An epoch of steps derived by hand, of one trainer or of several at once."""
+"""Train an epoch with hand-derived steps, for one trainer or several at once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 def train_epoch(
     trainers: "Sequence[Trainer]", states: list[RandomState] | None, after_batch: "Callable[[Trainer], None]"
 ) -> list[float]:
-    """Make an epoch of steps, of one trainer or of several at once.
+    """Train an epoch, of one trainer or several at once.
 
     Args:
-        trainers: alike but for the seed and the attention, at the same epoch.
-        states: of the random generators, one a trainer, advanced by what is drawn; None: the global ones.
+        trainers: equal except for seed and attention, at the same epoch.
+        states: of the random generators, one per trainer, advanced by draws; None means the global ones.
         after_batch: called for each trainer after a step.
 
     Returns:
-        Each trainer's sum of losses; a trainer whose sum is not finite keeps the parameters it had.
+        Each trainer's sum of losses; a trainer whose sum is not finite keeps its previous parameters.
 
     Raises:
         InputError: if the trainers' models differ in more than attention.
@@ -56,7 +56,7 @@ def train_epoch(
     with product_precision(first.training.precision):
         for batch in torch.split(torch.stack(orders), first.training.batch_size, dim=1):
             total += stack.differentiate(tokens[member, batch], labels[member, batch], padded)
-            with torch.inference_mode():  # no bookkeeping for torch's differentiation
+            with torch.inference_mode():  # no autograd bookkeeping
                 frozen.drop_gradients()
                 stack.clip_gradients(first.training.gradient_clip)
                 optimizer.step()
@@ -65,7 +65,7 @@ def train_epoch(
                 after_batch(trainer)
     totals: list[float] = total.tolist()
     for i, (trainer, sum_of_losses) in enumerate(zip(trainers, totals, strict=True)):
-        if math.isfinite(sum_of_losses):  # one that has diverged keeps its last good epoch
+        if math.isfinite(sum_of_losses):  # a diverged one keeps its last good epoch
             stack.store(i)
             _store_optimizer(optimizer.state[parameters], stack, i, trainer)
     return totals

@@ -1,22 +1,22 @@
-"""The one exception that means: the user's input was wrong, and here is what would work."""
+"""The exception for wrong user input; its message says what would work."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class InputError(ValueError):
-    """What a user asked for cannot be done; the message says what, why, and what would work.
+    """Raised if a user's request cannot be done; the message says what, why, and what would work.
 
     The command line prints the message as one line and exits with code 2.
     """
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """Build the error for a name that a registry does not hold.
+    """Return the error for a name that is not in a registry.
 
     Args:
-        kind: what the name stands for, in the singular ("task").
-        name: the name that was asked for.
+        kind: of things in the registry, in the singular ("task").
+        name: the user's.
         known: the registry's names.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Parameters, or rows of them, that training leaves as they were initialised."""
+"""Freeze parameters, or rows of them, at their initialisation."""
 
 from collections.abc import Iterable
 
@@ -12,16 +12,9 @@ Place = slice | tuple[slice, ...]
 
 
 def frozen_rows(encoder: Encoder, training: TrainingConfig) -> dict[str, int]:
-    """Which parameters are frozen, and how many of their first rows.
+    """Return the frozen parameters by name, with the number of their first rows that are frozen.
 
-    W_q, W_k and W_v lie one below the other in one matrix, as do their biases: ``qk`` are its first two thirds.
-
-    Args:
-        encoder: whose parameters they are.
-        training: says what is frozen.
-
-    Returns:
-        Rows by the name of the parameter.
+    W_q, W_k and W_v are stacked in one matrix, as are their biases: ``qk`` is its first two thirds.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -37,12 +30,12 @@ def frozen_rows(encoder: Encoder, training: TrainingConfig) -> dict[str, int]:
 
 
 class Frozen:
-    """Places in parameters that a step does not move: no update, no weight decay, no memory of the optimiser's.
+    """Parts of parameters that steps do not move: no update, no weight decay, no optimiser state.
 
-    Their gradient counts as 0, in the 2-norm that is clipped, too.
+    Their gradient counts as 0, also in the norm for clipping.
 
     Args:
-        places: parameters, and in each what is frozen.
+        places: parameters, with the frozen part of each.
     """
 
     def __init__(self, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
@@ -50,14 +43,14 @@ class Frozen:
         self._values = [parameter.detach()[at].clone() for parameter, at in self._places]
 
     def drop_gradients(self) -> None:
-        """Set the frozen gradients to 0: before they are clipped."""
+        """Set the frozen gradients to 0, before clipping."""
         for parameter, at in self._places:
             if parameter.grad is not None:
                 parameter.grad[at] = 0
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo what a step did at the frozen places, as weight decay does without a gradient, too."""
+        """Undo what a step did to the frozen parts: weight decay acts even without a gradient."""
         for (parameter, at), value in zip(self._places, self._values, strict=True):
             parameter[at] = value
             memory: dict[str, Tensor] = optimizer.state.get(parameter, {})

@@ -1,4 +1,4 @@
-"""What a model is: a frozen record, stored in every checkpoint."""
+"""The architecture of a model: a frozen record, stored in every checkpoint."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ POOLINGS = {
     "mean": "the mean over all tokens that are not PAD",
     "cls": "the output of a learnt token in front of the input",
 }
-_OF_ONE_KIND: dict[str, tuple[str, float, float]] = {  # the kind of attention, and between what it lies
+_OF_ONE_KIND: dict[str, tuple[str, float, float]] = {  # the kind of attention, and the allowed range
     "hash_rounds": ("lsh", 1, 100),
     "hash_bits": ("lsh", 1, 30),
     "hashes": ("lsh", 0, 0),
@@ -41,7 +41,7 @@ _IN_THE_LABEL = {
     "score_gradient": "",
     "cls_as_key": "cls-no-key",
 }
-_LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
+_LEAST_DROPOUT = 1e-9  # gaps between drops must fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class ModelConfig(Record):
     """Architecture of the encoder.
 
     Raises:
-        InputError: if a value is illegal; the message says what would work.
+        InputError: if a value is invalid; the message says what would work.
 
     Example:
         >>> ModelConfig(vocabulary_size=3, classes=2, length=40, attention="topk", k=5).k
         5
     """
 
-    vocabulary_size: int  # token ids of inputs, PAD (the last one) included
+    vocabulary_size: int  # token ids of inputs, including PAD (the last one)
     classes: int
     length: int  # tokens of the longest input
     attention: str = "full"  # a key of ATTENTIONS
@@ -67,21 +67,21 @@ class ModelConfig(Record):
     heads: int = 1
     head_width: int = 64  # of queries, keys and values; scores are divided by its square root
     activation: str = "relu"  # one of ACTIVATIONS
-    dropout: float = 0.01  # probability, at every place where the paper drops
+    dropout: float = 0.01  # probability, wherever the paper uses dropout
     inverse_temperature: float = 1.0  # factor on the scores
     first_norm_eps: float = 1e-5  # of the first attention norm; the paper's released code has 0 there
     pad_as_token: bool = False  # PAD is attended to and pooled, as in the paper's runs
-    global_tokens: int = 0  # g learnt tokens behind the input: they attend to all and all attend to them
+    global_tokens: int = 0  # g learned tokens after the input, which attend to all and to which all attend
     norm: str = "pre"  # a key of NORMS
     pooling: str = "mean"  # a key of POOLINGS
-    cls_as_key: bool = True  # False, as under the masks of the paper's code: CLS sees all, and is no one's key
+    cls_as_key: bool = True  # False as in the paper's code under masks: CLS sees all, but no other token sees CLS
     selection_seed: int = 0  # of random keys, hash functions, first centroids
-    hash_rounds: int = 1  # of lsh: a query keeps the k keys of its bucket in every round
-    hash_bits: int | None = None  # of lsh, signs a hash has; None: two to four buckets for every k tokens
+    hash_rounds: int = 1  # for lsh: a query keeps the k keys of its bucket in every round
+    hash_bits: int | None = None  # for lsh, bits per hash; None means two to four buckets for every k tokens
     hashes: str = "shared"  # of lsh, a key of HASHES
-    clusters: int | None = None  # of routing; None: one for every k tokens
-    centroid_decay: float = 0.999  # of routing: what a centroid keeps of its old place in a training step
-    score_gradient: str = "exact"  # of topk, a key of SCORE_GRADIENTS: how its scores learn
+    clusters: int | None = None  # for routing; None means one for every k tokens
+    centroid_decay: float = 0.999  # for routing: weight of the old centroid in a training step
+    score_gradient: str = "exact"  # for topk, a key of SCORE_GRADIENTS: how scores get gradients
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
@@ -156,7 +156,7 @@ class ModelConfig(Record):
             )
 
     def _check_matching(self) -> None:
-        """Check what goes with hashes and clusters, and settle their numbers where the user left them open."""
+        """Check options of hashes and clusters, and fill in the numbers that the user left open."""
         for name, (kind, _, _) in _OF_ONE_KIND.items():
             if self.attention != kind and getattr(self, name) != getattr(type(self), name):
                 raise InputError(f"Only {kind} attention takes {name}. Got it with {self.attention}.")
@@ -169,7 +169,7 @@ class ModelConfig(Record):
                 raise InputError(f"{name} must lie in {least} … {most}. Got {value}.")
 
     def _usual_numbers(self) -> dict[str, int]:
-        """Of hash bits or clusters, by the number of windows of k in the longest input."""
+        """Return the default number of hash bits or clusters, by the windows of k in the longest input."""
         windows = -(-self.length // (self.k or 1))
         usual = {"lsh": {"hash_bits": 1 + (windows - 1).bit_length()}, "routing": {"clusters": windows}}
         return usual.get(self.attention, {})
@@ -181,23 +181,23 @@ class ModelConfig(Record):
 
     @property
     def cls_tokens(self) -> int:
-        """Learnt tokens in front of the input: 1 with CLS pooling, else 0."""
+        """Number of learned tokens before the input: 1 with CLS pooling, else 0."""
         return int(self.pooling == "cls")
 
     @property
     def extra_tokens(self) -> int:
-        """Tokens that the encoder adds to every input: CLS and the global ones."""
+        """Number of tokens that the encoder adds to every input: CLS and the global ones."""
         return self.cls_tokens + self.global_tokens
 
     @property
     def everywhere(self) -> tuple[int, int]:
-        """How many tokens in front, and how many at the end, attend to all valid keys under the mask."""
+        """Number of tokens at the start, and at the end, that attend to all valid keys under the mask."""
         local = self.attention in LOCAL
         return (self.cls_tokens if local or not self.cls_as_key else 0, self.global_tokens if local else 0)
 
     @property
     def keys_kept(self) -> int | None:
-        """Keys that an ordinary query keeps: k, and in local attention CLS and the global tokens.
+        """Number of keys that an ordinary query keeps: k, plus CLS and the global tokens in local attention.
 
         Example:
             >>> ModelConfig(3, 2, 40, "banded", k=5, global_tokens=1).keys_kept
@@ -208,7 +208,7 @@ class ModelConfig(Record):
 
     @property
     def attention_label(self) -> str:
-        """Attention, k and what else tells masks apart, in one word: ``topk-5``, ``banded-5-global-1``.
+        """Attention, k and all else that distinguishes masks, in one word: ``topk-5``, ``banded-5-global-1``.
 
         Example:
             >>> ModelConfig(3, 2, 40, "lsh", k=5, hash_rounds=2, hashes="asymmetric").attention_label

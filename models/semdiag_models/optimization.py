@@ -1,4 +1,4 @@
-"""Optimisers, their state in a checkpoint, and the precision of the training steps."""
+"""Optimisers, their state in a checkpoint, and the precision of training steps."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def make_optimizer(parameters: Iterable[Tensor], training: TrainingConfig) -> torch.optim.Optimizer:
-    """Return the configured optimiser, one fused update for all parameters of a kind (``foreach``)."""
+    """Return the configured optimiser, with one fused update for all parameters (``foreach``)."""
     options: dict[str, Any] = {"lr": training.learning_rate, "foreach": True}
     if training.weight_decay is not None:
         options["weight_decay"] = training.weight_decay
@@ -34,7 +34,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module) -> OptimizerState:
-    """Return what the optimiser remembers, by the names of the encoder's parameters."""
+    """Return the optimiser's state by the names of the encoder's parameters."""
     return {
         name: dict(optimizer.state[parameter])
         for name, parameter in encoder.named_parameters()
@@ -43,12 +43,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module) -> Opt
 
 
 def restore_optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module, state: OptimizerState) -> None:
-    """Give the optimiser back what it remembered.
+    """Restore the optimiser's state.
 
     Args:
         optimizer: of the encoder's parameters.
-        encoder: whose parameters they are.
-        state: from :func:`optimizer_state`; read from a file, and not to be trusted.
+        encoder: the model.
+        state: from :func:`optimizer_state`; read from a file, so not trusted.
 
     Raises:
         InputError: if it does not belong to these parameters.
@@ -64,7 +64,7 @@ def restore_optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module
         raise InputError("The optimiser's state does not cover all parameters of the model.")
     for name, values in state.items():
         parameter = parameters[name]
-        # The number of steps stays on the CPU, where the optimiser keeps it.
+        # The optimiser keeps the number of steps on the CPU.
         optimizer.state[parameter] = {
             quantity: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
             for quantity, value in values.items()
@@ -76,7 +76,7 @@ def check_precision(precision: str, device: torch.device) -> None:
 
     Args:
         precision: a key of ``PRECISIONS``.
-        device: where the steps are to be made.
+        device: of the training steps.
 
     Raises:
         InputError: if it is tf32 and the device is not CUDA.
@@ -97,7 +97,7 @@ def product_precision(precision: str) -> Iterator[None]:
     Args:
         precision: a key of ``PRECISIONS``.
     """
-    if precision != "tf32":  # some versions of torch warn of what is only read
+    if precision != "tf32":  # some versions of torch warn even on reading
         yield
         return
     before = torch.get_float32_matmul_precision()
@@ -109,7 +109,7 @@ def product_precision(precision: str) -> Iterator[None]:
 
 
 def compile_steps(encoder: nn.Module, device: torch.device) -> Callable[..., Tensor]:
-    """Return the encoder's forward pass through :func:`torch.compile`, which compiles the backward pass, too.
+    """Return the encoder's forward pass through :func:`torch.compile`, which also compiles the backward pass.
 
     On CUDA the steps are recorded as CUDA graphs (``mode="reduce-overhead"``).
     """

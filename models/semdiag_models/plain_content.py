@@ -1,4 +1,4 @@
-"""What a file of torch.save may hold: plain tensors, in containers that do not hold themselves."""
+"""Check content of torch.save: only plain tensors, in containers that do not contain themselves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,26 +8,26 @@ from torch import Tensor
 
 from semdiag_models.archive import DamagedError
 
-_DEEPEST = 50  # containers in containers
-_SHARED = 10**6  # values in containers that stand at several places, counted at each
+_DEEPEST = 50  # levels of nested containers
+_SHARED = 10**6  # values in shared containers, counted at each occurrence
 
 
 class OddTensorError(Exception):
-    """A file holds a tensor of a kind that is not read; the message names it."""
+    """Raised for a kind of tensor that is not read; the message names it."""
 
 
 def check_plain(content: Any) -> None:
-    """Refuse tensors whose numbers do not lie in memory one after the other: nothing here could read them.
+    """Refuse tensors that are not plain dense memory, and containers that cannot be traversed.
 
-    And containers that hold themselves, or each other so often that nobody could go through them: in a pickle of
-    a few hundred bytes, each may hold the one before it many times.
+    Such containers contain themselves, or each other too often: in a pickle of a few hundred bytes, each may
+    contain the previous one many times.
 
     Args:
-        content: what was read.
+        content: of a file.
 
     Raises:
-        OddTensorError: naming the kind of a tensor.
-        DamagedError: of containers.
+        OddTensorError: naming the kind of tensor.
+        DamagedError: for containers.
 
     Example:
         >>> check_plain({"a": [torch.zeros(2), 1]})
@@ -39,14 +39,14 @@ def check_plain(content: Any) -> None:
 
 
 class _Follower:
-    """Goes through containers once each."""
+    """Traverses each container once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int] | None] = {}  # by container; None while it is gone through
-        self._seen = 0  # values, those of a shared container once
+        self._known: dict[int, tuple[int, int] | None] = {}  # by container; None while it is being traversed
+        self._seen = 0  # values, each once
 
     def follow(self, content: Any, depth: int) -> tuple[int, int]:
-        """Number of values, those of a shared container at each of its places; and containers in containers."""
+        """Return the number of values, counting shared ones at each occurrence, and the nesting depth."""
         if isinstance(content, Tensor):
             _check_tensor(content)
         if not isinstance(content, Mapping | list | tuple):
@@ -62,11 +62,11 @@ class _Follower:
             if height > _DEEPEST:
                 raise DamagedError("containers that are nested too deeply")
             if size > _SHARED + 10 * (self._seen + len(self._known)):
-                raise DamagedError("containers that hold each other too often")
+                raise DamagedError("containers that contain each other too often")
             self._known[id(content)] = size, height
         found = self._known[id(content)]
         if found is None:
-            raise DamagedError("a container that holds itself")
+            raise DamagedError("a container that contains itself")
         return found
 
 

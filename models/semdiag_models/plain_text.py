@@ -1,18 +1,18 @@
-"""What a file or a name says, written so that the reader's program shows it and does nothing else."""
+"""Write texts from files so that the reader's program only displays them."""
 
 import re
 
-# Control characters but tabs and line ends, and marks that turn the direction of what follows.
+# Control characters except tabs and line ends, and marks that change the writing direction.
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-# What spreadsheets compute, wide forms included, behind any blanks and apostrophes.
+# What spreadsheets compute, including full-width forms, after any spaces and apostrophes.
 _COMPUTED = re.compile("['\\s]*[=+\\-@\uff1d\uff0b\uff0d\uff20]|'*[\t\r\n]")
 
 
 def visible(text: str) -> str:
-    r"""A text with its control characters and marks of direction as their escapes.
+    r"""Replace control characters and direction marks in a text by escapes.
 
     Args:
-        text: whatever a file says.
+        text: any.
 
     Example:
         >>> print(visible("a title" + chr(27) + "[31m"))
@@ -22,10 +22,10 @@ def visible(text: str) -> str:
 
 
 def csv_cell(text: str) -> str:
-    r"""A text as it stands in a cell of a CSV file: never a formula, no control characters.
+    r"""Return a text for a cell of a CSV file: never a formula, without control characters.
 
-    In front of what a spreadsheet would compute stands an apostrophe, as one would type it there. A text that is
-    a number stays as it is. Give it texts alone: numbers are for the CSV writer.
+    What a spreadsheet would compute gets an apostrophe in front, as one would type it there. A text that is a
+    number stays unchanged. Pass texts only; numbers are for the CSV writer.
 
     Args:
         text: of the cell, before the writer quotes it.
@@ -39,10 +39,10 @@ def csv_cell(text: str) -> str:
 
 
 def from_csv_cell(cell: str) -> str:
-    """The text of a cell that :func:`csv_cell` wrote; control characters stay escapes.
+    """Undo :func:`csv_cell`; control characters stay escapes.
 
     Args:
-        cell: as a CSV reader gives it.
+        cell: from a CSV reader.
 
     Example:
         >>> [from_csv_cell(csv_cell(text)) for text in ("=1+1", "'=1", "-0.5", "it's")]

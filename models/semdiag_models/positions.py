@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Positions: sines on even channels, cosines on odd ones, base 10000.
+    """Return positions: sines in even channels, cosines in odd ones, base 10000.
 
     Args:
         length: L.
         width: d, even.
-        dtype: None: torch's default.
+        dtype: None means torch's default.
 
     Returns:
         (L, d).

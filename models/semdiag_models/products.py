@@ -1,8 +1,8 @@
 """Matrix products in single precision through oneDNN.
 
-On x86 processors torch leaves such products to MKL. On Intel's processors, and on those of other vendors without
-512-bit vectors, MKL is as fast as oneDNN or faster. Where another vendor's processor has such vectors MKL leaves
-them unused, and takes up to twice as long as oneDNN, which torch brings along, too. Both round as float32 does.
+On x86, torch leaves such products to MKL. On Intel's processors, and on others without 512-bit vectors, MKL is at
+least as fast as oneDNN. On other vendors' processors with such vectors, MKL does not use them and takes up to
+twice as long as oneDNN, which comes with torch, too. Both round like float32.
 """
 
 import platform
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Multiplications from which oneDNN's shorter products outweigh its longer calls.
+# Multiplications from which oneDNN's faster products outweigh its slower calls.
 _WORTHWHILE = 2**21
-_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # None: torch was built without oneDNN
+_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # None if torch was built without oneDNN
 
 
 def made_by_intel(file: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor is Intel's.
+    """Return whether the processor is Intel's.
 
     Args:
-        file: in which Linux describes it; elsewhere Python is asked.
+        file: Linux's description of it; on other systems Python's is used.
     """
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
@@ -32,7 +32,7 @@ def made_by_intel(file: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _pays() -> bool:
-    """Whether oneDNN's products are faster here than torch's own."""
+    """Return whether oneDNN's products are faster here than torch's own."""
     if _LINEAR is None:
         return False
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ _PAYS = _pays()
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`linear` can be called, and pays: large matrices in float32 on a processor.
+    """Return whether :func:`linear` can be called, and pays: large matrices in float32 on a processor.
 
     Args:
         x: (..., N, D).
@@ -55,21 +55,21 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and x.shape[-2] * weight.shape[-2] * x.shape[-1] >= _WORTHWHILE
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
-        and not torch.compiler.is_compiling()  # which has products of its own
+        and not torch.compiler.is_compiling()  # a compiler has its own products
     )
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute onto + x Wᵀ + b, where torch does not differentiate.
+    """Compute onto + x Wᵀ + b, without autograd.
 
     Args:
-        x: (N, D) float32 on a processor, as :func:`takes` says; or S of them, (S, N, D).
+        x: (N, D) float32 on the CPU, see :func:`takes`; or S of them, (S, N, D).
         weight: (M, D); or (S, M, D).
-        bias: (M,), or (S, M); None: 0.
-        onto: (N, M), or (S, N, M); None: 0.
-        out: (S, N, M), where S products are to be written; one product has memory of its own.
+        bias: (M,), or (S, M); None means 0.
+        onto: (N, M), or (S, N, M); None means 0.
+        out: (S, N, M), memory for S products; a single product gets new memory.
 
     Returns:
         (N, M), or (S, N, M).

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-RandomState = dict[str, Tensor]  # state of the generator of each kind of device
+RandomState = dict[str, Tensor]  # generator state by kind of device
 
 
 def random_state(device: torch.device) -> RandomState:
@@ -20,7 +20,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def restore_random_state(states: RandomState) -> None:
-    """Set the global generators of the devices that are there.
+    """Restore the global generators of the available devices.
 
     Args:
         states: from :func:`random_state`.
@@ -38,12 +38,12 @@ def restore_random_state(states: RandomState) -> None:
 
 @contextmanager
 def drawing_from(states: list[RandomState] | None, part: int, device: torch.device) -> Iterator[None]:
-    """Draw from one of several states, advance it, and leave the global generators as they were.
+    """Draw, inside, from one of several states, which advances; the global generators are restored.
 
     Args:
-        states: one for each of several encoders; None: the global generators themselves are drawn from.
-        part: which one.
-        device: where the draws are made.
+        states: one per encoder; None means the global generators.
+        part: index of the state.
+        device: of the draws.
     """
     if states is None:
         yield

@@ -1,4 +1,4 @@
-"""The one way in which files are opened: regular files only, no larger than what is expected of their kind."""
+"""The only way to open files: regular files, no larger than expected for their kind."""
 
 import json
 import os
@@ -11,29 +11,26 @@ from typing import Any
 from semdiag_models.errors import InputError
 
 MEBIBYTE = 2**20
-LARGEST_TEXT = 2**30  # bytes, of a text to learn or to measure on
-LARGEST_JSON = 64 * MEBIBYTE  # of a configuration, a summary, a baseline
+LARGEST_TEXT = 2**30  # bytes, for a text to train or measure on
+LARGEST_JSON = 64 * MEBIBYTE  # for a configuration, a summary, a baseline
 LARGEST_TOML = MEBIBYTE
-MEMORY_SHARE = 0.25  # of what the machine has: more is asked for by no honest file
-_DEEPEST = 50  # tables in tables
-_LARGEST_NUMBER = 10**300  # what becomes a floating-point number
+MEMORY_SHARE = 0.25  # share of the machine's memory: no honest file needs more
+_DEEPEST = 50  # levels of nested tables
+_LARGEST_NUMBER = 10**300  # fits a floating-point number
 
 
 def open_file(path: Path, largest: int | None = None) -> BufferedReader:
-    """Open a regular file for reading; nothing else, for a pipe would wait and a device never end.
+    """Open a regular file for reading; nothing else, because a pipe would block and a device never end.
 
     Args:
         path: the file.
-        largest: bytes that it may have; None: the share of memory that a file may take.
-
-    Returns:
-        The file, at its beginning.
+        largest: bytes allowed; None means the share of memory that a file may take.
 
     Raises:
         InputError: if it is missing, unreadable, no regular file, or larger.
     """
     try:
-        # Without waiting: opening a pipe would last until somebody writes to it.
+        # Non-blocking: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         descriptor = os.open(path, flags)
     except FileNotFoundError:
@@ -42,7 +39,7 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
         raise InputError(f"{path} is a folder, not a file.") from None
     except PermissionError:
         raise InputError(f"{path} cannot be read: permission denied.") from None
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
+    except (OSError, ValueError) as error:  # a name that is too long, or contains a zero byte
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     if file is None:
@@ -53,7 +50,7 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
     size, allowed = os.fstat(descriptor).st_size, memory_share() if largest is None else largest
     if size > allowed:
         file.close()
-        raise InputError(f"{path} has {size:,} bytes; files of its kind are read up to {allowed:,}.")
+        raise InputError(f"{path} has {size:,} bytes; files of its kind may have up to {allowed:,}.")
     return file
 
 
@@ -64,9 +61,9 @@ def read_bytes(path: Path, largest: int) -> bytes:
         InputError: as :func:`open_file`.
     """
     with open_file(path, largest) as file:
-        content = file.read(largest + 1)  # some systems' regular files say that they are empty
+        content = file.read(largest + 1)  # some systems' regular files claim to be empty
     if len(content) > largest:
-        raise InputError(f"{path} has more than {largest:,} bytes, the most that are read of its kind.")
+        raise InputError(f"{path} has more than {largest:,} bytes, the limit for its kind.")
     return content
 
 
@@ -87,7 +84,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """Read a TOML file: its content, and its text.
+    """Read a TOML file; return its content and its text.
 
     Raises:
         InputError: as :func:`open_file`, and if it is no TOML or nested deeper than 50.
@@ -97,14 +94,14 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         text = content.decode("utf-8")
         found = tomllib.loads(text)
         _check_depth(found)
-    except (ValueError, RecursionError) as error:  # of digits that are too many, too
+    except (ValueError, RecursionError) as error:  # also for too many digits
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InputError(f"{path} cannot be read: {reason}.") from None
     return found, text
 
 
 def _check_depth(content: Any) -> None:
-    """Refuse what is nested so deeply that printing or copying it would end the program, and too large numbers."""
+    """Refuse numbers that are too large, and nesting that printing or copying could not survive."""
     layer = [content]
     for _ in range(_DEEPEST):
         if any(isinstance(entry, int) and abs(entry) > _LARGEST_NUMBER for entry in layer):
@@ -121,7 +118,7 @@ def _check_depth(content: Any) -> None:
 
 
 def memory_share() -> int:
-    """Bytes that what one file declares may take: a quarter of the machine's memory, or of its cgroup's."""
+    """Return the bytes that one file may declare: a quarter of the memory of the machine, or of its cgroup."""
     return int(MEMORY_SHARE * _memory())
 
 
@@ -130,8 +127,8 @@ def require_memory(size: int, what: str, largest: float = MEMORY_SHARE) -> None:
 
     Args:
         size: bytes.
-        what: a sentence's beginning, for the message.
-        largest: share of the machine's memory that it may take: 1 for what a user asks for without a file.
+        what: start of the message's sentence.
+        largest: allowed share of the machine's memory; 1 for what the user requests without a file.
 
     Raises:
         InputError: if it is more.
@@ -145,10 +142,10 @@ def require_memory(size: int, what: str, largest: float = MEMORY_SHARE) -> None:
 
 
 def _memory() -> int:
-    """Bytes of memory of the machine, or those that its cgroup allows, if they are fewer."""
+    """Return the machine's memory in bytes, or its cgroup's limit if that is lower."""
     try:
         known = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    except (AttributeError, OSError, ValueError):  # another system: it is taken for a small one
+    except (AttributeError, OSError, ValueError):  # another system: assume a small one
         known = [8 * 2**30]
     for place in ("memory.max", "memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""From what a user chose to the two records of a run; what was not chosen comes from the task's recipe."""
+"""Complete a user's choices with the task's recipe, into the two records of a run."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -9,7 +9,7 @@ from semdiag_models.model_config import ModelConfig
 from semdiag_models.tasks import Classification, Text
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
-ADAM_RATE = 0.001  # the recipes' learning rates were made for plain SGD
+ADAM_RATE = 0.001  # the recipes' learning rates are for plain SGD
 _FROM_THE_TASK = ("vocabulary_size", "classes", "task", "text", "listops")
 
 
@@ -20,16 +20,16 @@ def configure(
 
     Args:
         task: what to learn.
-        chosen: fields of :class:`ModelConfig` and :class:`TrainingConfig` by name; those that are missing, or
-            None where None means nothing, are the recipe's. ``length`` is that of a sample: with
-            ``pad_as_token`` the model's is rounded up to a multiple of k.
-        listops: the trees, if they are not the paper's.
+        chosen: fields of :class:`ModelConfig` and :class:`TrainingConfig` by name; missing ones come from the
+            recipe, and so does None where it has no meaning. ``length`` is a sample's: with ``pad_as_token`` the
+            model's is rounded up to a multiple of k.
+        listops: the trees, unless they are the paper's.
 
     Returns:
-        Architecture, and data and optimisation.
+        Architecture; data and optimisation.
 
     Raises:
-        InputError: if a value is illegal.
+        InputError: if a value is invalid.
 
     Example:
         >>> from semdiag_models.tasks import find_task
@@ -41,7 +41,7 @@ def configure(
     values = {**vars(task.recipe), **{name: value for name, value in chosen.items() if value is not None}}
     if values.get("optimizer", "sgd") != "sgd" and chosen.get("learning_rate") is None:
         values["learning_rate"] = ADAM_RATE
-    if values.get("attention") in DRAWN:  # every seed keeps keys of its own
+    if values.get("attention") in DRAWN:  # every seed keeps different keys
         values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
     positions = padded_length(values["length"], values.get("k"), values.get("pad_as_token", False))
     model = {**values, "length": positions}
@@ -57,11 +57,11 @@ def configure(
 
 
 def padded_length(length: int, k: int | None, pad_as_token: bool) -> int:
-    """Positions of a model for samples of a length: with ``pad_as_token`` a multiple of k.
+    """Return a model's number of positions for samples of a length: with ``pad_as_token`` a multiple of k.
 
     Args:
         length: of a sample.
-        k: keys per query; None: all.
+        k: keys per query; None means all.
         pad_as_token: whether PAD counts as a token.
 
     Example:

@@ -1,4 +1,4 @@
-"""Records that are stored in checkpoints as plain values, and read back where nothing can be trusted."""
+"""Records that checkpoints store as plain values, and that are read back without trust."""
 
 import re
 import reprlib
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from semdiag_models.errors import InputError, unknown_name
 
-LARGEST_SIZE = 100_000  # of anything in a model: what a checkpoint says is believed before it is built
+LARGEST_SIZE = 100_000  # of any size in a model: a checkpoint's numbers are used before it is built
 
 
 class Record:
@@ -25,7 +25,7 @@ class Record:
             The validated record.
 
         Raises:
-            InputError: if a key is unknown, a field is missing or has the wrong type, or a value is illegal.
+            InputError: if a key is unknown, a field is missing or has the wrong type, or a value is invalid.
         """
         declared = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # subclasses are dataclasses
         for key, value in values.items():
@@ -39,7 +39,7 @@ class Record:
 
     @classmethod
     def check_type(cls, key: str, value: object) -> None:
-        """Refuse a plain value that cannot stand in a field.
+        """Refuse a plain value that does not fit a field.
 
         Args:
             key: a field of the record.
@@ -65,7 +65,7 @@ def _type_name(annotation: object) -> str:
 
 
 def _fits(value: object, annotation: str) -> bool:
-    """Whether a plain value may stand in a field annotated like this."""
+    """Return whether a plain value may stand in a field annotated like this."""
     if "tuple" in annotation:
         kind = str if "str" in annotation else int
         return isinstance(value, list | tuple) and all(type(item) is kind for item in value)

@@ -1,4 +1,4 @@
-"""A run's folder: snapshots, history, and picking up where a run stopped."""
+"""A run's folder: snapshots, history, and resuming."""
 
 import csv
 import hashlib
@@ -26,7 +26,7 @@ from semdiag_models.writing import write_text
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
-    """Name of a run's folder.
+    """Return the name of a run's folder.
 
     Example:
         >>> model = ModelConfig(vocabulary_size=3, classes=2, length=40, attention="topk", k=5)
@@ -45,24 +45,24 @@ def open_run(
     resume: bool,
     overwrite: bool,
 ) -> Trainer:
-    """Prepare the folder and the trainer; nothing is written before everything has been checked.
+    """Prepare the folder and the trainer; check everything before writing anything.
 
     Args:
         folder: the run's folder; made if absent.
         model: architecture.
         training: data and optimisation.
         device: where to train.
-        resume: go on from ``last.pt``; only ``epochs``, ``until`` and ``snapshots`` may differ from what it holds.
-        overwrite: start anew in a folder that already holds a run.
+        resume: continue from ``last.pt``; only ``epochs``, ``until`` and ``snapshots`` may differ.
+        overwrite: start over in a folder that already holds a run.
 
     Returns:
         A trainer, at the initialisation or after the last saved epoch. It holds the folder's lock until
         :func:`train_run` returns.
 
     Raises:
-        InputError: if the folder holds a run and neither flag is given, or there is nothing to resume, or it
-            was another configuration, or the folder cannot be written to, or another process trains there, or a
-            new run is to compile its steps on a CPU.
+        InputError: if the folder holds a run and neither flag is given, there is nothing to resume, the
+            configuration differs, the folder cannot be written to, another process trains there, or a new run
+            would compile its steps on a CPU.
     """
     last = folder / "last.pt"
     with ExitStack() as undo:
@@ -73,7 +73,7 @@ def open_run(
                 "another folder with --out."
             )
         saved = _saved(last, model, training) if resume else None
-        if training.compiled and device.type == "cpu" and saved is None:  # a run that was begun so may go on
+        if training.compiled and device.type == "cpu" and saved is None:  # a run that started so may continue
             raise InputError("A compiled step is 1.4 to 7 times slower on a CPU. Leave out --compile.")
         trainer = Trainer(model, training, device)
         if saved is not None:
@@ -119,7 +119,7 @@ def train_run(
 ) -> None:
     """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``.
 
-    A run that is interrupted, by whatever, loses the unfinished epoch and nothing else.
+    An interrupted run loses only the unfinished epoch.
 
     Args:
         folder: an existing folder.
@@ -129,7 +129,7 @@ def train_run(
         after_batch: called after every step.
 
     Raises:
-        DivergedError: if the loss is no longer a number; ``last.pt`` is then the last good epoch.
+        DivergedError: if the loss is not finite any more; ``last.pt`` is then the last good epoch.
     """
     try:
         finish_epoch = start_run(folder, trainer, provenance, after_epoch)
@@ -144,16 +144,16 @@ def start_run(
     provenance: dict[str, Any],
     after_epoch: Callable[[Progress], None],
 ) -> Callable[[Progress], None]:
-    """Tidy the folder, save the initialisation, and return what saves an epoch; for :func:`train_run`.
+    """Clean up the folder, save the initialisation, and return a function that saves an epoch.
 
     Args:
-        folder: the run's folder, whose lock the trainer holds.
+        folder: the run's, locked by the trainer.
         trainer: from :func:`open_run`.
         provenance: stored in every snapshot.
         after_epoch: called after the epoch has been saved.
 
     Returns:
-        To be called after each epoch, with the global random generators in the state to resume from.
+        The function: call it after each epoch, with the global random generators in the state to resume from.
     """
     provenance = {
         "semdiag": version("semdiag"),
@@ -186,14 +186,14 @@ def start_run(
         after_epoch(progress)
 
     for half_written in [*folder.glob(".*.pt.*"), *folder.glob(".history.csv.tmp")]:
-        half_written.unlink()  # of a process that was killed
+        half_written.unlink()  # left by a killed process
     if trainer.epoch == 0:
         save("last", "epoch-0")  # first, so that the folder can be resumed if the process dies here
         later = (path for path in folder.glob("epoch-*.pt") if path.name != "epoch-0.pt")
         for old in [*later, folder / "best.pt", folder / "history.csv"]:
-            old.unlink(missing_ok=True)  # of a run that is overwritten
+            old.unlink(missing_ok=True)  # from the overwritten run
     else:
-        _write_history(folder / "history.csv", trainer.history)  # the process may have died just before it
+        _write_history(folder / "history.csv", trainer.history)  # the process may have died before writing it
     return finish_epoch
 
 
@@ -220,13 +220,13 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
 def _fields(
     before: ModelConfig | TrainingConfig, now: ModelConfig | TrainingConfig
 ) -> list[tuple[str, object, object]]:
-    """Return (name, value before, value now) for every field of two records of one kind."""
+    """Return (name, value before, value now) for every field of two records of the same class."""
     old, new = _flat(before), _flat(now)
     return [(name, old.get(name), new.get(name)) for name in [*old, *new]]
 
 
 def _flat(record: ModelConfig | TrainingConfig) -> dict[str, object]:
-    """Return the fields of a record and of its text, the tokenizer as a few digits that tell it apart."""
+    """Return the fields of a record and of its text, with the tokenizer as a short hash."""
     values = record.to_dict()
     text = values.pop("text", None)
     if text is not None:

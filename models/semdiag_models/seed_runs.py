@@ -24,7 +24,7 @@ class SeedRun:
 
     folder: Path
     trainer: Trainer
-    state: RandomState  # of the generators, in which the trainer goes on
+    state: RandomState  # of the generators, from which the trainer continues
 
 
 def open_seed_runs(
@@ -40,16 +40,16 @@ def open_seed_runs(
     """Prepare a folder and a trainer for every seed, or none.
 
     Args:
-        parent: holds the folders, which have the names of :func:`run_name`.
+        parent: folder of the run folders, which are named by :func:`run_name`.
         model: architecture.
         training: data and optimisation; its seed is replaced by each of the seeds.
         seeds: all different.
         device: where to train.
-        resume: go on where a seed has a run, and start where it has none; at least one has.
-        overwrite: start anew in folders that already hold a run.
+        resume: continue seeds that have a run, at least one, and start the others.
+        overwrite: start over in folders that already hold a run.
 
     Returns:
-        One run a seed, with its folder's lock.
+        One run per seed, with its folder locked.
 
     Raises:
         InputError: if a seed occurs twice, the seeds have no step in common, or one of the folders is refused by
@@ -58,7 +58,7 @@ def open_seed_runs(
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
     check_together(training)
-    drawn = model.attention in DRAWN  # every seed keeps keys of its own
+    drawn = model.attention in DRAWN  # every seed keeps different keys
     models = [replace(model, selection_seed=seed) if drawn else model for seed in seeds]
     configurations = [replace(training, seed=seed) for seed in seeds]
     folders = [parent / run_name(*both) for both in zip(models, configurations, strict=True)]
@@ -80,9 +80,9 @@ def train_seed_runs(
     after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Train all runs to their ends; each folder ends up as if its seed had been trained alone, up to rounding.
+    """Train all runs to their ends; each folder is as if its seed had been trained alone, up to rounding.
 
-    The history's ``seconds`` are a seed's share of the common steps, and its own evaluation.
+    The history's ``seconds`` are a seed's share of the common steps plus its own evaluation.
 
     Args:
         runs: from :func:`open_seed_runs`.
@@ -91,8 +91,8 @@ def train_seed_runs(
         after_batch: called for each trainer after a step.
 
     Raises:
-        DivergedError: when all others are at their ends, if the loss of a run is no longer a number.
-        InputError: if the steps are to be compiled or in bf16.
+        DivergedError: after all others have finished, if the loss of a run is not finite any more.
+        InputError: if the steps should be compiled or in bf16.
     """
     provenance = {**provenance, "seeds_at_once": len(runs)}
     finish: dict[int, Callable[[Progress], None]] = {}

@@ -1,7 +1,7 @@
-"""Several runs trained at once: one buffer of parameters, one step for all.
+"""Train several runs at once: one buffer of parameters, one step for all.
 
-Linear layers, norms and residual branches of all models are computed together, attention by those that share its
-configuration; everything random is drawn for each run from its own state, as it would be alone.
+Linear layers, norms and residual branches of all models are computed together, attention together for models with
+the same attention configuration; everything random is drawn for each run from its own state, as if it were alone.
 """
 
 import time
@@ -15,14 +15,14 @@ from semdiag_models.training_config import TrainingConfig
 
 
 def check_together(training: TrainingConfig) -> None:
-    """Refuse what only a run alone can do.
+    """Refuse options that only a single run supports.
 
     Raises:
-        InputError: if the steps are to be compiled or in bf16.
+        InputError: if the steps should be compiled or in bf16.
     """
     if training.compiled or training.precision == "bf16":
         raise InputError(
-            "Several runs at once cannot be compiled, nor in bf16. Leave out --compile and --precision bf16, or "
+            "Several runs at once support neither compilation nor bf16. Omit --compile and --precision bf16, or "
             "train them one by one."
         )
 
@@ -35,19 +35,19 @@ def train_together(
 ) -> None:
     """Train every trainer to its end; equal to training each alone, up to rounding.
 
-    Trainers that lag behind (a run was killed while it saved) are brought up first; one that has converged or
+    Trainers that lag behind (after a run was killed while saving) catch up first; one that has converged or
     diverged leaves the stack.
 
     Args:
-        trainers: alike but for the seed and the attention.
-        states: the state of the random generators in which each trainer goes on; kept up to date.
-        after_epoch: called for each trainer after its epoch, with the generators in its own state.
+        trainers: equal except for seed and attention.
+        states: the state of the random generators from which each trainer continues; kept up to date.
+        after_epoch: called for each trainer after its epoch, with the generators in its state.
         after_batch: called for each trainer after a step.
 
     Raises:
-        DivergedError: when all others are at their ends, if the loss of a run is no longer a number; ``members``
-            are the positions of the trainers.
-        InputError: if the trainers differ in more, or the steps are to be compiled or in bf16.
+        DivergedError: after all others have finished, if the loss of a run is not finite any more; ``members`` are
+            the positions of the trainers.
+        InputError: if the trainers differ in more, or the steps should be compiled or in bf16.
     """
     for trainer in trainers:
         check_together(trainer.training)
@@ -67,7 +67,7 @@ def train_together(
             except DivergedError as error:
                 diverged[i] = f"Seed {trainers[i].training.seed}: {error}"
                 continue
-            states[i] = random_state(trainers[i].device)  # evaluation draws, too, if the attention is redrawn
+            states[i] = random_state(trainers[i].device)  # evaluation also draws if the attention is redrawn
             after_epoch(trainers[i], progress)
     if diverged:
         raise DivergedError(" ".join(diverged.values()), tuple(diverged))

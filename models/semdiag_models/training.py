@@ -161,7 +161,7 @@ class Trainer:
             self.train_split = Split(*(t.to(self.device) for t in split))
 
     def _any_pads(self, *splits: Split) -> bool:
-        """Whether PAD occurs and does not count; looking at every batch would wait for the device."""
+        """Return whether PAD occurs and does not count; looking at every batch would wait for the device."""
         pad_id = self.config.pad_id
         return not self.config.pad_as_token and any(bool((s.tokens == pad_id).any()) for s in splits)
 
@@ -243,7 +243,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: Split) -> tuple[float, float]:
-        """Mean cross-entropy (nats) and accuracy in [0, 1] over a split, in evaluation mode.
+        """Return the mean cross-entropy (nats) and accuracy in [0, 1] over a split, in evaluation mode.
 
         Args:
             split: samples on the trainer's device.

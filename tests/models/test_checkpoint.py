@@ -268,15 +268,15 @@ def test_a_configuration_that_is_no_dict_is_named(doctor, path, key, value):
         ({"history": {"epoch": [1]}}, "its history 'epoch' does not end at its epoch."),
         (
             {"history": {"train_accuracy": [0.5, 5.0]}},
-            "its history 'train_accuracy' holds what is not between 0 and 1.",
+            "its history 'train_accuracy' has a value that is not between 0 and 1.",
         ),
         (
             {"history": {"holdout_accuracy": [math.nan, 1]}},
-            "its history 'holdout_accuracy' holds what is not between 0 and 1.",
+            "its history 'holdout_accuracy' has a value that is not between 0 and 1.",
         ),
         (
             {"history": {"train_accuracy": [0, 10**400]}},
-            "its history 'train_accuracy' holds what is not between 0 and 1.",
+            "its history 'train_accuracy' has a value that is not between 0 and 1.",
         ),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_container_that_holds_itself_is_refused_at_once(tmp_path, at):
     """Going through a list of 60 times itself never ended."""
     torch.save(themselves()[at], tmp_path / "x.pt")
     with pytest.raises(
-        InputError, match=r"x\.pt is not a checkpoint, or it is truncated \(a container that holds itself\)"
+        InputError, match=r"x\.pt is not a checkpoint, or it is truncated \(a container that contains itself\)"
     ):
         read_plain(tmp_path / "x.pt")
 
@@ -34,7 +34,7 @@ def test_containers_that_hold_each_other_too_often_are_refused_at_once(tmp_path,
     for _ in range(40):
         content = make(content)
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(InputError, match="containers that hold each other too often"):
+    with pytest.raises(InputError, match="containers that contain each other too often"):
         read_plain(tmp_path / "x.pt")
 
 

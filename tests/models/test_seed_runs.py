@@ -102,5 +102,5 @@ def test_seeds_must_differ(together, seeds):
 
 
 def test_a_compiled_step_is_for_one_seed(together):
-    with pytest.raises(InputError, match="cannot be compiled"):
+    with pytest.raises(InputError, match="neither compilation nor bf16"):
         together(compiled=True)

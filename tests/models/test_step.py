@@ -301,7 +301,7 @@ def test_a_model_of_the_papers_code_with_cls_is_not_trained():
 
 def test_models_of_other_sizes_are_refused_with_the_reason():
     with pytest.raises(
-        InputError, match=r"alike in all but their attention\. Got width of 6 and 8: train them one"
+        InputError, match=r"equal in all but their attention\. Got width of 6 and 8: train them one"
     ):
         Stack([encoder(), encoder(width=8)])
 

@@ -1,4 +1,4 @@
-"""What functions are given, checked where it enters."""
+"""Check arguments where they enter."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -8,18 +8,15 @@ from semdiag_models import InputError
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
-    """Refuse what is no whole number, or too small.
+    """Return a whole number; refuse anything else, or one that is too small.
 
     Args:
         value: what was given.
         name: of the argument.
-        least: the smallest that is allowed; None: any.
-
-    Returns:
-        The number.
+        least: the smallest that is allowed; None means any.
 
     Raises:
-        InputError: if it is none, or below ``least``.
+        InputError: if it is no whole number, or below ``least``.
 
     Example:
         >>> whole_number(3, "batch_size", 1)
@@ -33,18 +30,15 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
 
 
 def whole_numbers(values: Any, name: str, least: int | None = None) -> tuple[int, ...]:
-    """Refuse what is neither a whole number nor several.
+    """Return one or several whole numbers as a tuple; refuse anything else.
 
     Args:
         values: what was given, one or several.
         name: of the argument.
-        least: the smallest that is allowed; None: any.
-
-    Returns:
-        The numbers.
+        least: the smallest that is allowed; None means any.
 
     Raises:
-        InputError: if one is none, or below ``least``.
+        InputError: if one is no whole number, or below ``least``.
 
     Example:
         >>> whole_numbers(3, "k"), whole_numbers([4, 8], "k", 1)

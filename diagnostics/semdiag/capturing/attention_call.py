@@ -11,7 +11,7 @@ from semdiag.mathematics.score_strips import part_of
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of one attention layer: everything that softmax attention is made of.
+    """One call of one attention layer: all inputs of softmax attention, and its output.
 
     Query i of head h sees the keys j that ``allowed`` allows and, if ``causal``, with j ≤ first_query + i:
 
@@ -20,31 +20,31 @@ class AttentionCall:
 
     Attributes:
         module: dotted name of the module in the model; "" for the model itself.
-        layer: position among the model's attention layers, from 0: in the order of the modules for models of
-            semdiag_models, else in the order in which they were first called.
+        layer: position among the model's attention layers, from 0: in module order for models of semdiag_models,
+            else in the order of their first calls.
         q: queries (B, H, Lq, D).
         k: keys (B, Hk, Lk, D); Hk divides H, and query head h uses key head h // (H / Hk).
         v: values (B, Hk, Lk, Dv).
         scale: factor on q kᵀ, temperature included.
-        allowed: bool, four axes, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all.
-            The causal rule is not repeated in it where ``causal`` says it.
+        allowed: bool, four axes, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all. If
+            ``causal`` is set, it need not contain the causal rule.
         queries: (B, Lq) bool, false for padded queries; None means all count.
         selected: (B, H, Lq, S) int64 positions of the keys the model selects, -1 for none; None means all allowed.
         mixed: what the layer returned (B, H, Lq, Dv).
         bias: float, four axes, broadcastable to (B, H, Lq, Lk), finite, added to the scores after scale and
             soft-cap; None means none. Entries that forbid a key (-inf, the dtype's lowest number) are in
             ``allowed`` instead.
-        softcap: scores are bent into (-softcap, softcap); None means they are not.
+        softcap: scores are limited to (-softcap, softcap) by tanh; None means they are not.
         sinks: (H,) one more logit per head in the softmax's denominator, without a value; None means none.
         causal: whether keys after the query's own position are forbidden, beyond what ``allowed`` says.
         first_query: position of query 0 among the keys; above 0 where earlier keys come from a cache.
         keys_before: tokens before key 0, which a cache with a window has dropped: query i is token
             ``keys_before + first_query + i``.
-        occurrence: how many calls of the same module came before in the same forward of the model. Each forward
-            of the model (each step of a generation) starts from 0.
+        occurrence: number of earlier calls of the same module in this forward pass of the model; a generation
+            step is a forward pass.
         mechanism: which adapter saw the call.
-        forbidding: the finite constant by which the model forbids keys, as -10,000; None if it is -inf or the
-            dtype's lowest number, or nothing is forbidden.
+        forbidding: the finite constant by which the model forbids keys, such as -10,000; None if it is -inf or the
+            dtype's lowest number, or no key is forbidden.
         dropout: probability with which weights were dropped; above 0, ``mixed`` is not the formula's.
         fully_masked: bool, broadcastable to (B, H, Lq, Lk): where finite constants forbid a query every key, those
             with the largest, to which the model attends all the same. ``allowed`` leaves such a query no key, and
@@ -75,21 +75,21 @@ class AttentionCall:
 
     @property
     def counted(self) -> Tensor:
-        """(B, H, Lq) bool: queries that count, those that are no padding."""
+        """(B, H, Lq) bool: queries that count, which are not padding."""
         batch, heads, length, _ = self.q.shape
         if self.queries is None:
             return torch.ones((), dtype=torch.bool, device=self.q.device).expand(batch, heads, length)
         return self.queries[:, None].expand(batch, heads, length)
 
     def part(self, samples: slice | Tensor = slice(None), queries: slice | Tensor = slice(None)) -> Self:
-        """Some samples and queries of the call; what the causal rule forbids them stands in ``allowed``.
+        """Return some samples and queries of the call; the causal rule is written into ``allowed``.
 
         Args:
             samples: a slice, or positions (int64).
             queries: a slice, or positions (int64).
 
         Returns:
-            A call, views where slices are given.
+            A call; its tensors are views where slices are given.
         """
         allowed = part_of(self.allowed, samples, queries)
         if self.causal:
@@ -112,16 +112,16 @@ class AttentionCall:
         )
 
     def averaged(self) -> Self:
-        """The call with the keys that fully masked queries that count attend to: see ``fully_masked``."""
+        """Return the call with the keys that real, fully masked queries attend to: see ``fully_masked``."""
         if self.fully_masked is None or self.allowed is None:
             return self
         return replace(self, allowed=self.allowed | (self.fully_masked & self.counted[..., None]))
 
     def scores(self, dtype: torch.dtype) -> Tensor:
-        """The scores z, nats, of forbidden keys too: take a part of a large call.
+        """Return the scores z, in nats, of forbidden keys too; of a large call, take a part.
 
         Args:
-            dtype: in which they are worked out.
+            dtype: in which they are computed.
 
         Returns:
             (B, H, Lq, Lk).
@@ -152,7 +152,7 @@ def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
 
 
 def mask_axes(mask: Tensor, lead: torch.Size, heads: int | None = None) -> Tensor:
-    """Bring a mask that broadcasts to (*lead, Lq, Lk) into four axes that broadcast to (B, H, Lq, Lk)."""
+    """Reshape a mask that broadcasts to (*lead, Lq, Lk) to four axes that broadcast to (B, H, Lq, Lk)."""
     if len(lead) == 2 or mask.ndim <= 2:
         return mask[(None,) * (4 - mask.ndim)]
     return four_axes(mask.expand(*lead, -1, -1), heads)

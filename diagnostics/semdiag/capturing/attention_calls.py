@@ -23,8 +23,8 @@ from semdiag.capturing.adapters.hugging_face import intercepted_interface
 from semdiag.capturing.adapters.torch_functions import FunctionWatch
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.following.operations import OperationWatch
 from semdiag.capturing.overlapping import SharedChange, put_below, put_below_dispatch, put_on, take_off
+from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag.capturing.recording import Recorder, Watched
 from semdiag.capturing.threads import Entered, followed
 from semdiag_models import AttentionCore
@@ -44,17 +44,17 @@ def watch_attention(
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
 
-    Any model: encoders of semdiag_models, Hugging Face transformers, torch's own attention modules and functions,
-    attention written by hand as softmax of a product of queries and keys, times values. Nothing is attached to the
-    model and nothing is left behind, by whatever way the context is left. Outputs are those of the model
+    It works for any model: encoders of semdiag_models, Hugging Face transformers, torch's attention modules and
+    functions, and attention written by hand as softmax of a product of queries and keys, times values. Nothing is
+    attached to the model and nothing is left behind, however the context is left. Outputs are those of the model
     without the watch, to the last bit, with two exceptions, where the rounding differs: the fused paths that
     ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` take in evaluation mode without gradients, and compiled
-    models; both run as they were written inside. The model is never stopped by the watch: where it fails itself,
-    the audit says so. What ``consume`` raises is raised in the model.
+    models; inside, both run as they were written. The watch never stops the model: if the watch itself fails, the
+    audit says so. What ``consume`` raises is raised in the model.
 
-    Of an encoder of semdiag_models, unchanged, its attention cores alone are watched. In any other model every
-    softmax that reaches torch's dispatcher is one of three: captured; multiplied with values but not
-    followed, and in the audit; or another, which the audit counts. Attention without a softmax is not seen.
+    In an unchanged encoder of semdiag_models, only the attention cores are watched. In any other model, every
+    softmax that reaches torch's dispatcher is captured, or is multiplied with values but not captured, which the
+    audit lists, or is no attention, which the audit counts. Attention without a softmax is not seen.
     Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
     or task it was opened in, and in those that have no watch of their own. A watch with a mask masks what all
     others see, whichever was opened first.
@@ -65,21 +65,21 @@ def watch_attention(
             gradient, autocast and modes.
         mask: of :func:`~semdiag.capturing.sparsify.sparsify`: from a call that is about to run to the keys that it
             leaves, bool (B, H, Lq, Lk), or None if it leaves all.
-        inside: whether the model runs already: the context is opened by a hook of its forward.
+        inside: whether the model is already running, because a hook of its forward pass opens the context.
 
     Yields:
         The audit: which modules have attention, what was captured and what was not. It fills while the model
         runs; the modules of a model of semdiag_models are known from the start.
     """
     recorder = Recorder(Watched(model, consume, mask))
-    hooked = hooked_alone(model)  # then modes would see nothing, and cost 20 µs an operation
+    hooked = hooked_alone(model)  # then modes would see nothing, and cost 20 µs per operation
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)
     with ExitStack() as stack:
         stack.enter_context(recorder.opened())
         stack.callback(hooks.restore)
-        # First: after(), a watch with a mask undoes what the others look at.
+        # First, because in after() a watch with a mask undoes what the others look at.
         stack.enter_context(hooks.held(first=mask is None))
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
@@ -99,8 +99,8 @@ class _Hooks:
     Args:
         recorder: knows what runs; gets the calls.
         here: the modes of the watch.
-        lent: the other threads that run the model now.
-        hooked: whether hooks alone see the model's attention, and no mode is needed.
+        lent: ids of the other threads that are running the model.
+        hooked: whether hooks suffice to see the model's attention, so that no mode is needed.
     """
 
     def __init__(self, recorder: Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
@@ -110,10 +110,10 @@ class _Hooks:
 
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
-        """Hook all modules; other threads end what they run when the context is left.
+        """Hook all modules; once the context is left, other threads remove the hooks when they finish.
 
         Args:
-            first: whether to look at what a module has returned before other watches do.
+            first: whether to see a module's output before other watches do.
         """
         started = register_module_forward_pre_hook(self.before)  # type: ignore[arg-type]
         try:
@@ -127,13 +127,13 @@ class _Hooks:
             started.remove()
 
     def restore(self) -> None:
-        """Give attention cores back the masks that were taken from them."""
+        """Give the attention cores their masks back."""
         for core, everywhere in self._unmasked.items():
             core.everywhere = everywhere
         self._unmasked.clear()
 
     def before(self, module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
-        """A module is about to run; returns its inputs if they are changed."""
+        """Note that a module is about to run; return its inputs if they change, else None."""
         recorder = self._recorder
         if not recorder.enter(module, inputs):
             return None
@@ -154,7 +154,7 @@ class _Hooks:
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        """A module has run, or failed."""
+        """Note that a module has run or failed."""
         recorder, name = self._recorder, self._recorder.module
         if recorder.without_watch and recorder.without_watch[-1][0] is module:
             recorder.covered -= 1
@@ -175,10 +175,10 @@ class _Hooks:
 
 
 class _Modes(threading.local):
-    """The modes of a watch in the thread that opened it, and in others while they run the model."""
+    """The modes of a watch in the thread that opened it, and in other threads while they run the model."""
 
     def __init__(self, recorder: Recorder, lent: set[int]) -> None:  # called again in each thread
-        self._lent, self._recorder = lent, recorder  # the former: the other threads that run the model now
+        self._lent, self._recorder = lent, recorder  # lent: ids of the other threads that are running the model
         self.below = OperationWatch(recorder)
         self.watch = FunctionWatch(recorder, self.below)
         self._on = False
@@ -198,13 +198,13 @@ class _Modes(threading.local):
         self._on = False
 
     def lend(self) -> None:
-        """The model runs in this thread."""
+        """Enter the modes in this thread, where the model starts to run."""
         if not self._on:
             self.start()
             self._lent.add(threading.get_ident())
 
     def rest(self) -> None:
-        """The model has run."""
+        """Leave the modes if they were lent to this thread; else settle what was traced."""
         if threading.get_ident() in self._lent:
             self.stop()
             self._lent.discard(threading.get_ident())
@@ -212,7 +212,7 @@ class _Modes(threading.local):
             self.below.settle()
 
     def handed_on(self) -> Entered | None:
-        """What a thread enters that is given a function by the model's forward in this one."""
+        """Return a context for threads to which the model's forward pass in this one gives work."""
         go_on = self._recorder.handed_on()
         if go_on is None:
             return None
@@ -243,30 +243,29 @@ def _masks(mode: object) -> bool:
 def _uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written: inside a compiled graph there is nothing to see.
 
-    While nobody has imported the compiler, which takes time, nothing is compiled: it is told when first asked.
+    While nobody has imported the compiler, which takes time, nothing is compiled: ``torch.compile`` is told at
+    first use.
     """
     with ExitStack() as stack:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings(
-                "ignore", message=".*when there are global hooks on modules"
-            )  # ours, and may be
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours, and fine
         else:
             original = torch.compile
 
-            def asked(*args: Any, **kwargs: Any) -> Any:
-                if torch.compile is asked:
+            def eager_compile(*args: Any, **kwargs: Any) -> Any:
+                if torch.compile is eager_compile:
                     torch.compile = original
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 return original(*args, **kwargs)
 
             def restore() -> None:
-                if torch.compile is asked:
+                if torch.compile is eager_compile:
                     torch.compile = original
 
             stack.callback(restore)
-            torch.compile = asked
+            torch.compile = eager_compile
         yield
 
 

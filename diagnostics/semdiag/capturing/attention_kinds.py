@@ -1,4 +1,4 @@
-"""Kinds of attention, as the tables name them: the trainer's, and those that external models' masks show."""
+"""Kinds of attention as the tables name them: the trainer's, and those that external models' masks show."""
 
 import numpy as np
 import pandas as pd
@@ -7,8 +7,8 @@ from torch import Tensor
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows, heavy_hitter_rows
 from semdiag_models import ATTENTIONS, AttentionKind
 
-# What the masks of external models may be: every key, those up to its own position, or another set that ignores
-# the scores.
+# Masks of external models allow every key, the keys up to the query's position, or another set that ignores the
+# scores.
 KINDS = {
     **ATTENTIONS,
     "causal": AttentionKind("every query attends to the keys up to its own position", "all"),
@@ -19,15 +19,15 @@ FIXED_MASKS = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all"
 HEAVY_HITTERS = tuple(name for name, kind in KINDS.items() if kind.keeps == "largest")
 BOUNDED = tuple(name for name, kind in KINDS.items() if kind.has_bounds)
 SCORED = tuple(name for name, kind in KINDS.items() if kind.ranks_scores)
-# Those that look for the largest scores by hashes or clusters, without seeing all.
+# These look for the largest scores by hashes or clusters, without computing all.
 APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.input_dependent and not kind.follows_scores)
 CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
-# An external model was not made by semdiag_models or the paper's code: of its parts the attention alone is known.
+# An external model was not made by semdiag_models or the paper's code: only its attention is known.
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 
 
 def external(models: pd.DataFrame) -> "pd.Series[bool]":
-    """Whether each model is external: of its parts the attention alone is known.
+    """Return whether each model is external: only its attention is known.
 
     Args:
         models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
@@ -36,18 +36,17 @@ def external(models: pd.DataFrame) -> "pd.Series[bool]":
 
 
 def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor | None, places: Tensor | None = None) -> str:
-    """Tell the kind of a mask by how many keys its queries may attend to.
+    """Return the kind of a mask, by how many keys its queries may attend to.
 
     Args:
         keys: (B, H, R) int64, n_i.
-        reached: (B, H, Lk) bool, keys that some query may attend to; those that no head's may are padding.
+        reached: (B, H, Lk) bool, keys that some query may attend to; a key that is reached in no head is padding.
         queries: (B, R) or (B, H, R) bool, false for padded queries; None means all count.
-        places: (B, H, R) int64, positions of the queries, -1 for none; None means one after the other.
+        places: (B, H, R) int64, positions of the queries, -1 for none; None means consecutive ones.
 
     Returns:
-        ``full`` if every query may attend to every key that is no padding, ``causal`` if each has one key more
-        than the query before it (as many more as it is further on), else ``masked``; ``full`` where a sample has
-        one query only.
+        ``full`` if every query may attend to every key that is not padding, or a sample has a single query;
+        ``causal`` if the number of keys grows by one with each position; else ``masked``.
 
     Example:
         >>> import torch
@@ -67,24 +66,17 @@ def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor | None, places: Ten
 
 
 def joint_kind(kinds: set[str]) -> str:
-    """One word for a model whose layers may differ.
-
-    Args:
-        kinds: of its layers.
-
-    Returns:
-        Their kind if they have one in common, else ``masked``.
-    """
+    """Return the kind that all layers have in common, else ``masked``."""
     return next(iter(kinds)) if len(kinds) == 1 else "masked"
 
 
 def rows_of(kind: str, dispersion: Tensor, separation: Tensor, kept: Tensor) -> AttentionRows | None:
-    """Constants of softmax rows by kind of attention; None for a kind that no bound covers.
+    """Return the rows for the bounds of a kind of attention; None for a kind that no bound covers.
 
     Args:
         kind: the attention.
-        dispersion: δ_i.
-        separation: Δ_i, used for heavy-hitter masks only.
+        dispersion: δ_i, in nats.
+        separation: Δ_i, in nats; used for heavy-hitter masks only.
         kept: k_i, 0 for rows that are left out.
     """
     if kind in FIXED_MASKS:

@@ -32,7 +32,7 @@ class Skipped(NamedTuple):
 
 
 NOTE, WARNING = "note", "warning"  # severities of remarks
-# Codes of remarks about what the user asked for, or that spoil an answer: not in the report alone.
+# Codes of remarks that concern the user's request or invalidate an answer: commands print them, too.
 WARNINGS = frozenset(
     (
         "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "nan-logits", "no-overlap",
@@ -43,12 +43,12 @@ WARNINGS = frozenset(
 
 
 class Remark(NamedTuple):
-    """Something about a captured attention that the reader of its statistics should know.
+    """A note on captured attention that readers of its statistics should know.
 
     Attributes:
         module: dotted name in the model.
-        text: what it is.
-        code: what kind of remark it is; programs go by it, never by the text.
+        text: the note.
+        code: kind of remark, by which programs recognise it.
     """
 
     module: str
@@ -57,7 +57,7 @@ class Remark(NamedTuple):
 
     @property
     def severity(self) -> str:
-        """Return ``warning`` if it spoils an answer, or is about what the user asked for; else ``note``."""
+        """``warning`` if it invalidates an answer or concerns the user's request; else ``note``."""
         return WARNING if self.code in WARNINGS else NOTE
 
     def to_dict(self) -> dict[str, str]:
@@ -67,15 +67,15 @@ class Remark(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """Filled while the model runs.
+    """What a watch saw; filled while the model runs.
 
     Attributes:
         modules: names of the modules with attention that is or will be captured; a captured call's ``layer`` is
             its module's position here.
-        captured: number of calls of each.
-        skipped: number of times each was seen.
-        remarks: number of times each was noted.
-        others: number of softmaxes in each module whose result was multiplied with no values: no attention.
+        captured: number of calls by module and mechanism.
+        skipped: how often each skipped operation was seen.
+        remarks: how often each remark was made.
+        others: number of softmaxes in each module that never met values: no attention.
     """
 
     modules: list[str] = field(default_factory=list)
@@ -85,17 +85,13 @@ class Audit:
     others: Counter[str] = field(default_factory=Counter)
 
     def layer(self, module: str) -> int:
-        """Return the position of a module among the attention modules; a new one comes last."""
+        """Return the position of a module among the attention modules; a new one is appended."""
         if module not in self.modules:
             self.modules.append(module)
         return self.modules.index(module)
 
 
 def failure(error: Exception) -> str:
-    """Say in one line that semdiag failed, and with what.
-
-    Args:
-        error: what it raised.
-    """
-    said = " ".join(str(error).split())[:120]
-    return f"semdiag failed on it ({type(error).__name__}{said and ': '}{said}): please report it"
+    """Return one line that says that semdiag failed, and how."""
+    message = " ".join(str(error).split())[:120]
+    return f"semdiag failed on it ({type(error).__name__}{message and ': '}{message}): please report it"

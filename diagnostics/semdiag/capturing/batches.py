@@ -1,4 +1,4 @@
-"""Batches of any model: tensors, dictionaries of tensors, or tuples of arguments, which may be dictionaries."""
+"""Batches of any model: a tensor, a dictionary of tensors, or a tuple of arguments, dictionaries among them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,11 +19,8 @@ def call(model: nn.Module, batch: Batch) -> Any:
         model: any module.
         batch: its input; (dictionary,) for a model that takes a dictionary as one argument.
 
-    Returns:
-        What the model returns.
-
     Raises:
-        InputError: if an entry of a tuple may be labels, and would be another argument.
+        InputError: if an entry of a tuple looks like labels, which would arrive as another argument.
     """
     if isinstance(batch, Tensor):
         return model(batch)
@@ -34,10 +31,10 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def samples_of(batch: Batch) -> int:
-    """Number of samples of a batch: length of its first tensor of several axes, else of one; 0 if it has none.
+    """Return the number of samples: the length of a batch's first tensor with several axes, else of its first.
 
     Args:
-        batch: a tensor, a dictionary or a tuple.
+        batch: a tensor, a dictionary or a tuple; 0 if it has none with an axis.
 
     Example:
         >>> samples_of({"cache_position": torch.arange(7), "input_ids": torch.zeros(3, 7), "use_cache": False})
@@ -48,9 +45,9 @@ def samples_of(batch: Batch) -> int:
 
 
 def only_token_ids(batch: Batch) -> bool:
-    """Whether a batch is made of token ids (N, L) and what goes with them: integers or truths on two axes.
+    """Return whether a batch consists of token ids (N, L) and their masks: integers or bools on two axes.
 
-    Tensors of fewer axes, as labels, are let alone. Of images, mel bins, waveforms and vectors no axis says how
+    Tensors of fewer axes, such as labels, are ignored. Of images, mel bins, waveforms and vectors no axis says how
     many queries or keys a model makes of them.
 
     Args:
@@ -65,10 +62,10 @@ def only_token_ids(batch: Batch) -> bool:
 
 
 def longest(batch: Batch) -> int:
-    """Length of a batch of token ids: the largest second axis of its tensors, of encoder and decoder; else 1.
+    """Return the length of a batch of token ids: its tensors' largest second axis, the decoder's included; else 1.
 
     Args:
-        batch: a tensor, a dictionary or a tuple, which :func:`only_token_ids` knows.
+        batch: one for which :func:`only_token_ids` is true.
 
     Example:
         >>> longest({"input_ids": torch.zeros(3, 12), "decoder_input_ids": torch.zeros(3, 40)})
@@ -78,7 +75,7 @@ def longest(batch: Batch) -> int:
 
 
 def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
-    """Go through what a user gives in batches of at most ``size`` samples; what is cut already stays as it is.
+    """Yield a user's inputs in batches of at most ``size`` samples; inputs that are batches already are not cut.
 
     Args:
         batches: one tensor or dictionary of tensors, to be cut along their first axis; or an iterable of
@@ -89,7 +86,7 @@ def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
         Batches that hold at least one sample.
 
     Raises:
-        InputError: if it is none of these.
+        InputError: if the inputs are none of these.
 
     Example:
         >>> [len(batch) for batch in each((torch.zeros(n, 2) for n in (3, 0, 1)), 2)]
@@ -117,17 +114,7 @@ def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
 
 
 def split(batches: Batch | Iterable[Batch], size: int) -> list[Batch]:
-    """All batches of :func:`each`.
-
-    Args:
-        batches: as there.
-        size: samples in a batch.
-
-    Returns:
-        Batches that hold at least one sample.
-
-    Raises:
-        InputError: as there.
+    """Return all batches of :func:`each`.
 
     Example:
         >>> [len(batch) for batch in split(torch.zeros(5, 2), 2)]
@@ -137,14 +124,11 @@ def split(batches: Batch | Iterable[Batch], size: int) -> list[Batch]:
 
 
 def first_samples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """Go through the first samples of batches, and read none beyond them.
+    """Yield the first samples of batches, and read none beyond them.
 
     Args:
         batches: from :func:`each` or :func:`split`.
-        count: of samples; batches that are tuples of arguments are not cut, and stay whole.
-
-    Yields:
-        Batches with ``count`` samples together, or all there are.
+        count: number of samples, or all if there are fewer; tuples of arguments are never cut.
 
     Example:
         >>> import itertools
@@ -160,41 +144,41 @@ def first_samples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
 
 
 def without_first(batches: Iterable[Batch], count: int) -> list[Batch]:
-    """What :func:`first_samples` left of batches.
+    """Return the batches without what :func:`first_samples` yields.
 
     Args:
         batches: from :func:`split`.
-        count: of samples that were taken.
+        count: number of samples that were taken.
 
     Example:
         >>> [len(batch) for batch in without_first([torch.zeros(2, 1), torch.zeros(3, 1)], 3)]
         [2]
     """
-    found: list[Batch] = []
+    rest_of: list[Batch] = []
     for batch in batches:
         size = samples_of(batch)
         if count <= 0:
-            found.append(batch)
+            rest_of.append(batch)
         elif count < size:
             rest = slice(count, size)
-            found.append(batch[rest] if isinstance(batch, Tensor) else _part(batch, rest, size))  # type: ignore[arg-type]
+            rest_of.append(batch[rest] if isinstance(batch, Tensor) else _part(batch, rest, size))  # type: ignore[arg-type]
         count -= size
-    return found
+    return rest_of
 
 
 def with_tensor(batch: Batch, old: Tensor, new: Tensor) -> Batch:
-    """The batch with one of its tensors replaced.
+    """Return the batch with one of its tensors replaced.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
         old: the tensor.
         new: what takes its place.
     """
-    return _each(batch, lambda value: new if value is old else value)
+    return _map_values(batch, lambda value: new if value is old else value)
 
 
 def repeated(batch: Batch, times: int) -> Batch:
-    """Every sample of a batch several times: all of them, then all of them again.
+    """Return a batch repeated along its samples: all of them, then all of them again.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
@@ -210,32 +194,31 @@ def repeated(batch: Batch, times: int) -> Batch:
         own = isinstance(value, Tensor) and value.ndim and len(value) == size
         return torch.cat([value] * times) if own else value
 
-    return _each(batch, again)
+    return _map_values(batch, again)
 
 
-def _each(batch: Batch, change: Callable[[Any], Any]) -> Batch:
-    """A batch of the same kind, with every value changed."""
+def _map_values(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """Apply a function to every value of a batch."""
     if isinstance(batch, Tensor):
-        found: Batch = change(batch)
-    elif isinstance(batch, Mapping):
-        found = {name: _inside(value, change) for name, value in batch.items()}
-    else:
-        found = tuple(_inside(value, change) for value in batch)
-    return found
+        result: Batch = change(batch)
+        return result
+    if isinstance(batch, Mapping):
+        return {name: _map_value(value, change) for name, value in batch.items()}
+    return tuple(_map_value(value, change) for value in batch)
 
 
-def _inside(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value changed; of a dictionary its values."""
-    return _each(value, change) if isinstance(value, Mapping) else change(value)
+def _map_value(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to a value, or to the values of a dictionary."""
+    return _map_values(value, change) if isinstance(value, Mapping) else change(value)
 
 
 def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> Batch:
-    """The rows of every tensor that has one entry per sample; everything else as it is."""
+    """Return some rows of every tensor that has one entry per sample; all else is unchanged."""
 
     def own(value: Any) -> Any:
         return value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == whole else value
 
-    return _each(batch, own)
+    return _map_values(batch, own)
 
 
 def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
@@ -255,11 +238,11 @@ def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = 
             return value
         return value.to(device, dtype if value.is_floating_point() else None)
 
-    return _each(batch, one)
+    return _map_values(batch, one)
 
 
 def tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch, in its order.
+    """Return the tensors of a batch, in its order.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
@@ -272,7 +255,7 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 
 def entries(batch: Batch) -> list[tuple[str | int, Any]]:
-    """The values of a batch by name or position, in its order; in the place of a dictionary its own.
+    """Return the values of a batch by name or position, in order; a dictionary inside contributes its own entries.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
@@ -284,7 +267,8 @@ def entries(batch: Batch) -> list[tuple[str | int, Any]]:
     if isinstance(batch, Tensor):
         return [(0, batch)]
     named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    found: list[tuple[str | int, Any]] = []
-    for name, value in named:
-        found += entries(value) if isinstance(value, Mapping) else [(name, value)]
-    return found
+    return [
+        entry
+        for name, value in named
+        for entry in (entries(value) if isinstance(value, Mapping) else [(name, value)])
+    ]

@@ -1,4 +1,4 @@
-"""Watching the blocks of an encoder while it runs: what goes into each of their parts."""
+"""Watch the blocks of an encoder while it runs: the input of each of their parts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,15 +41,12 @@ class BlockCall:
 def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iterator[None]:
     """Call ``consume`` for every block that a batch passes, inside the context.
 
-    The encoder must be in evaluation mode: dropout would come between the parts. Hooks are removed when the
-    context is left, by whatever way.
+    The encoder must be in evaluation mode: dropout would come between the parts. Hooks are removed however the
+    context is left.
 
     Args:
         encoder: the model.
         consume: gets each call while its tensors are alive; reduce them at once, keep none.
-
-    Yields:
-        Nothing.
     """
     seen: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Budgets: how many keys each layer and head keeps, as a file that other tools can read, too."""
+"""Budgets: how many keys each layer and head keeps, in a file that other tools can read too."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
         Rules by module and occurrence.
 
     Raises:
-        InputError: if the file is missing, no such file, or has no budget of that name.
+        InputError: if the file is missing, is no budget file, or has no budget of that name.
     """
     content = read_json(Path(path))
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -32,13 +32,13 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
     wanted = content.get("default") if name is None else name
     if not isinstance(budgets, dict) or not budgets:
         raise InputError(f"{path} holds no budget.")
-    found = budgets.get(wanted) if isinstance(wanted, str) else None
-    if not isinstance(found, dict):
+    budget = budgets.get(wanted) if isinstance(wanted, str) else None
+    if not isinstance(budget, dict):
         raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:
         return {
-            _place(layer): TopK(tuple(map(_whole, layer["k"])), block=_whole(found["block"]))
-            for layer in found["layers"]
+            _module_call(layer): TopK(tuple(map(_whole, layer["k"])), block=_whole(budget["block"]))
+            for layer in budget["layers"]
         }
     except (KeyError, TypeError, ValueError):
         raise InputError(
@@ -46,7 +46,7 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
         ) from None
 
 
-def _place(layer: Any) -> tuple[str, int]:
+def _module_call(layer: Any) -> tuple[str, int]:
     return str(layer["module"]), _whole(layer["occurrence"])
 
 

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face configuration and its files are of one model: asked before memory is set aside for it."""
+"""Check that a Hugging Face configuration and its files are of one model, before memory is allocated."""
 
 import json
 import math
@@ -18,18 +18,18 @@ _FACTOR, _PACKED, _MORE = (
     3,
     16,
     10**7,
-)  # tied weights are made twice, packed ones hold several in one; heads, poolers
-_FEW = 1000  # layers and labels of which no configuration is suspected
+)  # tied weights count twice, packed ones hold several in one; heads, poolers
+_FEW = 1000  # layers or labels: never suspicious up to here
 
 
 class _TooLargeError(Exception):
-    """More parameters than the files can hold."""
+    """Raised once a model has more parameters than its files can hold."""
 
 
 def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> None:
     """Refuse a configuration that describes a far larger model than its files hold.
 
-    The model is built on torch's meta device, where nothing is set aside, and no further than that is plain.
+    The model is built on torch's meta device, which allocates nothing, and only until the size is clear.
 
     Args:
         spec: for messages.
@@ -69,14 +69,14 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
             f"{spec}: its config.json describes a model of more than {allowed:,} parameters, but its files hold "
             f"{elements:,} numbers. They are not of one model."
         ) from None
-    except Exception:  # what loading stumbles over is told there
+    except Exception:  # loading will report it
         return
     finally:
         hook.remove()
 
 
 def _build(kind: Any, folder: Path) -> None:
-    """Make the model without its weights."""
+    """Build the model without its weights."""
     import transformers
 
     auto: Any = transformers.AutoModel
@@ -88,7 +88,7 @@ def _build(kind: Any, folder: Path) -> None:
 
 
 def _shapes(path: Path) -> list[tuple[int, ...]]:
-    """The shapes that a safetensors file says it holds; none of a damaged one, which the library names."""
+    """Return the shapes that a safetensors header declares; none for a damaged file, which the library reports."""
     with open_file(path) as file:
         size = int.from_bytes(file.read(8), "little")
         if not 0 < size <= _LARGEST_HEADER:
@@ -102,12 +102,12 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:
-    """Whether it is whole numbers whose product a file can address."""
+    """Return whether this is a shape: whole numbers whose product a file can address."""
     return all(type(length) is int and length >= 0 for length in shape) and math.prod(shape) < 2**63
 
 
 def _numbers(config: dict[str, Any], depth: int = 5) -> list[tuple[str, int]]:
-    """Whole numbers of a configuration and the configurations in it, by name."""
-    found = [(name, value) for name, value in config.items() if isinstance(value, int)]
+    """Return the whole numbers of a configuration, nested ones included, by name."""
+    own = [(name, value) for name, value in config.items() if isinstance(value, int)]
     inner = [value for value in config.values() if isinstance(value, dict)] if depth else []
-    return found + [pair for value in inner for pair in _numbers(value, depth - 1)]
+    return own + [pair for value in inner for pair in _numbers(value, depth - 1)]

@@ -1,4 +1,4 @@
-"""Which checkpoints are meant when none is named."""
+"""Find the checkpoints that are meant, also when none is named."""
 
 import os
 from pathlib import Path
@@ -14,36 +14,32 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
     """Return the checkpoints a command is about.
 
     Args:
-        models: what the user named: files, run folders, or folders of runs, in which hidden ones are left out. If
-            nothing is named: every checkpoint below ``./checkpoints``, or below the folder in
-            ``$SEMDIAG_CHECKPOINTS``.
+        models: files, run folders, or folders of runs, whose hidden folders are skipped. If none is named: every
+            checkpoint below ``./checkpoints``, or below the folder in ``$SEMDIAG_CHECKPOINTS``.
 
     Returns:
-        Files, at least one; of a run's folder, its last snapshot only.
+        At least one file; of a run folder only its last snapshot.
 
     Raises:
-        InputError: if there is none, and the message says how to make one; or if one is named twice.
+        InputError: if there is none, with how to make one; or if one is named twice.
     """
     if models:
         return _each_once([file for model in models for file in _files(model)])
     folder = _folder()
-    found = _below(folder)
-    if not found:
+    folders = _below(folder)
+    if not folders:
         raise InputError(
             f"No checkpoint in {folder}. Make one in a minute with: "
             "semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
-    return found
+    return folders
 
 
 def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Part what a shell's ``*`` names into what may be models, and files beside them that are none.
-
-    Args:
-        models: what the user named.
+    """Split what a shell's ``*`` matched into possible models and other files beside them.
 
     Returns:
-        Both; nothing is left out of a single name, nor where nothing else would remain.
+        Both; a single name counts as a model, and so do all names if none would remain.
     """
     others = [model for model in models if model.suffix in _BESIDE and model.is_file()]
     kept = [model for model in models if model not in others]
@@ -60,7 +56,7 @@ def _each_once(files: list[Path]) -> list[Path]:
 
 
 def known_runs() -> list[Path]:
-    """Folders of the runs that are meant when none is named."""
+    """Return the run folders that are meant when none is named."""
     return [file.parent for file in _below(_folder()) if file.name == "last.pt"]
 
 
@@ -71,15 +67,15 @@ def _folder() -> Path:
 def _files(model: Path) -> list[Path]:
     if not model.is_dir():
         return [model]
-    found = _below(model)
-    if not found:
+    runs = _below(model)
+    if not runs:
         refuse_other_kinds(model, [])
         raise InputError(f"The folder {model} holds no checkpoint (.pt).")
-    return found
+    return runs
 
 
 def _below(folder: Path) -> list[Path]:
-    """Checkpoints in a folder and those below it, but hidden ones: an environment has .pt files of its own."""
+    """Return the checkpoints in a folder and its subfolders, except hidden ones: environments hold .pt files."""
     every = ((file, file.relative_to(folder).parts) for file in folder.rglob("*.pt"))
     files = sorted(file for file, parts in every if not any(part.startswith(".") for part in parts))
     runs = {file.parent for file in files if file.name == "last.pt"}

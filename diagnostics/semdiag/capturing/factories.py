@@ -1,4 +1,4 @@
-"""Models that a user's own function builds: ``package.module:factory``."""
+"""Models that a user's own function builds: ``package.module:function``."""
 
 import importlib
 import re
@@ -17,14 +17,14 @@ _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def recognised(spec: str) -> bool:
-    """Whether a text names a factory: ``package.module:function``, and no file of that name exists."""
+    """Return whether a text names a factory: ``package.module:function``, and no file has that name."""
     return _SPEC.fullmatch(spec) is not None and not Path(spec).exists()
 
 
 def build(spec: str) -> tuple[nn.Module, Any]:
-    """Import the user's module and call the factory. This runs the user's own code.
+    """Import the user's module and call the factory. This runs the user's code.
 
-    The current folder can be imported from, as with ``python -m``.
+    Modules in the current folder can be imported, as with ``python -m``.
 
     Args:
         spec: ``package.module:function``; the function takes no arguments and returns a module, or a module
@@ -41,7 +41,7 @@ def build(spec: str) -> tuple[nn.Module, Any]:
         try:
             module = importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever the user's code does when imported
-            raise InputError(f"{name} cannot be imported ({_said(error)}).{_hint(error, name)}") from error
+            raise InputError(f"{name} cannot be imported ({_described(error)}).{_hint(error, name)}") from error
         factory = getattr(module, function, None)
         if not callable(factory):
             own = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
@@ -51,25 +51,19 @@ def build(spec: str) -> tuple[nn.Module, Any]:
         except InputError:
             raise
         except (Exception, SystemExit) as error:
-            raise InputError(f"{spec} failed ({_said(error)}). It is called without arguments.") from error
-    found, batches = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(found, nn.Module):
+            raise InputError(f"{spec} failed ({_described(error)}). It is called without arguments.") from error
+    model, batches = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
         raise InputError(
-            f"{spec} must return a torch.nn.Module, or one and its inputs. Got {type(found).__name__}."
+            f"{spec} must return a torch.nn.Module, or one and its inputs. Got {type(model).__name__}."
         )
-    return found, batches
+    return model, batches
 
 
 def in_evaluation_mode(module: nn.Module) -> nn.Module:
-    """Put a module into evaluation mode, also one with a graph of ``torch.export``, which refuses ``eval()``.
+    """Put a module into evaluation mode, including one from ``torch.export``, which refuses ``eval()``.
 
-    Such a graph is in the mode that it was exported in.
-
-    Args:
-        module: any.
-
-    Returns:
-        The same module.
+    An exported graph stays in the mode in which it was exported.
     """
     try:
         return module.eval()
@@ -90,13 +84,13 @@ def _current_folder_first() -> Iterator[None]:
 
 
 def _hint(error: BaseException, name: str) -> str:
-    """Where a module was looked for, if it is the user's own that was not found."""
+    """Say where a module was looked for, if the user's own module was not found."""
     missing = getattr(error, "name", None)
     if isinstance(error, ModuleNotFoundError) and missing is not None and f"{name}.".startswith(f"{missing}."):
         return f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
     return ""
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     first = (str(error).splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,4 +1,4 @@
-"""Rows in which finite constants forbid every key: the softmax attends to those with the largest all the same."""
+"""Rows in which finite constants forbid every key: the softmax still attends to those with the largest one."""
 
 from dataclasses import replace
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.following.score_history import ScoreHistory
+from semdiag.capturing.provenance.score_history import ScoreHistory
 from semdiag.capturing.score_masks import FORBIDDING, ROOM
 
 
 def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False) -> AttentionCall:
-    """Describe fully masked rows as what they are: the constant swallows their scores, and all keys weigh alike.
+    """Describe fully masked rows as they act: the constant swallows their scores, so all keys weigh equally.
 
-    With a sink, which is no key, they attend to it alone.
+    With a sink, they attend to the sink alone.
 
     Args:
         call: whose ``allowed`` and ``bias`` have these rows as :func:`~.score_masks.split_mask` gives them.
         full: keys with the largest constant in fully masked rows, bool, broadcastable to (B, H, Lq, Lk).
-        fused: whether a fused operator adds the mask, in float32 where it is given float16, whose lowest number
-            swallows no scores there.
+        fused: whether a fused operator adds the mask; given float16, it works in float32, where float16's lowest
+            number swallows no scores.
     """
     if full is None or call.sinks is not None:
         return call
@@ -28,21 +28,21 @@ def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False)
     return replace(call, q=q, fully_masked=full)
 
 
-def as_the_softmax_saw(
+def with_full_rows_read(
     history: ScoreHistory, scores: Tensor, allowed: Tensor | None
 ) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
-    """Read rows to which masks leave no key, or one low constant, off the input of the softmax.
+    """Read fully masked rows, and rows at one low constant, from the softmax's input.
 
-    Such a row has no queries and keys any more, whether the constant was filled in, or added and swallowed the
-    scores. Its keys are those near its largest number; what lies between them is a bias.
+    Their queries become 0, whether the constant was filled in, or added and swallowed the scores. Their keys are
+    those near the row's largest number; the differences between these are a bias.
 
     Args:
         history: of the scores.
         scores: the softmax's input (…, Lq, Lk).
-        allowed: entries that no mask forbids, broadcastable to the scores; None: all.
+        allowed: entries that no mask forbids, broadcastable to the scores; None means all.
 
     Returns:
-        History, allowed entries, none in fully masked rows; and the keys of these rows (…, Lq, Lk), None if there
+        History; allowed entries, none in fully masked rows; and the keys of these rows (…, Lq, Lk), None if there
         are none.
     """
     top = scores.amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What was probably meant, where a path is no checkpoint of ours."""
+"""Suggest what was meant where a path is no checkpoint of ours."""
 
 import ast
 from difflib import get_close_matches
@@ -22,7 +22,7 @@ _OTHERS = {
 
 
 def _functions(path: Path) -> list[str]:
-    """Public functions of a Python file that need no arguments; the file is read, not run."""
+    """Return the public functions of a Python file that need no arguments; the file is parsed, not run."""
     try:
         parsed = ast.parse(read_bytes(path, LARGEST_TEXT))
     except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -37,14 +37,14 @@ def _functions(path: Path) -> list[str]:
 
 
 def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
-    """Refuse a path that names no checkpoint of ours, and say what would work.
+    """Refuse a path that cannot be a checkpoint of ours, and say what would work.
 
     Args:
         path: what the user named.
-        runs: folders of the runs that are here, of which a name may have been mistyped.
+        runs: folders of known runs, one of which may have been misspelt.
 
     Raises:
-        InputError: if there is no such path, or it is something else.
+        InputError: if the path does not exist, or is something else.
     """
     if path.is_dir() and (path / "config.json").exists():
         raise InputError(f"{path} is a folder of the Hugging Face format: name it hf:{path}")

@@ -1,4 +1,4 @@
-"""Hooks on a module of the user's, who may copy or save it meanwhile."""
+"""Hooks on a user's module, which may be copied or saved meanwhile."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Handles = tuple[RemovableHandle, RemovableHandle]
 
 
 class Hook:
-    """A hook of a module in whose copies and files it does nothing, also where there is no semdiag.
+    """A hook that does nothing in copies and saved files of its module, even where semdiag is not installed.
 
     Args:
         run: what it does.
@@ -22,14 +22,15 @@ class Hook:
         self._run = run
 
     def __call__(self, *arguments: Any) -> None:
-        """Do it."""
+        """Run it."""
         self._run(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What a copy has in its place: a function that takes anything and returns None.
+        """Pickle as a function that takes anything and returns None.
 
-        It brings a handle: whoever reads it numbers further hooks after it. Else a hook of the reader's could have
-        the number of this one, and torch, which files by that number how a hook is called, would call it the same.
+        The pickle also holds a handle, so that hooks that the reader adds get higher numbers. Otherwise one of
+        them could get the number of this hook, and torch, which stores calling conventions by that number, would
+        call it like this one.
         """
         return getattr, (nullcontext(RemovableHandle(OrderedDict())), "__exit__")
 
@@ -37,20 +38,20 @@ class Hook:
 def put_on(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False
 ) -> Handles:
-    """Put hooks on a module, which its copies do not run.
+    """Put hooks on a module; its copies do not run them.
 
     Args:
-        module: of the user's.
-        before: gets module, arguments and keyword arguments of each forward.
+        module: the user's.
+        before: gets module, arguments and keyword arguments of each forward pass.
         after: gets module, arguments and output, None after an exception.
-        prepend: whether ``before`` comes before hooks that are there.
+        prepend: whether ``before`` runs before existing hooks.
 
     Returns:
         Handles that remove them.
     """
 
     def unless_removed(*arguments: Any) -> None:
-        if len(arguments) == 3:  # torch gives no keyword arguments to a hook that was removed since the call began
+        if len(arguments) == 3:  # torch omits keyword arguments if the hook was removed meanwhile
             before(*arguments)
 
     return (

@@ -10,25 +10,20 @@ from semdiag.capturing.mask_rules import RandomK, Rule, TopK, TopP
 from semdiag.mathematics.largest_scores import largest_scores
 from semdiag_models import InputError
 
-_AT_ONCE = 2**22  # scores held while a mask is chosen
-_SORTED = 512  # keys up to which sorting a row is faster than parting it
-# In the names of modules whose keys are of another sequence than their queries.
+_AT_ONCE = 2**22  # scores held at once while a mask is chosen
+_SORTED = 512  # up to so many keys, sorting a row is faster than partitioning it
+# Parts of module names whose keys and queries come from different sequences.
 CROSS = ("cross", "encoder_attn", "encdec", "enc_dec", "encoder_decoder", "multihead_attn")
 
 
 class SharedChoices:
-    """The keys that rules keep, where some layers keep those of a layer before them."""
+    """The keys that rules keep, where layers may reuse the choice of an earlier layer."""
 
     def __init__(self) -> None:
         self._layer, self._chosen = 0, torch.empty(0)
 
     def kept(self, rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-        """As :func:`kept_keys`.
-
-        Args:
-            rule: the mask.
-            call: the attention as it would be.
-        """
+        """Return what :func:`kept_keys` returns; the choice may be an earlier layer's."""
         every = rule.every if isinstance(rule, TopK) else 1
         if every == 1:
             return kept_keys(rule, call)
@@ -38,31 +33,31 @@ class SharedChoices:
             whole = allowed_keys(call.part())
             kept = whole & self._chosen.to(whole.device)
             return kept | ~kept.any(-1, keepdim=True), whole
-        found = kept_keys(rule, call)
-        chosen = torch.ones(size, dtype=torch.bool, device=call.q.device) if found is None else found[0][:, :1]
+        masks = kept_keys(rule, call)
+        chosen = torch.ones(size, dtype=torch.bool, device=call.q.device) if masks is None else masks[0][:, :1]
         self._layer, self._chosen = call.layer, chosen
-        return found
+        return masks
 
 
 def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """The keys that a rule leaves to each query of a call.
+    """Return the keys that a rule keeps for each query of a call.
 
-    A query to which a rule leaves nothing (a window in which all keys are padding) keeps all it had.
+    A query for which the rule keeps nothing (all keys in its window are padding) keeps all its keys.
 
     Args:
         rule: the mask.
-        call: the attention as it would be; ``v`` and ``mixed`` are not looked at.
+        call: the attention without the mask; ``v`` and ``mixed`` are ignored.
 
     Returns:
-        Kept and allowed keys, bool (B, H, Lq, Lk); a query without any key keeps all, as far as it is concerned.
-        None if the rule drops no key of any query.
+        Kept and allowed keys, bool (B, H, Lq, Lk); a query without allowed keys has all of them kept. None if the
+        rule drops no key of any query.
 
     Raises:
-        InputError: if k does not fit the heads, or a window or sinks are asked for and positions are not known.
+        InputError: if k does not fit the heads, or a window or sinks need positions that are unknown.
     """
     heads, length = call.q.shape[1], call.k.shape[2]
     if isinstance(rule, TopP):
-        counts = [1] * heads  # not looked at
+        counts = [1] * heads  # unused
     else:
         counts = _counts(rule, call)
         block = rule.block if isinstance(rule, TopK) else 1
@@ -83,7 +78,7 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         kept = kept | (fixed & allowed)
     some = allowed.any(-1, keepdim=True)
     number = counted(kept)[..., None]
-    if bool(((number == 0) & some).any()):  # nothing is left to a query: it keeps all
+    if bool(((number == 0) & some).any()):  # a query without any keeps all
         kept = kept | (allowed & (number == 0))
     if not bool((allowed & ~kept).any()):
         return None
@@ -92,10 +87,7 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def narrowed(mask: Tensor) -> Tensor:
-    """A mask (B, H, Lq, Lk) as it was before it was expanded: samples, and heads, that are all alike are one.
-
-    Args:
-        mask: of four axes.
+    """Return a mask (B, H, Lq, Lk) before expansion: samples, or heads, that are all alike count as one.
 
     Example:
         >>> narrowed(torch.zeros(1, 1, 2, 3).expand(4, 5, 2, 3)).shape
@@ -106,7 +98,7 @@ def narrowed(mask: Tensor) -> Tensor:
 
 
 def counted(kept: Tensor) -> Tensor:
-    """How many entries of each row are true, int32; summing truths themselves is five times slower.
+    """Return how many entries of each row are true, int32; five times faster than summing bools.
 
     Args:
         kept: (…, n) bool.
@@ -119,7 +111,7 @@ def counted(kept: Tensor) -> Tensor:
 
 
 def _scored(rule: TopK | TopP, k: Tensor, call: AttentionCall, free: Tensor) -> Tensor:
-    """What is kept of the free keys for its scores, which are held for a few samples or queries at a time."""
+    """Return which free keys are kept for their scores, computed for a few samples or queries at a time."""
     batch, heads, queries, _ = call.q.shape
     row = heads * call.k.shape[2]
     size, strip = max(1, _AT_ONCE // (row * queries)), max(1, _AT_ONCE // row)
@@ -139,7 +131,7 @@ def _scored(rule: TopK | TopP, k: Tensor, call: AttentionCall, free: Tensor) -> 
 
 
 def _hide_(scores: Tensor, free: Tensor) -> Tensor:
-    """Set the scores of all but the free keys to -inf, in place; adding it takes a fifth of the time."""
+    """Set the scores of keys that are not free to -inf, in place; adding -inf takes a fifth of the time."""
     if bool(scores.sum().isfinite()):
         limit = torch.zeros(free.shape, dtype=scores.dtype, device=scores.device).masked_fill(~free, -torch.inf)
         return scores.add_(limit)
@@ -151,34 +143,34 @@ def _counts(rule: TopK | RandomK, call: AttentionCall) -> list[int]:
     if isinstance(rule.k, int):
         return [rule.k] * heads
     if len(rule.k) != heads:
-        raise InputError(f"{call.module} has {heads} heads; k names {len(rule.k)} of them: {list(rule.k)}.")
+        raise InputError(f"{call.module} has {heads} heads; k has {len(rule.k)} numbers: {list(rule.k)}.")
     return list(rule.k)
 
 
 def allowed_keys(part: AttentionCall) -> Tensor:
-    """(B, H, Lq, Lk) bool: the keys that each query attends to without the mask.
+    """Return the keys that each query attends to without the mask, (B, H, Lq, Lk) bool.
 
     Args:
         part: from :meth:`AttentionCall.part`, with the causal rule written out.
     """
     size = (*part.q.shape[:3], part.k.shape[2])
-    found = torch.ones((), dtype=torch.bool, device=part.q.device) if part.allowed is None else part.allowed
-    found = found.expand(size)
+    allowed = torch.ones((), dtype=torch.bool, device=part.q.device) if part.allowed is None else part.allowed
+    allowed = allowed.expand(size)
     if part.selected is None:
-        return found
-    chosen = torch.zeros(*size[:3], size[3] + 1, dtype=torch.bool, device=part.q.device)  # the last: none
+        return allowed
+    chosen = torch.zeros(*size[:3], size[3] + 1, dtype=torch.bool, device=part.q.device)  # last column: none
     places = part.selected.where(part.selected >= 0, size[3]).expand(*size[:3], -1)
-    return chosen.scatter_(3, places, torch.ones_like(places, dtype=torch.bool))[..., :-1] & found
+    return chosen.scatter_(3, places, torch.ones_like(places, dtype=torch.bool))[..., :-1] & allowed
 
 
 def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall) -> Tensor:
-    """The k largest scores, or blocks, of each head, or of the heads that share a choice."""
+    """Return the k largest scores, or blocks, of each head, or of heads that share a choice."""
     heads, length = scores.shape[1], scores.shape[3]
     sets = {"head": heads, "group": call.k.shape[1], "layer": 1}[rule.shared]
     if sets < heads:
         several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
         weights, hidden = several.softmax(-1).nan_to_num(0).mean(2), several.amax(2) == -torch.inf
-        # The logarithm of a weight that is too small for a number is no -inf: that is what is hidden.
+        # A weight that underflows must not become -inf, which means hidden.
         smallest = torch.finfo(weights.dtype).tiny
         scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
     kept = _largest(block_scores(scores, rule.block, rule.by), k)
@@ -188,18 +180,18 @@ def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall) -> Tenso
 
 
 def _heaviest(scores: Tensor, p: float) -> Tensor:
-    """The fewest largest scores whose weights add up to p."""
+    """Return the fewest largest scores whose weights add up to p."""
     ordered, places = scores.sort(dim=-1, descending=True, stable=True)
     weights = ordered.softmax(-1).nan_to_num(0)
-    before = weights.cumsum(-1) - weights  # of all keys that come first
+    before = weights.cumsum(-1) - weights  # weight of all keys before
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, before < p)
 
 
 def _largest(values: Tensor, k: Tensor) -> Tensor:
-    """Whether each value is among the k largest of its row, k by head: the first of equal ones, -inf never."""
+    """Return which values are among the k largest of their row, k by head; the first of equal ones, never -inf."""
     length = values.shape[-1]
-    kept = ~(values < _bound(values, k.clamp(max=length)))  # NaN is kept, as the largest
-    doubtful = counted(kept) > k[..., 0]  # of equal values some are left out
+    kept = ~(values < _bound(values, k.clamp(max=length)))  # NaN counts as the largest
+    doubtful = counted(kept) > k[..., 0]  # some of equal values must go
     if bool(doubtful.any()):
         number = k[..., 0].expand(doubtful.shape)[doubtful][:, None]
         count = min(int(number.max()), length - 1)
@@ -213,9 +205,9 @@ def _largest(values: Tensor, k: Tensor) -> Tensor:
 
 
 def _bound(values: Tensor, k: Tensor) -> Tensor:
-    """The k-th largest value of each row (…, 1), at least the lowest finite number; +inf where k is 0."""
+    """Return each row's k-th largest value (…, 1), at least the lowest finite number; +inf where k is 0."""
     length, whole = values.shape[-1], sorted(set(k.flatten().tolist()) - {0})
-    if values.device.type == "cpu":  # whose vector instructions NumPy sorts with
+    if values.device.type == "cpu":  # NumPy sorts with vector instructions
         array = values.detach().numpy()
         if length > _SORTED and len(whole) == 1:
             ordered = torch.from_numpy(np.partition(array, length - whole[0], -1))
@@ -229,7 +221,7 @@ def _bound(values: Tensor, k: Tensor) -> Tensor:
 
 
 def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
-    """What blocks of consecutive keys are ranked by: ln Σ exp(z), the largest z, or the mean of z.
+    """Return the score by which blocks of consecutive keys are ranked: ln Σ exp(z), the largest z, or the mean z.
 
     Args:
         scores: (…, Lk), -inf where a key is hidden.
@@ -264,28 +256,28 @@ def _priorities(rule: RandomK, call: AttentionCall) -> Tensor:
 
 
 def _fixed(rule: TopK | RandomK, call: AttentionCall, allowed: Tensor) -> Tensor | None:
-    """What is kept for its place alone, broadcastable to (B, H, Lq, Lk); None: nothing is."""
-    found = None
+    """Return the keys kept for their position alone, broadcastable to (B, H, Lq, Lk); None if there are none."""
+    fixed = None
     if rule.sinks:
-        real = allowed.any(1).any(1)  # (B, Lk): keys that some query sees are no padding
+        real = allowed.any(1).any(1)  # (B, Lk): a key that some query sees is not padding
         if call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
             raise _unknown(
                 call, "sinks", "its first keys are hidden: by padding or by a window of the model's own"
             )
-        found = (real & (real.cumsum(-1) <= rule.sinks))[:, None, None]
+        fixed = (real & (real.cumsum(-1) <= rule.sinks))[:, None, None]
     if rule.window:
         places = torch.arange(call.q.shape[2], device=call.q.device) + call.first_query
         if not _in_step(call, allowed, places):
             raise _unknown(
-                call, "a window", "its queries are not the tokens that its keys are, or come from a cache"
+                call, "a window", "its queries and keys are different tokens, or the queries follow a cache"
             )
         near = (places[:, None] - torch.arange(call.k.shape[2], device=call.q.device)).abs() < rule.window
-        found = near[None, None] if found is None else found | near
-    return found
+        fixed = near[None, None] if fixed is None else fixed | near
+    return fixed
 
 
 def _in_step(call: AttentionCall, allowed: Tensor, places: Tensor) -> bool:
-    """Whether query i is the token at ``first_query + i``: by a causal rule, or as self-attention."""
+    """Return whether query i is the token at ``first_query + i``: by a causal rule, or as self-attention."""
     last = (allowed * torch.arange(1, allowed.shape[-1] + 1, device=allowed.device)).amax((0, 1, 3)) - 1
     if torch.equal(last, places):
         return True
@@ -295,6 +287,6 @@ def _in_step(call: AttentionCall, allowed: Tensor, places: Tensor) -> bool:
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:
     return InputError(
-        f"{what} cannot be kept in {call.module or 'the model itself'}: {why}. Give it a rule of its own: keep is "
-        "also a dictionary from module names to rules."
+        f"{what} cannot be kept in {call.module or 'the model itself'}: {why}. Give it a rule of its own: keep "
+        "may be a dictionary from module names to rules."
     )

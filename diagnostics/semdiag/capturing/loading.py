@@ -1,4 +1,4 @@
-"""From a path to a model with everything known about it."""
+"""Load a model, with everything that is known about it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from semdiag_models.reading import read_json, require_memory
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadedModel:
-    """A model in evaluation mode and where it comes from.
+    """A model in evaluation mode, and where it comes from.
 
     Attributes:
         path: as the user named it.
@@ -41,7 +41,7 @@ class LoadedModel:
         epoch: finished epochs; None if unknown.
         training: data and optimisation of the run; None if unknown.
         history: one list per column, one entry per epoch; empty if unknown.
-        provenance: versions, command, device of the training run.
+        provenance: versions, command and device of the training run.
         batches: inputs that came with the model; None if none did.
         weights_sha256: of the parameters alone, of semdiag's and the paper's checkpoints; else empty.
         recorded_weights: where such a hash is recorded, and which: in the file, in a manifest beside its folder.
@@ -73,49 +73,49 @@ class LoadedModel:
 
     @property
     def external(self) -> bool:
-        """Whether it was not made by semdiag or the paper's code: of its parts the attention alone is known."""
+        """Whether it was not made by semdiag or the paper's code, so that only its attention is known."""
         return self.source in EXTERNAL_SOURCES
 
     @property
     def contradicted_by(self) -> list[str]:
-        """Where another hash of the weights is recorded than theirs: ``file``, ``manifest``."""
-        return [place for place, said in self.recorded_weights.items() if said != self.weights_sha256]
+        """Where a different hash of the weights is recorded: ``file``, ``manifest``."""
+        return [place for place, digest in self.recorded_weights.items() if digest != self.weights_sha256]
 
     @property
     def encoder(self) -> Encoder:
-        """The model as an encoder of semdiag_models, whose every part is known.
+        """The model as an encoder of semdiag_models, all of whose parts are known.
 
         Raises:
-            InputError: if it is another model; the message says what works on it.
+            InputError: if it is another model; says what works on it.
         """
         if isinstance(self.module, Encoder):
             return self.module
         raise InputError(
-            f"{self.path} is a {type(self.module).__name__}: this needs one of semdiag's encoders, whose "
-            "every part is known. These work on any model: semdiag info, dispersion, separation, stability, "
+            f"{self.path} is a {type(self.module).__name__}: this needs one of semdiag's encoders, all of "
+            "whose parts are known. These work on any model: semdiag info, dispersion, separation, stability, "
             "mask-stability, k-sweep, overlap, compare, report, and check with --rule or --baseline."
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
-        """Inputs to measure on when the user names none.
+        """Return inputs to measure on when the user names none.
 
-        The run's own held-out samples, regenerated from its seed; for a model whose training data are
-        unknown, fresh samples of its task.
+        These are the run's own held-out samples, regenerated from its seed; if the training data are unknown,
+        fresh samples of its task.
 
         Args:
-            samples: how many; of a text with fewer windows, all.
+            samples: how many; all, if a text has fewer windows.
             seed: of fresh samples.
 
         Returns:
             Tokens (N, L), labels (N,), and a description of where they come from.
 
         Raises:
-            InputError: if there are fewer samples, the task is unknown, the run's text is not there any more, or
-                the model is no encoder of semdiag_models.
+            InputError: if there are fewer samples, the task is unknown, the run's text is gone, or the model is no
+                encoder of semdiag_models.
         """
         config = self.encoder.config
         if self.training is not None:
-            # How many windows a text has is nobody's choice: of a small one, all are taken.
+            # The user cannot know how many windows a text has: of a small one, all are taken.
             if samples > self.training.holdout_samples and self.training.text is None:
                 raise InputError(
                     f"{self.path} has {self.training.holdout_samples} held-out samples; --samples must not be "
@@ -140,7 +140,7 @@ class LoadedModel:
         )
 
     def text_inputs(self, path: Path, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
-        """Windows of a text that the user names, for a model that was trained on one.
+        """Return windows of the user's text, for a model that was trained on text.
 
         Args:
             path: a UTF-8 text file; the model's own tokenizer cuts it into pieces.
@@ -151,7 +151,7 @@ class LoadedModel:
             Tokens (N, L), labels (N,), and a description of where they come from.
 
         Raises:
-            InputError: if the model reads no text, or the file is none, or its lines are too short.
+            InputError: if the model reads no text, the file is no text, or its lines are too short.
         """
         if self.training is None or self.training.text is None:
             raise InputError(f"{self.path} was not trained on text: --inputs takes token ids (.npy, .npz or .pt).")
@@ -162,39 +162,40 @@ class LoadedModel:
 
 
 def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = "auto") -> LoadedModel:
-    """Load a model: a checkpoint, a Hugging Face folder, or what a function of one's own builds.
+    """Load a model: a checkpoint, a Hugging Face folder, or what the user's function builds.
 
     Args:
         path: a ``.pt`` file of semdiag or of the paper's released code, or a run's folder (its ``last.pt``);
             ``hf:DIRECTORY`` (offline, safetensors; DIRECTORY may lie in an installed package, as
             PACKAGE/FOLDER); or ``package.module:function``, which is imported and called and returns a module,
             or a module and its inputs.
-        config: for the paper's code only: its configuration, where the file name does not say it.
-        head: of a Hugging Face model: ``auto``, the one that its configuration names; or ``none``, its body alone.
+        config: for checkpoints of the paper's code only: the configuration that the file name does not tell.
+        head: of a Hugging Face model: ``auto`` for the one that its configuration names, ``none`` for the body
+            alone.
 
     Returns:
-        The model in evaluation mode on the CPU. Torch's random numbers go on as if nothing had been loaded.
+        The model in evaluation mode on the CPU. Torch's random state is left as it was.
 
     Raises:
-        InputError: if it is missing, none of these, holds code, is incomplete, or does not fit its
+        InputError: if it is missing, none of these, contains code, is incomplete, or does not fit its
             configuration.
     """
-    with torch.random.fork_rng(devices=[]):  # modules draw weights before they get theirs
+    with torch.random.fork_rng(devices=[]):  # modules draw initial weights before loading
         return _load(path, config, head)
 
 
 def load_all(
     models: Iterable[str | Path | LoadedModel], config: Mapping[str, Any] | None, head: str = "auto"
 ) -> list[LoadedModel]:
-    """Load several models, as :func:`load` does; those that are loaded already stay as they are.
+    """Load several models with :func:`load`; loaded ones pass through.
 
     Args:
         models: paths, or loaded models.
-        config: of checkpoints of the paper's code among them; None: their names say it.
-        head: of the Hugging Face models among them, as of :func:`load`.
+        config: for checkpoints of the paper's code among them; None if their names tell it.
+        head: for Hugging Face models among them, as in :func:`load`.
 
     Raises:
-        InputError: what :func:`load` raises; if there is a ``config`` and none of them is of the paper's code.
+        InputError: as :func:`load`; or if ``config`` is given and no model is of the paper's code.
     """
     loaded = [model if isinstance(model, LoadedModel) else load(model, config, head) for model in models]
     if config is not None and not any(model.source == "paper code" for model in loaded):
@@ -218,30 +219,27 @@ def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> Load
         source = "python" if isinstance(model, Encoder) else "factory"
         return LoadedModel(
             spec, "", factories.in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
-            not_loaded=weights.said(model),
+            not_loaded=weights.described(model),
         )  # fmt: skip
     return _load_checkpoint(path, config)
 
 
 def describe(model: LoadedModel) -> dict[str, Any]:
-    """What is known of a model's architecture.
-
-    Args:
-        model: any.
+    """Return what is known of a model's architecture.
 
     Returns:
-        Of semdiag's encoders their configuration; of others class and dtype, and of the configuration that
-        Hugging Face models carry the plain numbers and words. The number of parameters in any case.
+        For semdiag's encoders their configuration; for others class and dtype, and the plain numbers and words of
+        a Hugging Face configuration. Always the number of parameters.
     """
     parameters = sum(p.numel() for p in model.module.parameters())
     if not model.external:
         return {**model.encoder.config.to_dict(), "parameters": parameters}
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.module.parameters()})
-    found: dict[str, Any] = {"class": type(model.module).__name__, "dtype": ", ".join(kinds)}
+    facts: dict[str, Any] = {"class": type(model.module).__name__, "dtype": ", ".join(kinds)}
     if model.source == "hugging face":
         written: dict[str, Any] = model.module.config.to_diff_dict()  # type: ignore[union-attr, operator]
-        found |= {name: value for name, value in written.items() if isinstance(value, int | float | str)}
-    return found | {"parameters": parameters}
+        facts |= {name: value for name, value in written.items() if isinstance(value, int | float | str)}
+    return facts | {"parameters": parameters}
 
 
 def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:
@@ -293,16 +291,16 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
 
 
 def _recorded(file: Path, inside: str) -> dict[str, str]:
-    """The hashes of a checkpoint's weights that stand in it and in ``manifest.json`` beside its run's folder."""
-    found = {"file": inside} if inside else {}
+    """Return the hashes of the weights recorded in a checkpoint and in the ``manifest.json`` beside its folder."""
+    recorded = {"file": inside} if inside else {}
     folder = file.absolute().parent
     try:
         manifest = read_json(folder.parent / "manifest.json")
     except InputError:
-        return found
+        return recorded
     for entry in manifest if isinstance(manifest, list) else ():
         if isinstance(entry, dict) and entry.get("run") == folder.name:
             hashes = entry.get("weights_sha256")
-            said = hashes.get(file.name) if isinstance(hashes, dict) else None
-            found |= {"manifest": said} if isinstance(said, str) else {}
-    return found
+            digest = hashes.get(file.name) if isinstance(hashes, dict) else None
+            recorded |= {"manifest": digest} if isinstance(digest, str) else {}
+    return recorded

@@ -1,4 +1,4 @@
-"""Rules by which a mask keeps keys: top-k, top-p, blocks, sinks, window, random; by head or shared by heads."""
+"""Rules by which a mask keeps keys: top-k, top-p, blocks, sinks, window, random; per head or shared by heads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ SHARING = "head", "group", "layer"
 class TopK:
     """Each query keeps its sinks, its window, and the k largest scores among its other keys.
 
-    Of equal scores the one at the lower position is kept. A query with no more keys than that keeps all.
+    Of equal scores, the one at the lower position is kept. A query with no more keys than that keeps them all.
 
     Args:
         k: how many, 0 or more; or one number for each head.
-        sinks: how many of the first keys that are no padding are always kept.
-        window: keys less than this many positions from the query are always kept: its own is the first.
+        sinks: how many of the first keys that are not padding are always kept.
+        window: keys less than this many positions from the query are always kept; 1 keeps its own key only.
         block: above 1, k counts blocks of this many consecutive keys.
         by: how blocks are ranked: ``weight``, by the attention weight of their keys; ``best``, by their largest
             score; ``mean``, by the mean of their keys' scores, which is the score of their mean key.
-        shared: which heads keep the same keys: ``head``, none; ``group``, those that share a key head; ``layer``,
-            all. Keys are then ranked by their attention weight, averaged over these heads.
-        every: with ``shared="layer"``, so many layers in a row keep the keys of the first of them.
+        shared: which heads keep the same keys: ``head``, none do; ``group``, those with the same key head;
+            ``layer``, all of a layer. Keys are then ranked by their attention weight, averaged over these heads.
+        every: with ``shared="layer"``, so many consecutive layers use the keys of the first of them.
 
     Raises:
         InputError: if a number is negative, nothing is kept, or a word is unknown.
@@ -55,14 +55,15 @@ class TopK:
         if whole_number(self.every, "every") < 1 or (self.every > 1 and self.shared != "layer"):
             raise InputError(f'every is at least 1, and above 1 only with shared="layer". Got {self.every}.')
         if self.shared != "head" and not isinstance(self.k, int):
-            raise InputError(f"Heads that keep the same keys have one k. Got {self.k}.")
+            raise InputError(f"Heads that share their keys need a single k. Got {self.k}.")
 
 
 @dataclass(frozen=True)
 class TopP:
-    """Each query keeps the fewest keys that hold a share p of its attention weight.
+    """Each query keeps the fewest keys that hold a fraction p of its attention weight.
 
-    K_i = the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores the one at the lower position is first.
+    K_i = the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores, the one at the lower position comes
+    first.
 
     Source: nucleus sampling's rule, applied to attention (Lin et al. 2025, Twilight). Deviation: none.
 
@@ -70,7 +71,7 @@ class TopP:
         p: above 0, at most 1.
 
     Raises:
-        InputError: if p is no share.
+        InputError: if p is outside this range.
 
     Example:
         >>> TopP(0.9)
@@ -81,15 +82,15 @@ class TopP:
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
-            raise InputError(f"p is a share of the attention weight, above 0 and at most 1. Got {self.p}.")
+            raise InputError(f"p is a fraction of the attention weight, above 0 and at most 1. Got {self.p}.")
 
 
 @dataclass(frozen=True)
 class RandomK:
     """A control: each query keeps its sinks, its window, and k of its other keys, drawn at random.
 
-    The draw depends on seed, layer, head and position, not on the batch or on the device: it is the same for all
-    samples and in every forward pass.
+    The draw depends on seed, layer, head and position, but not on batch or device: it is the same for all samples
+    and in every forward pass.
 
     Args:
         k: how many, 0 or more; or one number for each head.
@@ -114,7 +115,7 @@ def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind o
     """Each query keeps the keys less than ``width`` positions from it, and the first ``sinks`` keys.
 
     Args:
-        width: at least 1; in a causal model the query's own key and the ``width - 1`` before it.
+        width: at least 1; in a causal model, the query's own key and the ``width - 1`` before it are kept.
         sinks: as in :class:`TopK`.
 
     Raises:
@@ -134,21 +135,17 @@ Keep = Rule | Mapping[int | str | tuple[str, int], Rule]
 
 
 def check_keep(keep: Any) -> None:
-    """Refuse what is neither a rule nor rules by place.
-
-    Raises:
-        InputError: if it is something else.
-    """
+    """Refuse anything but a rule or a dictionary of rules."""
     rules = list(keep.values()) if isinstance(keep, Mapping) else [keep]
     for rule in rules:
         if not isinstance(rule, Rule):
             raise InputError(
-                f"keep is a rule like TopK(3), or a dictionary of rules by layer or module. Got {rule!r}."
+                f"keep must be a rule like TopK(3), or a dictionary of rules by layer or module. Got {rule!r}."
             )
 
 
 def rule_for(keep: Keep, call: AttentionCall) -> Rule:
-    """The rule for one call: the rule itself, or what a mapping says of its place.
+    """Return the rule for one call: the rule itself, or the mapping's entry for the call.
 
     Args:
         keep: a rule, or rules by layer (as the tables number them), module name, or (module name, occurrence).
@@ -179,7 +176,7 @@ def _check(k: int | Sequence[int], sinks: int, window: int, block: int) -> None:
         whole_number(value, name)
     if not counts or min(counts) < 0 or min(sinks, window) < 0 or block < 1:
         raise InputError(
-            f"k, sinks and window are whole numbers from 0 on, block from 1. Got k={k}, sinks={sinks}, "
+            f"k, sinks and window must be at least 0, block at least 1. Got k={k}, sinks={sinks}, "
             f"window={window}, block={block}."
         )
     if min(counts) == 0 and not sinks and not window:

@@ -1,4 +1,4 @@
-"""Watches that overlap: in threads, in asynchronous tasks, ending in any order."""
+"""Let watches overlap: in threads, in asynchronous tasks, ending in any order."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch
 
 
 class SharedChange:
-    """A change of the process's state that watches need: made for the first, undone after the last.
+    """A change of the process's state that watches share: the first one makes it, the last one undoes it.
 
-    If each watch made and undid it by itself, the first to end would take it from the others, and the last would
-    bring back what the first had set.
+    If each watch made and undid it alone, the first to end would take it from the others, and the last would
+    restore the state that the first had made.
 
     Args:
-        change: gives the context that makes and undoes it.
+        change: returns a context that makes and undoes it.
 
     Example:
         >>> import contextlib
@@ -34,11 +34,7 @@ class SharedChange:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, the change is in force.
-
-        Yields:
-            Nothing.
-        """
+        """Hold the change inside the context."""
         with self._lock:
             if not self._holders:
                 self._made = self._change()
@@ -54,13 +50,10 @@ class SharedChange:
 
 
 def take_off(mode: TorchFunctionMode) -> bool:
-    """Remove a function mode from this thread's stack, wherever it stands; those above it stay in their order.
-
-    Args:
-        mode: one that may have been entered before others that last longer, or in another thread.
+    """Remove a function mode from this thread's stack, wherever it is; the others keep their order.
 
     Returns:
-        Whether it stood there.
+        Whether it was there: it may have been entered in another thread.
     """
     above: list[TorchFunctionMode] = []
     while torch._C._len_torch_function_stack():
@@ -76,13 +69,10 @@ def take_off(mode: TorchFunctionMode) -> bool:
 
 
 def take_off_dispatch(mode: TorchDispatchMode) -> bool:
-    """Remove a dispatch mode from this thread's stack, if it is not the top: it leaves the top by itself.
-
-    Args:
-        mode: as in :func:`take_off`.
+    """Remove a dispatch mode from this thread's stack unless it is on top, where it leaves by itself.
 
     Returns:
-        Whether it was not the top.
+        Whether it was not on top.
     """
     stack = _get_current_dispatch_mode_stack()
     if stack and stack[-1] is mode:
@@ -92,7 +82,7 @@ def take_off_dispatch(mode: TorchDispatchMode) -> bool:
         above.append(top)
     for name in vars(mode):
         if name.startswith("old_") and name.endswith("_flags") and (kept := getattr(mode, name)):
-            flag = kept.pop()  # what it found; to be brought back by the mode that stood on it
+            flag = kept.pop()  # state to restore; the mode above must restore it now
             if above and getattr(above[-1], name, None):
                 getattr(above[-1], name)[-1] = flag
     for other in reversed(above):
@@ -101,20 +91,16 @@ def take_off_dispatch(mode: TorchDispatchMode) -> bool:
 
 
 def put_on(mode: TorchFunctionMode) -> None:
-    """Put a function mode that was taken off onto this thread's stack again.
-
-    Args:
-        mode: the mode.
-    """
+    """Put a removed function mode back onto this thread's stack."""
     _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None:
-    """Move a function mode, the top of this thread's stack, below some of the others: it sees what they call.
+    """Move a function mode from the top of this thread's stack below others: it then sees what they call.
 
     Args:
-        mode: that was just entered.
-        others: whether it is to stand below a mode.
+        mode: just entered.
+        others: whether a mode must be above it.
     """
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     lowest = next((i for i, other in enumerate(stack) if others(other)), len(stack))
@@ -124,11 +110,11 @@ def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None
 
 
 def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]) -> None:
-    """Move a dispatch mode, the top of this thread's stack, below some of the others.
+    """Move a dispatch mode from the top of this thread's stack below others.
 
     Args:
-        mode: as in :func:`put_below`.
-        others: as there.
+        mode: just entered.
+        others: whether a mode must be above it.
     """
     stack = _get_current_dispatch_mode_stack()
     lowest = next((i for i, other in enumerate(stack) if others(other)), len(stack))
@@ -136,7 +122,7 @@ def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]
         return
     for name in vars(mode):
         if name.startswith("old_") and name.endswith("_flags") and (kept := getattr(mode, name)):
-            upper = getattr(stack[lowest], name)  # each brings back what stands below it now
+            upper = getattr(stack[lowest], name)  # each restores the state below it
             kept[-1], upper[-1] = upper[-1], kept[-1]
     above = [_pop_dispatch() for _ in stack[lowest:]]
     for other in above[:1] + above[:0:-1]:

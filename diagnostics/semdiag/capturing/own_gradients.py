@@ -1,4 +1,4 @@
-"""Functions that have a backward pass of their own: which of them runs."""
+"""Detect functions with a backward pass of their own."""
 
 import threading
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ _RUNNING = _Running()
 
 
 def own_backward() -> str | None:
-    """Name of the outermost ``autograd.Function`` that runs in this thread and will be asked for gradients."""
+    """Return the name of the outermost running ``autograd.Function`` that needs gradients; None if none runs."""
     return _RUNNING.names[0] if _RUNNING.names else None
 
 
 @contextmanager
-def _noted() -> Iterator[None]:
-    """Every ``Function.apply`` notes its function, also one that was taken from its class before."""
+def _recorded_applies() -> Iterator[None]:
+    """Make every ``Function.apply`` record its function, including one fetched from its class before."""
 
     def apply(cls: type[_SingleLevelFunction], *args: Any, **kwargs: Any) -> Any:
         run = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
-        with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
-            asked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-        if not asked:
+        with torch._C.DisableTorchFunction():  # else a function mode sees every access
+            tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if not tracked:
             return run(*args, **kwargs)
         _RUNNING.names.append(cls.__name__)
         try:
@@ -48,4 +48,4 @@ def _noted() -> Iterator[None]:
         delattr(_SingleLevelFunction, "apply")
 
 
-OWN_GRADIENTS = SharedChange(_noted)
+OWN_GRADIENTS = SharedChange(_recorded_applies)

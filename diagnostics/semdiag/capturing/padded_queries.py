@@ -1,4 +1,4 @@
-"""Whether a mask of tokens is that of a call's queries, which the call's keys must confirm."""
+"""Check against a call's keys whether a mask of tokens applies to its queries."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from semdiag.capturing.attention_call import AttentionCall
 
 
 def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
-    """The part of a mask of tokens that belongs to a call's queries.
+    """Return the part of a token mask that belongs to a call's queries.
 
     Args:
         mask: (N, L) bool, true where a token is real.
-        call: whose queries are the last of these tokens, or all.
+        call: its queries are the last of these tokens, or all.
 
     Returns:
-        (B, Lq) bool; None where the mask is of other samples or tokens.
+        (B, Lq) bool; None if the mask is of other samples or tokens.
     """
     (batch, _, length, _), first = call.q.shape, call.first_query
     if len(mask) != batch or mask.shape[1] != call.keys_before + first + length:
@@ -23,33 +23,33 @@ def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
 
 
 def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
-    """As :func:`own_part` where the batch axis holds several rows per sample, whose keys tell in which order.
+    """Return the same if the batch axis holds several rows per sample; the keys tell their order.
 
     Args:
         mask: (N, L) bool, true where a token is real.
         call: of a multiple of N rows.
 
     Returns:
-        (B, Lq) bool; None where the keys do not tell.
+        (B, Lq) bool; None if the keys do not tell.
     """
     times = len(call.q) // max(1, len(mask))
     if times < 2:
         return None
-    found: list[Tensor] = []
+    fitting: list[Tensor] = []
     for rows in (mask.repeat_interleave(times, 0), mask.repeat(times, 1)):
         own = own_part(rows, call)
         if own is not None and true_of_keys(rows, own, call):
-            found.append(own)
-    return found[0] if found and all(torch.equal(own, found[0]) for own in found) else None
+            fitting.append(own)
+    return fitting[0] if fitting and all(torch.equal(own, fitting[0]) for own in fitting) else None
 
 
 def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
-    """Whether no real query may attend to padding, and the keys are the tokens that the mask is of.
+    """Return whether the keys are the mask's tokens, and no real query may attend to padding.
 
     Args:
         mask: (B, L) bool, true where a token is real.
-        queries: (B, Lq) bool, its part of the call's queries; or (B, 1), true: none at all may.
-        call: whose mask tells what its queries attend to.
+        queries: (B, Lq) bool, the real queries; or (B, 1), true: no query at all may attend to padding.
+        call: its mask tells what its queries attend to.
     """
     mask = mask[:, call.keys_before :]
     if mask.shape[1] > call.k.shape[2]:
@@ -64,40 +64,31 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
 
 
 def none_without_keys(queries: Tensor, call: AttentionCall) -> bool:
-    """Whether every real query sees some key.
-
-    Args:
-        queries: (B, Lq) bool, true where a query is real.
-        call: whose mask tells what its queries attend to.
-    """
+    """Return whether every real query, (B, Lq) bool, sees some key."""
     seen = call.part().allowed
     return seen is None or not bool((queries & ~seen.any(3).any(1)).any())
 
 
 def are_learned(call: AttentionCall) -> bool:
-    """Whether the queries of two samples are the same while their keys are not: learned, and none of their tokens.
-
-    Args:
-        call: of any attention.
-    """
+    """Return whether the queries are learned rather than tokens: equal in two samples whose keys differ."""
     return len(call.q) > 1 and _alike(call.q) and not _alike(call.k)
 
 
 def _alike(rows: Tensor) -> bool:
-    """Whether the first two samples differ by rounding alone, which depends on a row's place in a product."""
+    """Return whether the first two samples differ only by rounding, which depends on a row's position."""
     first, second = rows[:2]
     return bool(((second - first).abs() <= 16 * torch.finfo(rows.dtype).eps * first.abs().amax()).all())
 
 
 def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
-    """Whether a mask of as many samples as tokens is one of queries by keys, (L, L), as a causal one.
+    """Return whether a mask with as many samples as tokens is one of queries by keys, (L, L), like a causal one.
 
-    It is where no query of any sample sees more than its row of the mask, and one sees what would be padding of
-    its sample.
+    It is if no query of any sample sees more than its row of the mask allows, and some query sees what would be
+    padding of its sample.
 
     Args:
         mask: (N, L) bool.
-        call: whose mask tells what its queries attend to.
+        call: its mask tells what its queries attend to.
     """
     seen = call.part().allowed
     if seen is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
@@ -106,16 +97,16 @@ def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
 
 
 def padded_end(call: AttentionCall) -> str | None:
-    """Which end of samples is forbidden to all queries, as padding is, while its own queries attend to keys.
+    """Return the end of samples that looks like padding: forbidden to all queries, while its queries see keys.
 
-    Beyond that nothing is forbidden but the future: in windows, blocks and sets that a model selects every key is
-    some query's, or others are forbidden to each.
+    Nothing else may be forbidden but the future: in windows, blocks and selected sets, every key is some query's,
+    or others are forbidden to each.
 
     Args:
         call: of as many queries as keys.
 
     Returns:
-        ``"first"`` or ``"last"``; None where the mask is no such one.
+        ``"first"`` or ``"last"``; None if there is no such end.
     """
     seen, (batch, _, length, _) = call.allowed, call.q.shape
     if seen is None or call.first_query or len(seen) < batch or not seen.shape[3] == call.k.shape[2] == length > 1:
@@ -132,18 +123,18 @@ def padded_end(call: AttentionCall) -> str | None:
         return None
     counted = seen.any(3) if not call.causal else call.part().allowed.any(3)  # type: ignore[union-attr]
     if not bool((counted & ~keys[:, :, 0]).any()):
-        return None  # padded queries see nothing, and are left out
+        return None  # padded queries see nothing, and are left out anyway
     return places[0]
 
 
 def padded_by_own_mask(call: AttentionCall) -> Tensor | None:
-    """Which fully masked queries are padding: those of which no other query sees the key.
+    """Return which fully masked queries are padding: those whose key no other query sees.
 
     Args:
-        call: of an attention to its own tokens.
+        call: self-attention.
 
     Returns:
-        (B, Lq) bool, false where a query is such padding; None where none is, or a sample has no other query.
+        (B, Lq) bool, false for such padding; None if there is none, or a sample would have no query left.
     """
     full, (batch, _, length, _) = call.fully_masked, call.q.shape
     if full is None or call.allowed is None or call.first_query + length > call.k.shape[2]:
@@ -156,17 +147,17 @@ def padded_by_own_mask(call: AttentionCall) -> Tensor | None:
 
 
 def real_by_own_mask(call: AttentionCall) -> Tensor | None:
-    """Which queries attend as real tokens do, of an attention to its own tokens of which the mask alone is known.
+    """Return which queries attend like real tokens, in self-attention of which only the mask is known.
 
-    A padded query does not see itself, or sees everything because nothing was left to it, while no other query
-    that does not see everything sees it. One to which finite constants forbid every key is
-    real if another sees it. Where all queries of each sample see the same keys, these are real.
+    A padded query does not see itself, or sees everything because the mask left it nothing, and only queries that
+    see everything see it. A query to which finite constants forbid every key is real if another one sees it. If
+    all queries of each sample see the same keys, the queries at these positions are real.
 
     Args:
         call: of as many tokens as keys.
 
     Returns:
-        (B, Lq) bool, true where a query is real; None where the mask does not tell.
+        (B, Lq) bool, true for a real query; None if the mask does not tell.
     """
     seen, (batch, _, length, _) = call.part().allowed, call.q.shape
     if seen is None or length == 1 or call.first_query + length > call.k.shape[2]:
@@ -176,9 +167,9 @@ def real_by_own_mask(call: AttentionCall) -> Tensor | None:
     real = seen[:, torch.arange(length, device=seen.device), place]
     if not bool((seen == seen[:, :1]).all()):
         everything = seen.all(2)
-        everything &= everything.sum(1, keepdim=True) > 1  # one alone: the last query of a causal attention
+        everything &= everything.sum(1, keepdim=True) > 1  # a single one: the last query of causal attention
         by_others = (seen & ~everything[:, :, None])[:, :, place].any(1)
         real &= ~everything | by_others
-    if call.fully_masked is not None:  # no key is left to these by the mask: others may see theirs
+    if call.fully_masked is not None:  # the mask leaves these no key, but others may see theirs
         real |= call.fully_masked.any(-1).all(1) & seen.any(1)[:, place]
     return real if bool(real.any(1).all()) else None

@@ -1,4 +1,4 @@
-"""Which queries of an attention are padding: told by the masks of tokens that the modules around it were given."""
+"""Find padded queries from the token masks that the surrounding modules were given."""
 
 import threading
 from collections.abc import Iterator
@@ -26,31 +26,31 @@ from semdiag.capturing.padded_queries import (
 )
 from semdiag.capturing.token_masks import TokenMasks, readings, takes_masks, token_masks
 
-NOT_APPLIED, NOT_APPLIED_CODE = "real is not applied here", "real-not-applied"  # a remark's beginning, and code
-OWN_KEY = (
-    "queries to which every key is forbidden, and whose own key is forbidden to all others, are taken for padding"
-)
+NOT_APPLIED, NOT_APPLIED_CODE = "real is not applied here", "real-not-applied"  # start and code of a remark
+OWN_KEY = "queries that may attend to no key, and to which no other query may attend, are taken for padding"
 AVERAGED = (
-    "a finite constant forbids every key to some queries that are no padding: the model attends to all these keys "
-    "alike, and so it is measured"
+    "a finite constant forbids every key of some real queries: the model then attends to all these keys equally, "
+    "and is measured so"
 )
 
 
 class Padding:
-    """Follows which masks of tokens the running modules were given.
+    """Follows the token masks that the running modules were given.
 
-    A mask counts for the queries of the attentions inside the module that it was given to: the innermost such
-    module decides. It counts only where it is true of the keys, too (nobody attends to padding), unless the module
-    says by its arguments that it is a decoder. Where a module was given another sequence for its keys, its mask
-    may be that sequence's: it counts for nothing, and a remark says so unless a module around it tells more. One
-    of queries by keys (L, L) is none of tokens, also where the batch has L samples.
+    A mask applies to the queries of all attention inside the module that was given it; the innermost such module
+    decides. It applies only if the keys confirm it (nobody attends to padding), unless the module's arguments show
+    that it is a decoder. If a module got another sequence for its keys, the mask may be that sequence's: it is not
+    used, and a remark says so unless an outer module tells more. A mask of queries by keys (L, L) is no token
+    mask, even if the batch has L samples.
 
     Args:
         model: any module.
+        given: see below.
 
     Attributes:
-        given: (B, L) bool, false for padded queries, where the user says it: masks of modules are not looked at.
-        fitted: whether it was that of the queries of a call.
+        given: (B, L) bool, false for padded queries, from the user; masks of modules are then ignored. None if not
+            given.
+        fitted: whether ``given`` fitted the queries of some call.
     """
 
     def __init__(self, model: nn.Module, given: Tensor | None = None) -> None:
@@ -62,20 +62,20 @@ class Padding:
 
     @property
     def _running(self) -> list[TokenMasks | None]:
-        """Those of this thread."""
+        """The masks of the running modules of this thread, the innermost last."""
         if not hasattr(self._threads, "running"):
             self._threads.running = []
-        found: list[TokenMasks | None] = self._threads.running
-        return found
+        running: list[TokenMasks | None] = self._threads.running
+        return running
 
     @contextmanager
     def watched(self, running: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Iterator[None]:
         """Listen to the arguments of the model's modules; hooks are removed when the context is left.
 
         Args:
-            running: the arguments of the model's forward, by position and by name, where it runs already.
+            running: positional and keyword arguments of the model, if it is already running.
         """
-        self._running.clear()  # of forwards in this thread that began while another watched
+        self._running.clear()  # of forward passes in this thread that began under another watch
         with ExitStack() as stack:
             stack.callback(self._running.clear)
             stack.callback(self._take_off, *self._model.modules())
@@ -96,7 +96,7 @@ class Padding:
         return taken
 
     def _step_aside(self, module: nn.Module) -> None:
-        """Take the hooks off while it runs: torch's layers refuse nested tensors where there are hooks on them."""
+        """Remove the hooks while a module runs: torch's layers refuse nested tensors if they have hooks."""
         taken = self._take_off(*module.modules())
 
         def after(other: nn.Module, inputs: object, output: object) -> None:
@@ -108,14 +108,14 @@ class Padding:
         ended = register_module_forward_hook(after, always_call=True)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is self._model:  # also cleans up after an interrupted forward
+        if module is self._model:  # also cleans up after an interrupted forward pass
             self._running.clear()
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
             self._step_aside(module)
             return
         try:
             masks = token_masks(module, args, kwargs)
-        except Exception as error:  # whatever the arguments of an unknown model are
+        except Exception as error:  # arguments may be anything
             masks, self._failed = None, f"padding of the inputs: {failure(error)}"
         self._running.append(masks)
 
@@ -124,11 +124,11 @@ class Padding:
             self._running.pop()
 
     def marked(self, call: AttentionCall, audit: Audit) -> AttentionCall:
-        """Mark a call's padded queries, where its adapter did not.
+        """Mark a call's padded queries, if its adapter did not.
 
         Args:
-            call: that runs now.
-            audit: gets a remark if a mask was given, by the user too, that could not be matched.
+            call: running now.
+            audit: gets a remark if a mask, the user's included, could not be matched.
         """
         if self._failed is not None:
             audit.remarks[Remark(call.module, self._failed)] += 1
@@ -151,31 +151,28 @@ class Padding:
         return call.averaged()
 
     def _of_the_user(self, given: Tensor, call: AttentionCall) -> tuple[Tensor | None, str | None]:
-        """As :meth:`queries`, by the mask that the user gave."""
+        """Return what :meth:`queries` returns, by the user's mask."""
         (batch, _, length, _), first = call.q.shape, call.keys_before + call.first_query
-        if len(given) == batch and first >= given.shape[1]:  # tokens that were generated since
+        if len(given) == batch and first >= given.shape[1]:  # generated since the mask was given
             self.fitted = True
             return call.queries, None
         own = own_part(given, call)
         if own is None:
             own = own_part_of_folded(given, call)
         if own is None:
-            why = f"it is of {given.shape[1]} tokens, and there are {first + length}"
+            why = f"it has {given.shape[1]} tokens, but there are {first + length}"
             if given.shape[1] == first + length:
-                why = f"the batch axis holds {batch} rows, and it is of {len(given)} samples"
+                why = f"it has {len(given)} samples, but the batch axis has {batch} rows"
             return call.queries, f"{NOT_APPLIED}: {why}"
         self.fitted = True
         return own if call.queries is None else own & call.queries, None
 
     def queries(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
-        """Which queries of a call are real.
-
-        Args:
-            call: that runs now.
+        """Return which queries of a call are real.
 
         Returns:
-            (B, Lq) bool, None if nothing says that one is padding; and a sentence if a mask was given that could
-            not be matched or was read against its name, else None.
+            (B, Lq) bool, None if nothing marks padding; and a remark if a mask could not be matched, or was read
+            against its name, else None.
         """
         own, remark = self._by_masks(call)
         if own is not None and not bool(own.all()) and are_learned(call):
@@ -183,19 +180,19 @@ class Padding:
         return own, remark
 
     def _by_masks(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
-        """As :meth:`queries`, by the masks that running modules were given, the innermost first."""
+        """Return what :meth:`queries` returns, by the masks of running modules, the innermost first."""
         remark, crossing = None, False
         for masks in filter(None, reversed(self._running)):
             crossing |= masks.crossing
             for name, mask in masks.given.items():
                 sure = masks.sure(name)
                 if sure and not (masks.definitive or crossing or "decoder" in call.module):
-                    continue  # the target's, and this may be the encoder
+                    continue  # the target's mask, but this may be the encoder
                 if mask is None:
                     if sure and not masks.other:
                         return None, None
                     continue
-                mask = mask.to(call.q.device)  # a model spread over devices is given it on one
+                mask = mask.to(call.q.device)  # a model spread over devices gets it on one of them
                 own, why = _of_queries(name, mask, masks, crossing, call)
                 if own is not None:
                     return own, why
@@ -203,31 +200,31 @@ class Padding:
                 if sure:
                     return None, remark
         outermost = next(iter(self._running), None)
-        one = call.q.shape[2] == 1  # as when generating: it is no padding
+        one = call.q.shape[2] == 1  # as in generation: not padding
         if outermost is not None and outermost.other and not one:
             own = None if crossing else real_by_own_mask(call)
             if own is None:
-                remark = "a mask of other axes than tokens was given: padded queries are not told apart"
+                remark = "a mask with axes other than tokens was given: padded queries cannot be told apart"
             return own, remark
         if remark is None and not crossing:
             remark = self._unmarked_padding(call)
         return None, remark
 
     def _unmarked_padding(self, call: AttentionCall) -> str | None:
-        """What to remark where no mask of tokens was given and keys look like padding; None if they do not."""
+        """Return a remark if no token mask was given but keys look like padding; else None."""
         if any(masks is None or masks.definitive for masks in self._running):
             return None
         end = padded_end(call)
         if end is None:
             return None
         return (
-            f"the {end} keys of some samples are forbidden to all queries: if they are padding, their "
-            "own queries count all the same; say which tokens are real with real="
+            f"the {end} keys of some samples are hidden from all queries: if they are padding, their own queries "
+            "count all the same; say which tokens are real with real="
         )
 
 
 def _averages(call: AttentionCall) -> bool:
-    """Whether a query that counts is fully masked."""
+    """Return whether a query that counts is fully masked."""
     full = call.fully_masked
     return full is not None and bool((full.any(-1) & call.counted).any())
 
@@ -235,7 +232,7 @@ def _averages(call: AttentionCall) -> bool:
 def _of_queries(
     name: str, mask: Tensor, masks: TokenMasks, crossing: bool, call: AttentionCall
 ) -> tuple[Tensor | None, str | None]:
-    """Which queries are real by a mask of tokens, (B, Lq) bool, or None; and a remark on how it was read."""
+    """Return which queries are real by a token mask, (B, Lq) bool or None; and a remark or None."""
     own = own_part(mask, call)
     if own is None:
         folded = own_part_of_folded(mask, call)
@@ -247,8 +244,8 @@ def _of_queries(
     elif crossing and (masks.crossing or masks.two):
         if not bool(own.all()):
             return None, (
-                f"{name} may be that of the keys, of another sequence than the queries: all queries count; say "
-                "which are real with real="
+                f"{name} may belong to the keys, which are another sequence than the queries: all queries count; "
+                "say which are real with real="
             )
         return None, None
     else:
@@ -261,16 +258,16 @@ def _of_queries(
 def _read_by_keys(
     name: str, mask: Tensor, own: Tensor, two: bool, call: AttentionCall
 ) -> tuple[Tensor | None, str | None]:
-    """As :func:`_of_queries`, by the way to read a mask that the keys agree with.
+    """Return what :func:`_of_queries` returns, by the reading of the mask that the keys confirm.
 
     Args:
         name: of the mask.
         mask: of tokens (B, L).
         own: its part (B, Lq) that belongs to the queries.
         two: whether the module was given two sequences.
-        call: that runs now.
+        call: running now.
     """
-    everyone = torch.ones_like(own[:, :1])  # of two sequences, or against the name: no query may see padding
+    everyone = torch.ones_like(own[:, :1])  # for two sequences, or against the name: no query may see padding
     for reading in readings(name, mask):
         queries = reading[:, -own.shape[1] :]
         seeing = queries if reading is mask and not two else everyone
@@ -279,15 +276,15 @@ def _read_by_keys(
         if reading is mask:
             return queries, None
         if none_without_keys(queries, call):
-            return queries, f"{name} is taken to be true for padding, which its keys agree with"
+            return queries, f"{name} is read as true for padding, which the keys confirm"
     return None, None
 
 
 def _why_all_count(name: str, mask: Tensor, call: AttentionCall) -> str | None:
-    """What to remark of a mask by which no query is told to be padding; None if it marks none here."""
-    last = mask[:, -call.q.shape[2] :]  # of the queries, where earlier tokens are in a cache, or have left it
+    """Return a remark on a mask that could not mark any query as padding; None if it marks none here."""
+    last = mask[:, -call.q.shape[2] :]  # the queries' part; earlier tokens are in a cache, or have left it
     if bool(mask.all()) or (len(mask) == len(call.q) and last.shape[1] < mask.shape[1] and bool(last.all())):
         return None
     if len(call.q) > len(mask) and len(call.q) % len(mask) == 0:
-        return f"{name} marks padding, of which rows here cannot be told: all queries count"
-    return f"{name} marks padding that the keys here do not have: all queries count"
+        return f"{name} marks padding, but not which rows here: all queries count"
+    return f"{name} marks padding, but the keys here do not confirm it: all queries count"

@@ -14,7 +14,7 @@ from semdiag_models.checkpoint import check_shapes
 _BLOCK = "encoder.transformer.{}."
 _MARK = _BLOCK.format(0) + "attention.W_q.weight"
 _POSITIONS = "pos_encoder.pe"
-# Parameters whose shapes say how large the model is, and how many axes each has.
+# Parameters whose shapes tell the model's size, and their number of axes.
 _AXES = {
     "embedding.weight": 2,
     "linear.weight": 2,
@@ -24,9 +24,9 @@ _AXES = {
 }
 _MASKS = {"none": "full", "windowed": "banded", "blklocal": "block", "topk": "topk", "botk": "bottomk"}
 _REFUSED = {  # mask -> why
-    "rnd": "draws its random mask anew in every forward pass, so that there is no one model to measure",
+    "rnd": "draws its random mask anew in every forward pass, so there is no single model to measure",
 }
-# What its file names call each entry of its configuration.
+# Keys in its file names, and the entries of its configuration.
 _IN_NAME = {
     "nheads": "n_heads",
     "mask": "mask_type",
@@ -40,30 +40,30 @@ _IN_NAME = {
 
 
 def recognised(content: object) -> bool:
-    """Whether a file's content has the parameter names of the paper's released code."""
+    """Return whether a file holds parameters with the names of the paper's released code."""
     return isinstance(content, dict) and _MARK in content
 
 
 def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -> tuple[Encoder, dict[str, Any]]:
     """Build our encoder with the parameters of a released-code checkpoint.
 
-    Its conventions are kept: the first attention norm has eps 0, PAD is an ordinary token, global tokens come
-    after the padded input and have the last ids. CLS stands in front and has the last id: the code orders ids by
-    falling frequency, and CLS occurs once in each of its sequences of 500 tokens and more. Without a mask CLS is a
-    token like any other; under a mask it attends to all tokens, and no other token attends to it. Inputs are given
-    without either.
+    Its conventions are kept: the first attention norm has eps 0, PAD is an ordinary token, and global tokens come
+    after the padded input and have the last ids. CLS comes first and has the last id: the code orders ids by
+    falling frequency, and CLS occurs once in each of its sequences of 500 tokens or more. Without a mask, CLS is a
+    token like any other; under a mask it attends to all tokens, and no other token attends to it. Inputs contain
+    neither.
 
     Args:
-        path: for messages, and for its name, which holds the configuration.
+        path: for messages; its name holds the configuration.
         state: the state dict.
         config: entries that override those of the file name: mask_type, mask_size, n_heads, ngtk (global
             tokens), inv_temp, activation, task, seed, nocls.
 
     Returns:
-        The encoder in evaluation mode, and task, seed, epoch and snapshot as far as they are known.
+        The encoder in evaluation mode, and task, seed and snapshot as far as they are known.
 
     Raises:
-        InputError: if the configuration is incomplete or uses what is not supported, or shapes do not fit.
+        InputError: if the configuration is incomplete or unsupported, or shapes do not fit.
     """
     known = _from_name(path.name) | dict(config or {})
     missing = [name for name in ("mask_type", "mask_size", "n_heads") if name not in known]
@@ -78,7 +78,7 @@ def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -
     encoder = Encoder(model).eval()
     check_shapes(path, encoder, renamed)
     encoder.load_state_dict(renamed)
-    encoder.positions.copy_(state[_POSITIONS][0])  # their rounding, not ours
+    encoder.positions.copy_(state[_POSITIONS][0])  # with their rounding, not ours
     seed = known.get("seed")
     return encoder, {
         "task": _task(known.get("task")),
@@ -145,7 +145,7 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
         "length": state[_POSITIONS].shape[1] - extra - cls,
         "attention": _MASKS[mask],
         "k": None if mask == "none" else size,
-        "blocks": 1 + max(int(found[1]) for found in numbers if found),
+        "blocks": 1 + max(int(match[1]) for match in numbers if match),
         "width": embedding.shape[1],
         "mlp_width": expand.shape[0],
         "heads": heads,
@@ -159,7 +159,7 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
         "cls_as_key": not cls or mask == "none",
     }
     try:
-        return ModelConfig.from_dict(values)  # which checks types, too: they come from a name or from JSON
+        return ModelConfig.from_dict(values)  # checks types too: values come from a name or JSON
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -186,9 +186,9 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
 
 
 def _task(name: object) -> str | None:
-    """The task by our name; None if unknown, and of ListOps, whose ids in that code follow from its data."""
+    """Return our name of the task; None if unknown, and for ListOps, whose ids depend on that code's data."""
     try:
-        found = find_task(str(name)).name
+        task = find_task(str(name)).name
     except InputError:
         return None
-    return None if found == "listops" else found
+    return None if task == "listops" else task

@@ -1,4 +1,4 @@
-"""Models in a folder of the Hugging Face format: configuration, safetensors, tokenizer. Nothing is downloaded."""
+"""Models in Hugging Face folders: configuration, safetensors, tokenizer. Nothing is downloaded."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json
 
 PREFIX = "hf:"
-HEADS = "auto", "none"  # of a model: that which its configuration names, or none
+HEADS = "auto", "none"  # the head that the configuration names, or none
 _INSTALL = "pip install 'semdiag[hf]'"
 
 
@@ -22,8 +22,8 @@ def find_folder(spec: str) -> Path:
     """Find the folder that ``hf:DIRECTORY`` names.
 
     Args:
-        spec: with its prefix; DIRECTORY is a path, or PACKAGE/FOLDER inside an installed package, which is
-            found without being imported.
+        spec: with its prefix; DIRECTORY is a path, or PACKAGE/FOLDER inside an installed package, which is not
+            imported.
 
     Returns:
         A folder that holds ``config.json``.
@@ -36,10 +36,10 @@ def find_folder(spec: str) -> Path:
     package, *inside = folder.parts or ("",)
     if not folder.is_dir() and package.isidentifier():
         try:
-            found = find_spec(package)
-        except (ValueError, ImportError):  # of __main__, and of what is half imported
-            found = None
-        places = list(found.submodule_search_locations or ()) if found is not None else []
+            installed = find_spec(package)
+        except (ValueError, ImportError):  # for __main__, or a package that is being imported
+            installed = None
+        places = list(installed.submodule_search_locations or ()) if installed is not None else []
         folder = next((p for p in (Path(place, *inside) for place in places) if p.is_dir()), folder)
     if not folder.is_dir():
         raise InputError(
@@ -53,7 +53,7 @@ def find_folder(spec: str) -> Path:
         )
     if not (folder / "config.json").exists():
         raise InputError(f"{spec}: the folder holds no config.json, so it is not a Hugging Face model.")
-    for file in folder.iterdir():  # the library opens what it finds
+    for file in folder.iterdir():  # the library opens every file
         if not file.is_dir():
             open_file(file).close()
     read_json(folder / "config.json")
@@ -63,18 +63,18 @@ def find_folder(spec: str) -> Path:
 def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:
     """Build the model that a folder describes, with its weights, offline.
 
-    Weights are read from safetensors only, and code that comes with a model is never run.
+    Weights are read from safetensors only. Code that comes with a model is never run.
 
     Args:
         spec: ``hf:DIRECTORY``.
-        head: ``auto`` builds the class that ``architectures`` in its configuration names, with its head; where the
-            library knows none of that name, and with ``none``, what ``AutoModel`` builds: the body.
+        head: ``auto`` builds the class that ``architectures`` in its configuration names, with its head; ``none``,
+            or a name that the library does not know, what ``AutoModel`` builds: the body.
 
     Returns:
-        The model in evaluation mode, the SHA-256 of its weight files, and the versions of what read it.
+        The model in evaluation mode, the SHA-256 of its weight files, and the library's version.
 
     Raises:
-        InputError: if transformers is absent, the folder is no such model, its kind needs code of its own, its
+        InputError: if transformers is missing, the folder is no such model, the model needs its own code, or its
             weights are damaged or incomplete.
     """
     folder = find_folder(spec)
@@ -92,19 +92,19 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # the library raises what its readers stumble over
+        except Exception as error:  # the library's readers raise anything
             raise InputError(f"{spec} cannot be loaded ({first_line(error)}).") from error
     _check_complete(spec, report, model)
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
 def _weights_of(spec: str, folder: Path, config: Any) -> list[Path]:
-    """The files of the weights; what is there instead of them, or missing, is named."""
+    """Return the weight files; if there are none or some are missing, say what is there instead."""
     packed = config.get("quantization_config") if isinstance(config, dict) else None
     if packed is not None:
         method = packed.get("quant_method") if isinstance(packed, dict) else None
         raise InputError(
-            f"{spec}: its weights are packed ({method or 'quantization_config'}), and what is packed is not read. "
+            f"{spec}: its weights are quantised ({method or 'quantization_config'}), and such files are not read. "
             "Load it with its own library, model.dequantize(), delete config.quantization_config, and save it."
         )
     weights = sorted(folder.glob("*.safetensors"))
@@ -132,7 +132,7 @@ def _weights_of(spec: str, folder: Path, config: Any) -> list[Path]:
 
 
 def transformers_for(spec: str) -> Any:
-    """Return the library transformers, which this model needs; refuse where it is not installed."""
+    """Return the transformers library; refuse if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -156,7 +156,7 @@ def silent(transformers: Any) -> Iterator[None]:
 
 
 def _class_of(transformers: Any, named: Any, head: str) -> Any:
-    """Return the class of the library that a configuration names, else ``AutoModel``."""
+    """Return the library's class that a configuration names, else ``AutoModel``."""
     listed = named.get("architectures") if isinstance(named, dict) else None
     name = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
     kind: Any = getattr(transformers, name, None) if head == "auto" and name.isidentifier() else None
@@ -166,7 +166,7 @@ def _class_of(transformers: Any, named: Any, head: str) -> Any:
 
 
 def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None:
-    """Refuse a model part of which would be random; of a body the pooler, which comes last, may be."""
+    """Refuse a model whose weights would be partly random, except for the pooler of a body."""
     headless = getattr(model, "base_model", model) is model
     names = sorted(str(name) for name in report["missing_keys"])
     missing = [name for name in names if not (headless and "pooler" in name)]
@@ -179,15 +179,15 @@ def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None
             f"{spec} lacks {len(missing)} of the model's parameters ({body[0]}): they would be random, so "
             "measurements would mean nothing."
         )
-    said = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
+    shown = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
     raise InputError(
-        f"{spec} lacks {len(missing)} parameters of the head of {type(model).__name__} ({said}): its predictions "
+        f"{spec} lacks {len(missing)} parameters of the head of {type(model).__name__} ({shown}): its predictions "
         "would be random. To measure the model without a head: --head none."
     )
 
 
 def _sha256(files: Sequence[Path]) -> str:
-    """Of the files' content, one after the other; of one file it is that file's."""
+    """Return the hash of the files' concatenated content."""
     digest = hashlib.sha256()
     for path in files:
         with open_file(path) as file:
@@ -197,6 +197,6 @@ def _sha256(files: Sequence[Path]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return kind and text of an error on one line of at most about 200 characters."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:200]}"
+    """Return an error's type and text on one line of about 200 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,4 +1,4 @@
-"""What all mechanisms share: which module is running, what is covered already, and handing calls on safely."""
+"""What all mechanisms share: which module is running, what is already covered, and recording calls safely."""
 
 import contextlib
 import math
@@ -18,27 +18,27 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Captured, Remark, Skipped, failure
 from semdiag_models import AttentionCore
 
-_STEEP = -1000.0  # a bias below this is remarked on
-_FAINT = math.log(1e-9)  # likewise one that takes a key's weight below that of the best of its row by this factor
+_STEEP = -1000.0  # a bias below this gets a remark
+_FAINT = math.log(1e-9)  # so does one that lowers a key's weight by this factor
 NOTHING = "has no query or no key: there is nothing to measure"
 TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors have no values of their own"
-_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or asynchronous task
+_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or async task
 
 
 class Watched:
-    """What the threads that run a watched model share.
+    """What all threads of a watched model share.
 
     Attributes:
-        model: that is watched.
+        model: the watched model.
         consume: gets the calls, one at a time.
-        mask: says which keys a call keeps; None: there is none.
+        mask: says which keys a call keeps; None means no mask.
         modules: by name.
-        audit: filled on the way.
+        audit: filled while the model runs.
         names: of the modules, by their id.
         parameters: addresses of the storages of the model's parameters and buffers.
         ran: names of all modules that have run.
-        lock: held while something is noted or handed on.
-        closed: whether the watch is over: a wrapper that someone kept does nothing.
+        lock: held while something is noted or recorded.
+        closed: whether the watch is over; a wrapper that outlives it does nothing.
         failure: the last exception that the consumer raised.
     """
 
@@ -63,24 +63,24 @@ class Watched:
 
 
 class Recorder(threading.local):
-    """Attributes attention to modules and hands calls to the consumer; each thread has its own running modules.
+    """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread.
 
     Args:
         watched: what its threads share.
 
     Attributes:
-        audit: filled on the way.
+        audit: filled while the model runs.
         names: of the modules, by their id.
-        covered: above 0 while an attention runs that is recorded further out: nothing inside it is, then.
+        covered: above 0 inside attention that is recorded as a whole: nothing within it is recorded.
         foreign: above 0 while modules run that are not the model's.
-        generator: of rows that are checked; nobody else's.
-        heads: number of heads where the surrounding function says it and the tensors do not; None otherwise.
-        in_function: whether a torch function runs that was seen in Python.
+        generator: draws the rows that are checked; used for nothing else.
+        heads: number of heads, where the surrounding function knows it and the tensors do not; None otherwise.
+        in_function: whether a torch function that was seen in Python is running.
         parameters: addresses of the storages of the model's parameters and buffers.
-        running: names of the modules that are running, the innermost last.
-        shared: whether several threads run the model's forward.
-        shapes: of the first input of each of these, as far as it is a tensor.
-        without_watch: modules that run without the function mode, which they could not run under.
+        running: names of the running modules, the innermost last.
+        shared: whether several threads run the model's forward pass.
+        shapes: of the first input of each running module; () if that is no tensor.
+        without_watch: modules that run without the function mode, which they refuse.
     """
 
     def __init__(self, watched: Watched) -> None:  # called again in each thread
@@ -92,21 +92,21 @@ class Recorder(threading.local):
         self.forget()
 
     def forget(self) -> None:
-        """Nothing runs here any more."""
+        """Reset: nothing is running in this thread."""
         self.shared, self.covered = False, 0
         self.heads: int | None = None
         self.running: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
-        self._calls, self._asked = Counter[str](), Counter[str]()
+        self._calls, self._mask_calls = Counter[str](), Counter[str]()
 
     @property
     def masking(self) -> bool:
-        """Whether the model runs with a mask of its user's: see :meth:`kept`."""
+        """Whether the user put a mask on the model: see :meth:`kept`."""
         return self._watched.mask is not None
 
     @property
     def listening(self) -> bool:
-        """Whether an attention that ran now would be recorded."""
+        """Whether attention that ran now would be recorded."""
         return bool(self.running) and not self.covered and not self._watched.closed
 
     @property
@@ -120,11 +120,11 @@ class Recorder(threading.local):
         return self.running[-1] if self.running else ""
 
     def outside(self, kind: type[nn.Module]) -> str:
-        """Name of the innermost running module that is not of a kind."""
+        """Return the name of the innermost running module that is not of this kind."""
         return next((n for n in reversed(self.running) if not isinstance(self._watched.modules[n], kind)), "")
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...] = ()) -> bool:
-        """Note that a module starts; returns whether it belongs to the model and to this watch."""
+        """Note that a module starts; return whether it belongs to the model and this watch."""
         name = self.names.get(id(module))
         if name is None:
             self.foreign += not self.running
@@ -132,21 +132,21 @@ class Recorder(threading.local):
         if not (self.running or self._is_meant(module)):
             return False
         self.foreign = 0
-        if module is self._watched.model or not self.running:  # also cleans up after an interrupted forward
+        if module is self._watched.model or not self.running:  # also cleans up after an interrupted forward pass
             self.forget()
         self.running.append(name)
-        with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+        with torch._C.DisableTorchFunction():  # a function mode would see every property access
             self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
         self._watched.ran.add(name)
         return True
 
     def _is_meant(self, module: nn.Module) -> bool:
-        """Whether a call in this thread or task is for this watch, and not for one that was opened here."""
+        """Return whether a call in this thread or task is for this watch, not for another one opened here."""
         own = [r for r in _OPEN.get() if id(module) in r.names and not r._watched.closed]
         return not own or self in own
 
     def leave(self, module: nn.Module) -> bool:
-        """Note that a module ends; returns whether it belongs to the model and had started."""
+        """Note that a module ends; return whether it belongs to the model and had started."""
         name = self.names.get(id(module))
         if name is None or name not in self.running:
             self.foreign = max(0, self.foreign - (name is None and not self.running))
@@ -158,7 +158,7 @@ class Recorder(threading.local):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, it records what this thread or task runs, and what those run that have no watch of their own."""
+        """Record, inside, what this thread or task runs, and what threads without a watch of their own run."""
         _OPEN.set((*_OPEN.get(), self))
         try:
             yield
@@ -167,34 +167,37 @@ class Recorder(threading.local):
             self._close()
 
     def _close(self) -> None:
-        """Record nothing any more, a wrapper that someone kept does nothing; say what has no attention."""
+        """Stop recording, wrappers that outlive the watch included; note which blocks had no attention."""
         self._watched.closed = True
         ran = self._watched.ran
-        found = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
-        if "" in ran and not found:
+        known = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
+        if "" in ran and not known:
             self.audit.remarks[Remark("", "no softmax attention was seen while the model ran")] += 1
-        for name, text in _bare_blocks(self._watched.model, ran, found):
+        for name, text in _bare_blocks(self._watched.model, ran, known):
             self.audit.remarks[Remark(name, text)] += 1
 
     def handed_on(self) -> Callable[[], bool] | None:
-        """What a thread calls that is given a part of what runs here; returns whether nothing ran there before."""
+        """Return a function with which another thread takes over what runs here; None if nothing does.
+
+        It returns whether nothing was running in that thread.
+        """
         if not self.running or self.closed:
             return None
         self.shared, running, shapes = True, [*self.running], [*self.shapes]
-        state = self.covered, self.heads, self._calls, self._asked
+        state = self.covered, self.heads, self._calls, self._mask_calls
 
         def go_on() -> bool:
             if self.running or self.closed:
                 return False
             self.shared, self.running, self.shapes = True, [*running], [*shapes]
-            self.covered, self.heads, self._calls, self._asked = state
+            self.covered, self.heads, self._calls, self._mask_calls = state
             return True
 
         return go_on
 
     @contextlib.contextmanager
     def covering(self) -> Iterator[None]:
-        """Inside, nothing is recorded: the caller records the whole."""
+        """Record nothing inside: the caller records the whole."""
         self.covered += 1
         try:
             yield
@@ -202,7 +205,7 @@ class Recorder(threading.local):
             self.covered = max(0, self.covered - 1)
 
     def record(self, call: AttentionCall) -> None:
-        """Hand a call on; its layer, occurrence and, if empty, its module are filled in here."""
+        """Pass a call to the consumer; its layer, occurrence and, if empty, its module are filled in here."""
         module = call.module or self.module
         reason = _unusable(call)
         if reason:
@@ -221,16 +224,16 @@ class Recorder(threading.local):
                 raise
 
     def kept(self, call: AttentionCall) -> Tensor | None:
-        """The keys that the mask leaves, (B, H, Lq, Lk) bool; None: those that there are.
+        """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all.
 
         Args:
-            call: that is about to run; of its values and output only the shape matters.
+            call: about to run; of its values and output only the shapes matter.
         """
         if self._watched.mask is None or _unusable(call):  # the latter is noted once it has run
             return None
         module = call.module or self.module
-        call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._asked[module])
-        self._asked[module] += 1
+        call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._mask_calls[module])
+        self._mask_calls[module] += 1
         return self._watched.mask(call)
 
     def skip(self, operation: str, reason: str, module: str | None = None) -> None:
@@ -242,7 +245,7 @@ class Recorder(threading.local):
         """Note that the watch itself failed, which is no reason to stop the model.
 
         Raises:
-            Exception: the error, if it is the consumer's: what becomes of it is the consumer's affair.
+            Exception: the error itself, if the consumer raised it.
         """
         if error is self._watched.failure:
             raise error
@@ -250,13 +253,13 @@ class Recorder(threading.local):
 
 
 def runs_masked(model: nn.Module) -> bool:
-    """Whether this thread or task runs some of the model's modules with a mask: a copy of them would have none."""
+    """Return whether this thread or task runs the model's modules with a mask, which copies of them would lack."""
     return any(r.masking and not r.closed and any(id(m) in r.names for m in model.modules()) for r in _OPEN.get())
 
 
 @contextlib.contextmanager
 def outside_all_modes(device: str) -> Iterator[None]:
-    """No gradient, no autocast, no function or dispatch mode, neither ours nor another's."""
+    """Run, inside, without gradient, autocast, and function or dispatch modes of anyone."""
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
@@ -278,17 +281,17 @@ def _unusable(call: AttentionCall) -> str | None:
     return None
 
 
-def _bare_blocks(model: nn.Module, ran: set[str], found: set[str]) -> Iterator[tuple[str, str]]:
-    """Lists of blocks of which some ran without attention, each with the words for it.
+def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield lists of blocks of which some ran without attention, each with a remark.
 
-    A list is an ``nn.ModuleList``, and an ``nn.Sequential`` as far as its modules are of a class that has
-    attention in it: others there are no blocks, but parts of one.
+    A list is an ``nn.ModuleList``, or those modules of an ``nn.Sequential`` whose class also occurs with
+    attention; the others there are parts of a block.
     """
 
     def attends(name: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for module in found)
+        return any(f"{module}.".startswith(f"{name}.") for module in known)
 
-    outer: list[str] = []  # what the names of modules in a list begin with
+    outer: list[str] = []  # prefixes of the names of modules inside lists
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or name.startswith((*outer,)):
             continue
@@ -303,17 +306,17 @@ def _bare_blocks(model: nn.Module, ran: set[str], found: set[str]) -> Iterator[t
 
 
 def is_plain(tensor: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor with values of its own: no subclass (fake, distributed), not nested, not meta."""
+    """Return whether this is a tensor with values of its own: no subclass (fake, distributed), nested or meta."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_nested  # type: ignore[attr-defined]
 
 
 def not_plain(tensor: Tensor) -> str:
-    """Say why a tensor of another kind is not captured."""
+    """Say why a tensor that is not plain is not captured."""
     if tensor.is_meta:
         return "meta tensors have no values"
     if type(tensor).__name__ == "DTensor":
         return (
-            "q, k and v are of type DTensor, of which each process holds a part: watch before they are distributed"
+            "q, k and v are DTensors, of which each process holds a part: watch the model before distributing it"
         )
     kind = "NestedTensor" if tensor.is_nested else type(tensor).__name__
     return f"tensors of type {kind}: only plain ones are captured"
@@ -332,11 +335,11 @@ def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
         yield f"a mask of {call.forbidding:.3g} instead of -inf: the keys that it is given to count as forbidden"
     if call.bias is None:
         return
-    alike = call.bias == call.bias[..., :1]  # the same for all keys of a query: it changes no softmax
+    alike = call.bias == call.bias[..., :1]  # constant over a query's keys: changes no softmax
     bias = call.bias.masked_fill(alike.all(-1, keepdim=True), 0)
     if bool((bias <= _STEEP).any()):
         yield f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores, not as a mask"
-    elif bool(call.q.any()) and _masks_faintly(bias):  # without queries, the bias is the scores
+    elif bool(call.q.any()) and _masks_faintly(bias):  # if all queries are 0, the bias holds the scores
         yield (
             f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores: if it is meant as a "
             "mask, the keys that it is given to count as attended all the same"
@@ -344,7 +347,7 @@ def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
 
 
 def _masks_faintly(bias: Tensor) -> bool:
-    """Whether a bias has two sorts of terms, near the best of their row and far below, and none between."""
+    """Return whether a bias has terms near its row's best and terms far below, and none in between."""
     below = bias - bias.amax(-1, keepdim=True)
     faint = below <= _FAINT
     return bool(faint.any()) and not bool((~faint & (below < _FAINT / 2)).any())

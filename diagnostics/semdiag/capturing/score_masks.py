@@ -1,26 +1,26 @@
-"""Which terms of a mask, or scores of a softmax, forbid their key, and which are a bias."""
+"""Tell which terms of a mask, or scores of a softmax, forbid their key, and which are a bias."""
 
 import torch
 from torch import Tensor
 
 from semdiag.capturing.recording import outside_all_modes
 
-FORBIDDING = -9_999.0  # an additive term at or below it, relative to the best of its row, can forbid a key
-ROOM = 1_000.0  # for what stands on top of such a constant: scores, a bias
+FORBIDDING = -9_999.0  # a term this far below the best of its row can forbid a key
+ROOM = 1_000.0  # for scores or a bias on top of such a constant
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """What is -inf in all but name: -1e36 and less, as a scaled lowest number; in float16 half of the lowest."""
+    """Return the number at or below which a term counts as -inf: -1e36; in float16 half of its lowest number."""
     return max(-1e36, torch.finfo(dtype).min / 2)
 
 
 def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None, float | None, Tensor | None]:
     """Split a mask into the keys that it allows and the bias that it adds.
 
-    A term forbids a key if it is -inf in all but name (:func:`lowest`), or if it is a constant at or below -9,999,
-    relative to the largest term of its row, by itself or with a bias of up to 1,000 on top, and nothing lies
-    between it and half of that. Terms that fall with distance (ALiBi) are a bias, however low. A row in which
-    every key is forbidden by the dtype's lowest number is fully masked: the softmax attends to all of these keys.
+    A term forbids a key if it counts as -inf (:func:`lowest`), or if it is a constant at least 9,999 below the
+    largest term of its row, with a bias of up to 1,000 on top, and no term of the row lies between it and half of
+    that. Terms that fall with distance (ALiBi) are a bias, however low. A row in which the dtype's lowest number
+    forbids every key is fully masked: the softmax attends to all of these keys.
 
     Args:
         mask: bool, true where attention is allowed; or float (…, Lq or 1, Lk), added to the scores.
@@ -52,14 +52,14 @@ def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None, float | None
 
 
 def full_rows(terms: Tensor) -> Tensor | None:
-    """Where every key is forbidden by -inf in all but name, not all by -inf: those with the largest, or None."""
+    """Return the keys with the largest term in rows where all count as -inf but not all are; None if none."""
     top = terms.amax(-1, keepdim=True)
-    found = (top <= lowest(terms.dtype)) & (top > -torch.inf)
-    return found & (terms - top > FORBIDDING) if bool(found.any()) else None
+    rows = (top <= lowest(terms.dtype)) & (top > -torch.inf)
+    return rows & (terms - top > FORBIDDING) if bool(rows.any()) else None
 
 
 def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
-    """Split the scores that a softmax saw likewise, where what was added to them is not known by itself.
+    """Split the scores that a softmax saw in the same way, if what was added to them is unknown.
 
     Args:
         scores: (…, Lq, Lk).
@@ -68,13 +68,13 @@ def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
         Allowed keys, bool, or None if none is forbidden; scores of allowed keys, 0 elsewhere; the lowest score
         that stands for -inf, or None if none does.
     """
-    forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # a score stands on top of what was added
+    forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
     some = bool(forbidden.any())
     return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
 
 
 def _forbidden(terms: Tensor, enough: float = FORBIDDING) -> tuple[Tensor, float | None]:
-    """Which terms forbid their key; and the lowest of those that are no -inf in all but name."""
+    """Return which terms forbid their key, and the lowest of those that do not count as -inf."""
     forbidden = terms <= lowest(terms.dtype)
     best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     below = (terms - best).masked_fill(forbidden, 0)
@@ -83,5 +83,5 @@ def _forbidden(terms: Tensor, enough: float = FORBIDDING) -> tuple[Tensor, float
     steep = below <= FORBIDDING + ROOM
     highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
     steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
-    found = terms.masked_fill(~steep, 0).amin()
-    return forbidden | steep, (float(found) if bool(steep.any()) else None)
+    constant = terms.masked_fill(~steep, 0).amin()
+    return forbidden | steep, (float(constant) if bool(steep.any()) else None)

@@ -1,4 +1,4 @@
-"""Real masks in any model: every attention that capture finds runs with the keys that a rule keeps."""
+"""Put real masks into any model: all attention that capture sees keeps only the keys that a rule selects."""
 
 import sys
 import threading
@@ -16,11 +16,11 @@ from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
-from semdiag.capturing.following.softmaxes import NO_VALUES
 from semdiag.capturing.kept_keys import SharedChoices, allowed_keys, counted, narrowed
 from semdiag.capturing.mask_rules import Keep, RandomK, TopK, TopP, Window, check_keep, rule_for
 from semdiag.capturing.own_gradients import OWN_GRADIENTS, own_backward
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.provenance.softmaxes import NO_VALUES
 from semdiag.capturing.recording import outside_all_modes
 from semdiag.capturing.threads import is_followed
 from semdiag_models import InputError
@@ -31,7 +31,7 @@ __all__ = ["Keep", "Masked", "RandomK", "TopK", "TopP", "Window", "sparsify"]
 
 @dataclass
 class _Counts:
-    """Kept keys of one place where attention happens, by head."""
+    """Counts of kept keys for one module and occurrence, by head."""
 
     layer: int
     calls: int
@@ -44,11 +44,11 @@ class _Counts:
 
 @dataclass
 class Masked:
-    """What :func:`sparsify` did. It fills while the model runs.
+    """What :func:`sparsify` did; filled while the model runs.
 
     Attributes:
-        audit: what was found, and what was not masked although it looks like attention.
-        padded: numbers of queries of calls of which some are padding.
+        audit: what was seen, and what looks like attention but was not masked.
+        padded: numbers of queries of the calls that have padding.
     """
 
     audit: Audit = field(default_factory=Audit)
@@ -57,37 +57,37 @@ class Masked:
 
     @property
     def calls(self) -> int:
-        """Number of calls that a mask was put into, those included in which the rule dropped no key."""
+        """Number of calls that were given a mask, including those in which the rule dropped no key."""
         return sum(counts.calls for counts in self._counts.values())
 
     @property
     def unmasked(self) -> list[Skipped]:
-        """What looks like attention and ran without the mask, or was masked and is none; only if ``partial``."""
-        found = list(self.audit.skipped)
-        asked: Counter[str] = Counter()
+        """What looks like attention but ran without the mask, or was masked but is none; only with ``partial``."""
+        skipped = list(self.audit.skipped)
+        masked: Counter[str] = Counter()
         for (module, _), counts in self._counts.items():
-            asked[module] += counts.calls
+            masked[module] += counts.calls
         for seen, times in self.audit.skipped.items():
-            asked[seen.module] -= times if seen.reason in (IGNORED, NO_VALUES) else 0
-            asked[seen.module] += times if seen.reason == _ELSEWHERE else 0
-        if self.audit.captured.total() <= asked.total():
-            return found
+            masked[seen.module] -= times if seen.reason in (IGNORED, NO_VALUES) else 0
+            masked[seen.module] += times if seen.reason == _ELSEWHERE else 0
+        if self.audit.captured.total() <= masked.total():
+            return skipped
         reason = "captured, but it takes no mask here"
-        return found + [
-            Skipped(c.module, c.mechanism, reason) for c, n in self.audit.captured.items() if n > asked[c.module]
+        return skipped + [
+            Skipped(c.module, c.mechanism, reason) for c, n in self.audit.captured.items() if n > masked[c.module]
         ]
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Kept keys and keys, over all queries that are no padding, heads and calls."""
+        """Kept keys and all keys, summed over heads, calls and queries that are not padding."""
         counts = self._counts.values()
         return sum(int(c.kept.sum()) for c in counts), sum(int(c.keys.sum()) for c in counts)
 
     @property
     def kept(self) -> pd.DataFrame:
-        """One row per place and head: queries with a key; their least, most and mean kept keys; mean keys.
+        """One row per module, occurrence and head: queries with a key; least, most and mean kept keys; mean keys.
 
-        Padded queries are left out, where the arguments of the model's modules (``attention_mask``, …) tell them.
+        Padded queries are left out if the modules' arguments (``attention_mask``, …) mark them.
         """
         rows = []
         for (module, occurrence), c in self._counts.items():
@@ -141,38 +141,37 @@ class Masked:
 
 @contextmanager
 def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator[Masked]:
-    """Run a model with a real mask in every attention: each query attends to the keys that a rule keeps.
+    """Run a model with real masks: in all its attention, each query attends only to the keys that a rule keeps.
 
     p_i = softmax of z_i over K_i ⊆ A_i, zero elsewhere, where the rule chooses K_i from the scores z_i of the
     masked model itself: a mask in one layer moves the scores of the next. Where the rule drops no key, the model
     runs as it is, to the last bit (but for fused and compiled paths: see
     :func:`~semdiag.capturing.attention_calls.watch_attention`). Gradients are those of the masked model, so that
-    it can be trained; the choice of keys has none. Nothing is left behind, by whatever way the context is left:
-    hooks that read which tokens are padding are taken off again. :func:`semdiag.capture` and
-    :class:`semdiag.Monitor`, opened around or inside this context, see what the masked model attends to.
+    it can be trained; the choice of keys has no gradient. Nothing is left behind, however the context is left:
+    hooks that read which tokens are padding are removed. :func:`semdiag.capture` and :class:`semdiag.Monitor`,
+    opened around or inside this context, see what the masked model attends to.
 
-    Costs: each call scores its keys once more and holds a mask of B · H · Lq · Lk bytes.
+    Cost: each call computes its scores once more and holds a mask of B · H · Lq · Lk bytes.
 
     Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.
 
     Args:
-        model: any module that capture understands. What runs outside of it is left alone.
+        model: any module that capture understands. What runs outside it is left alone.
         keep: :class:`TopK`, :class:`TopP`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer,
             module name, or (module name, occurrence); or what :func:`~semdiag.capturing.budgets.read_budget`
             returns.
-        partial: whether to go on where some attention cannot be masked; ``unmasked`` then lists it.
+        partial: whether to go on if some attention cannot be masked; ``unmasked`` then lists it.
 
     Yields:
         What was masked: ``kept`` is a table of kept keys by layer and head.
 
     Raises:
-        InputError: (in the model's forward, or at the end of the context) if some attention that was found cannot
-            be masked, or a softmax of products was masked whose weights met no values (a pointer's), and not
-            ``partial``; if no attention was found; if it runs in another thread; under activation
-            checkpointing, or with a gradient in an ``autograd.Function``, whose backward passes know no mask; if a
-            window or sinks are asked for where positions are not known; or if ``keep`` is no rule or does not fit
-            the model.
+        InputError: (in the forward pass, or at the end of the context) unless ``partial``, if some attention
+            cannot be masked, or a mask was put on a softmax of products whose weights met no values (a pointer's);
+            if there is no attention; if it runs in another thread; under activation checkpointing, or with a
+            gradient in an ``autograd.Function``, whose backward passes know no mask; if a window or sinks need
+            positions that are unknown; or if ``keep`` is no rule or does not fit the model.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -190,7 +189,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         if _checkpointed():
             raise InputError(
                 f"{call.module} runs under activation checkpointing, which would run it again in the backward "
-                "pass, where no mask may be left. Turn checkpointing off (Hugging Face models: "
+                "pass, possibly without the mask. Turn checkpointing off (Hugging Face models: "
                 "gradient_checkpointing_disable())."
             )
         if (function := own_backward()) is not None:
@@ -203,9 +202,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             masked.audit.skipped[Skipped(call.module, call.mechanism, _ELSEWHERE)] += 1
             return None
         with outside_all_modes(call.q.device.type):
-            found = choices.kept(rule_for(keep, call), call)
-            masked._add(padding.marked(call, Audit()), *_counted(found, call))
-        return None if found is None else found[0]
+            chosen = choices.kept(rule_for(keep, call), call)
+            masked._add(padding.marked(call, Audit()), *_kept_and_allowed(chosen, call))
+        return None if chosen is None else chosen[0]
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
         if id(module) in parts and threading.get_ident() != own and not is_followed():
@@ -213,7 +212,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
                 f"{parts[id(module)] or 'The model'} runs in another thread, where no mask can reach it."
             )
         if id(module) in parts and isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            raise InputError("nn.DataParallel runs the model in other threads: sparsify the module inside of it.")
+            raise InputError("nn.DataParallel runs the model in other threads: sparsify the module inside it.")
 
     def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if module is model:
@@ -226,13 +225,13 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
         stack.callback(register_module_forward_hook(after).remove)
         yield masked
-    if masked.calls or masked.audit.skipped or masked.audit.captured:  # not where the model never ran
+    if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
 
 
-def _counted(found: tuple[Tensor, Tensor] | None, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    if found is not None:
-        return found
+def _kept_and_allowed(chosen: tuple[Tensor, Tensor] | None, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    if chosen is not None:
+        return chosen
     allowed = allowed_keys(call.part())
     return allowed, allowed
 
@@ -246,13 +245,13 @@ def _check(masked: Masked, partial: bool) -> None:
     missed = [f"{s.module or 'the model itself'}: {s.operation} ({s.reason})" for s in masked.unmasked]
     if missed:
         raise InputError(
-            "Not all of the model's attention can be masked, or not without masking something else. "
-            f"{'; '.join(missed)}. partial=True masks the rest, which answers another question."
+            "Some of the model's attention cannot be masked, or a mask would hit something else. "
+            f"{'; '.join(missed)}. partial=True masks the rest, which answers a different question."
         )
 
 
 def _checkpointed() -> bool:
-    """Whether torch.utils.checkpoint runs this forward in order to run it again."""
+    """Return whether torch.utils.checkpoint runs this forward pass and will run it again."""
     frame, gradients = sys._getframe(1), torch.is_grad_enabled()
     home = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
     while frame is not None and home is not None:

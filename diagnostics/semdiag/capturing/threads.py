@@ -1,4 +1,4 @@
-"""Functions that a model's forward gives to other threads: they run under its watches, too."""
+"""Carry watches into other threads to which a model's forward pass gives work."""
 
 import _thread
 import threading
@@ -12,29 +12,26 @@ from typing import Any
 from semdiag.capturing.overlapping import SharedChange
 
 Entered = Callable[[], AbstractContextManager[None]]
-_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")  # their threads outlive the functions that they get
+_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")  # their threads outlive the functions that they run
 _WATCHES: list[Callable[[], Entered | None]] = []
 _HERE = threading.local()
 
 
 def is_followed() -> bool:
-    """Whether this thread runs what a watched model's forward gave to it."""
+    """Return whether this thread runs a function that a watched model's forward pass gave to it."""
     return getattr(_HERE, "followed", False)
 
 
 @contextmanager
 def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
-    """Inside, what a thread gives to another to run is run under a watch.
+    """Run under a watch, inside, what this thread gives to other threads.
 
-    Threads, timers and pools are followed, also pools that were there before. Who puts work into a queue of his
-    own, for a thread or a process that waits there, is not.
+    This covers threads, timers and pools, including existing pools. It does not cover work put into a queue that a
+    waiting thread or process reads.
 
     Args:
-        watch: is asked in the thread that gives; returns what the other thread enters meanwhile, or None where
-            nothing of the model runs.
-
-    Yields:
-        Nothing.
+        watch: called in the giving thread; returns the context that the other thread enters, or None if nothing of
+            the model is running.
     """
     with _STARTS.held():
         _WATCHES.append(watch)
@@ -45,8 +42,8 @@ def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
 
 
 def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, under the watches of what runs here and now."""
-    entered = [found for watch in tuple(_WATCHES) if (found := watch()) is not None]
+    """Wrap a function so that it runs under the watches that are active here and now."""
+    entered = [context for watch in tuple(_WATCHES) if (context := watch()) is not None]
     if not entered:
         return function
 
@@ -54,8 +51,8 @@ def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
         before, _HERE.followed = is_followed(), True
         try:
             with ExitStack() as stack:
-                for watch in entered:
-                    stack.enter_context(watch())
+                for context in entered:
+                    stack.enter_context(context())
                 return function(*args, **kwargs)
         finally:
             _HERE.followed = before
@@ -93,13 +90,13 @@ def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if vars(owner).get(name) is replacement:  # else someone has replaced it since, and calls this one
+        if vars(owner).get(name) is replacement:  # else someone replaced it since, and calls ours
             setattr(owner, name, original) if own else delattr(owner, name)
 
 
 @contextmanager
 def _starts() -> Iterator[None]:
-    """Every way to give a function to a thread asks the watches first."""
+    """Make every way to give a function to a thread ask the watches first."""
     with ExitStack() as stack:
         stack.enter_context(_replaced(threading.Thread, "start", _started))
         stack.enter_context(_replaced(_thread, "start_new_thread", _raw))

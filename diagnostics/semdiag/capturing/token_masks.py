@@ -1,4 +1,4 @@
-"""Masks of tokens that a module is given: which tokens of a batch are real, and which are padding."""
+"""Token masks that a module is given: which tokens of a batch are real, and which are padding."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,28 +11,29 @@ from torch import Tensor, nn
 from semdiag.capturing.batches import Batch
 from semdiag_models import InputError
 
-# Arguments that mark a module's own tokens: true or 1 where a token is real; in the second group where it is not.
+# Arguments that mark a module's own tokens: the first group is true or 1 for real tokens, the second for padding.
 _REAL = ("decoder_attention_mask", "attention_mask", "padding_mask")
 PADDED = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask")
 MASK_NAMES = (*_REAL, *PADDED)
 _OF_TARGET = ("decoder_attention_mask", "tgt_key_padding_mask")
-# A module that takes a mask of another sequence tells apart its own tokens from that sequence's.
+# A module that takes a mask for another sequence distinguishes it from the mask for its own tokens.
 _OF_OTHER = ("encoder_attention_mask", "memory_key_padding_mask")
-# Another sequence than the module's first.
+# A sequence other than the module's first.
 _OTHER = ("key_value_states", "encoder_hidden_states", "memory", "context")
 _TARGET = ("tgt", "decoder_input_ids", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMasks:
-    """What a module's arguments say of its tokens.
+    """What a module's arguments say about its tokens.
 
     Attributes:
-        given: (B, L) bool by argument, true where a token is real; None where the argument was left out.
-        definitive: whether the module tells its own tokens apart from another sequence's, as a decoder does.
-        crossing: whether it was given another sequence, and does not: a mask may be that sequence's.
+        given: (B, L) bool by argument, true for a real token; None if the argument was omitted.
+        definitive: whether the module distinguishes masks for its own tokens from another sequence's, like a
+            decoder.
+        crossing: whether it was given another sequence but does not: a mask may be that sequence's.
         two: whether it takes two sequences: a mask may be either's.
-        other: whether a mask of more axes was given.
+        other: whether a mask with more axes was given.
     """
 
     given: dict[str, Tensor | None]
@@ -42,19 +43,19 @@ class TokenMasks:
     other: bool = False
 
     def sure(self, name: str) -> bool:
-        """Whether a mask is that of the queries, whatever the keys are."""
+        """Return whether a mask is for the queries, whatever the keys are."""
         return self.definitive or name in _OF_TARGET
 
 
 def readings(name: str, mask: Tensor) -> list[Tensor]:
-    """How a mask can be read: as its name usually means it, and the other way, as some code means it.
+    """Return the ways to read a mask: as its name is usually meant, and inverted, as some code means it.
 
     Args:
         name: of the argument.
-        mask: (B, L) bool, true where a token is real as the name is usually meant.
+        mask: (B, L) bool, true for a real token as the name is usually meant.
 
     Returns:
-        Masks, the likelier first; one by which no token is real is the last.
+        Masks, the likelier first; one that leaves no real token comes last.
 
     Example:
         >>> readings("padding_mask", torch.tensor([[False, False]]))
@@ -64,16 +65,16 @@ def readings(name: str, mask: Tensor) -> list[Tensor]:
 
 
 def checked_real(real: Tensor | None) -> Tensor | None:
-    """Which tokens are real, as the user says it.
+    """Return the user's ``real`` as a bool tensor.
 
     Args:
-        real: (N, L), true or not 0 where a token is real; None: not said.
+        real: (N, L), true or not 0 for a real token; None if not given.
 
     Returns:
         (N, L) bool, or None.
 
     Raises:
-        InputError: if it is none of these.
+        InputError: if it is no such tensor.
 
     Example:
         >>> checked_real(torch.tensor([[1, 0]]))
@@ -88,15 +89,15 @@ def checked_real(real: Tensor | None) -> Tensor | None:
 
 
 def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Which tokens of a batch are real, by what the model itself is given.
+    """Return which tokens of a batch are real, by the masks that the model is given.
 
     Args:
-        model: whose signature names positional arguments.
+        model: its signature names the positional arguments.
         batch: a tensor, a dictionary or a tuple.
 
     Returns:
-        (B, L) bool by argument; empty where nothing marks padding. Of a decoder that is given tokens and no mask
-        all are real.
+        (B, L) bool by argument; empty if nothing marks padding. In a decoder that is given tokens and no mask, all
+        are real.
 
     Example:
         >>> class Model(nn.Module):
@@ -108,18 +109,18 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     values = () if named else (batch,) if isinstance(batch, Tensor) else tuple(batch)
     masks = token_masks(model, values, named)
     given = {} if masks is None or masks.crossing else masks.given
-    found = {name: mask for name, mask in given.items() if mask is not None}
+    real = {name: mask for name, mask in given.items() if mask is not None}
     ids = named.get("decoder_input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 2:
-        found.setdefault("decoder_attention_mask", torch.ones_like(ids, dtype=torch.bool))
-    return found
+        real.setdefault("decoder_attention_mask", torch.ones_like(ids, dtype=torch.bool))
+    return real
 
 
 def takes_masks(module: nn.Module) -> bool:
-    """Whether a module takes a mask of tokens by an argument's name.
+    """Return whether a module has an argument for a token mask, by name.
 
     Args:
-        module: any; of a TorchScript module nothing is known.
+        module: any; false for a TorchScript module, whose arguments are unknown.
 
     Example:
         >>> takes_masks(nn.TransformerEncoderLayer(8, 2)), takes_masks(nn.Linear(8, 8))
@@ -136,15 +137,15 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenMasks | None:
-    """The masks of tokens among a module's arguments.
+    """Return the token masks among a module's arguments.
 
     Args:
         module: that is called.
-        args: by position.
-        kwargs: by name.
+        args: positional arguments.
+        kwargs: keyword arguments.
 
     Returns:
-        The masks; None where the arguments are not the module's.
+        The masks; None if the arguments do not fit the module's signature.
 
     Example:
         >>> layer, x = nn.TransformerEncoderLayer(8, 2), torch.zeros(2, 1, 8)
@@ -171,7 +172,7 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         value = given.get(name)
         if name not in names and value is None:
             continue
-        if isinstance(value, Tensor) and value.ndim in (1, 2):  # one axis: tokens without an axis of samples
+        if isinstance(value, Tensor) and value.ndim in (1, 2):  # one axis: tokens without a batch axis
             marked = value.bool() if value.dtype == torch.bool else value != 0
             masks[name] = (marked if name in _REAL else ~marked).view(-1, value.shape[-1])
         elif value is not None:
@@ -182,7 +183,7 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _same(query: Any, key: Any) -> bool:
-    """Whether a module attends to its own tokens, be it that they were worked out twice."""
+    """Return whether query and key are the same tokens, even if they were computed twice."""
     if query is key or not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return query is key
     return query.shape == key.shape and query.dtype == key.dtype and torch.equal(query, key)

@@ -1,4 +1,4 @@
-"""Which parameters of a model that a user's function builds were never loaded, and which weights nobody took."""
+"""Find parameters that were never loaded, and weights that nothing took, in models that users' functions build."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Place = tuple[int, str]  # a module's id, and the name of its parameter
+Place = tuple[int, str]  # id of a module, and name of its parameter
 
 
 @dataclass
 class Weights:
-    """What calls of ``load_state_dict`` left out. It fills while the function runs.
+    """What calls of ``load_state_dict`` left out; filled while the function runs.
 
     Attributes:
         unexpected: names of weights that no module took.
     """
 
     unexpected: list[str] = field(default_factory=list)
-    _missed: dict[Place, float] = field(default_factory=dict)  # with a sum that tells whether it was written later
+    _missed: dict[Place, float] = field(default_factory=dict)  # with a sum that shows whether it is written later
     _loaded: set[Place] = field(default_factory=set)
-    _modules: list[nn.Module] = field(default_factory=list)  # kept, so that no id is used twice
+    _modules: list[nn.Module] = field(default_factory=list)  # kept alive, so that no id is reused
 
     def add(self, module: nn.Module, names: set[str], missing: list[str], unexpected: list[str]) -> None:
-        """Count one call.
+        """Record one call.
 
         Args:
             module: that loaded.
@@ -39,11 +39,7 @@ class Weights:
         self._loaded |= {_place(module, name) for name in names - set(unexpected)}
 
     def not_loaded(self, model: nn.Module) -> list[str]:
-        """Names of a model's parameters that calls missed, and that nothing wrote: no call, tie or copy.
-
-        Args:
-            model: that was built.
-        """
+        """Return the names of a model's parameters that no call loaded and nothing wrote: no tie, no copy."""
         every = [
             ((id(part), name), f"{prefix}.{name}".removeprefix("."), parameter)
             for prefix, part in model.named_modules()
@@ -56,18 +52,14 @@ class Weights:
             if id(parameter) not in loaded and self._missed.get(place) == _sum(parameter)
         ]
 
-    def said(self, model: nn.Module) -> str:
-        """What was left out, in words; empty if nothing was.
-
-        Args:
-            model: that was built.
-        """
+    def described(self, model: nn.Module) -> str:
+        """Return what was left out, in words; empty if nothing was."""
         lost = self.not_loaded(model)
         if not lost:
             return ""
-        said = f"{len(lost)} of its {len(list(model.parameters()))} parameters were not loaded ({_few(lost)})"
+        described = f"{len(lost)} of its {len(list(model.parameters()))} parameters were not loaded ({_few(lost)})"
         unexpected = list(dict.fromkeys(self.unexpected))
-        return said + f"; {len(unexpected)} weights fit nothing in it ({_few(unexpected)})" * bool(unexpected)
+        return described + f"; {len(unexpected)} weights fit nothing in it ({_few(unexpected)})" * bool(unexpected)
 
 
 def _few(names: list[str]) -> str:
@@ -75,7 +67,7 @@ def _few(names: list[str]) -> str:
 
 
 def _sum(parameter: Tensor) -> float:
-    """A number that changes when the parameter is written; 0 of one that holds nothing yet."""
+    """Return a number that changes when the parameter is written; 0 for a meta parameter."""
     return 0.0 if parameter.is_meta else float(parameter.detach().double().abs().sum())
 
 
@@ -83,7 +75,7 @@ def _place(module: nn.Module, name: str) -> Place:
     owner, _, leaf = name.rpartition(".")
     try:
         return id(module.get_submodule(owner)), leaf
-    except AttributeError:  # a name that is no path: made by the module's own hooks
+    except AttributeError:  # no path: the module's hooks made this name
         return id(module), name
 
 
@@ -103,9 +95,9 @@ def watched_weights() -> Iterator[Weights]:
 
     def load(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         names = {str(name) for name in state_dict}
-        found = original(self, state_dict, *args, **kwargs)
-        weights.add(self, names, list(found.missing_keys), list(found.unexpected_keys))
-        return found
+        result = original(self, state_dict, *args, **kwargs)
+        weights.add(self, names, list(result.missing_keys), list(result.unexpected_keys))
+        return result
 
     nn.Module.load_state_dict = load  # type: ignore[method-assign]
     try:

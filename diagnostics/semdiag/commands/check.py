@@ -85,12 +85,12 @@ def check(
     if junit is not None and not junit.parent.is_dir():
         raise InputError(f"{junit} cannot be written: there is no folder {junit.parent}.")
     if not 0 <= tolerance < float("inf"):
-        raise InputError(f"--tolerance is a share like 0.05, not negative. Got {tolerance}.")
+        raise InputError(f"--tolerance must be a fraction of at least 0, like 0.05. Got {tolerance}.")
     if baseline is None and "tolerance" in shared.typed:
         raise InputError("--tolerance applies to the numbers of a baseline: add --baseline FILE.")
     known = None if baseline is None else read_baseline(baseline)
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
-    paired = not expected.rules and known is None  # which is asked of encoders alone
+    paired = not expected.rules and known is None  # which applies to encoders only
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
     result = verify(shared.measured(models, conditions), expected)
     if junit is not None:

@@ -30,11 +30,11 @@ _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 
 _LONGEST = 2000  # characters of a message
 _BROKEN_PIPE = 141
-_OWN_ERROR = 70  # as of other programs: EX_SOFTWARE of sysexits.h
+_OWN_ERROR = 70  # EX_SOFTWARE of sysexits.h
 
 
 class _Program(TyperGroup):
-    """The commands; Ctrl-C becomes an Abort for :func:`main`, not an exit code of Typer's."""
+    """The command group; Ctrl-C becomes an Abort for :func:`main`, not one of Typer's exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -66,7 +66,7 @@ def _add(name: str, command: Callable[..., None], panel: str) -> None:
     app.command(name, cls=RepeatedOptions, help=help_text, rich_help_panel=panel)(command)
 
 
-# What --help shows together, in this order; every other question is one about a quantity.
+# The groups of --help, in this order; any other question is one about a quantity.
 _PANELS = {
     "Your model: from Hugging Face, or built by a function of yours": (
         "report", "k-sweep", "look", "compare", "selections",
@@ -110,9 +110,9 @@ def main() -> None:
     """
     speak_any_language()
     debug = "--debug" in sys.argv[1:]
-    sys.argv = [word for word in sys.argv if word != "--debug"]  # at every place; no command knows it
+    sys.argv = [word for word in sys.argv if word != "--debug"]  # wherever it is; no command takes it
     warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
-    if not all(map(str.strip, sys.argv[1:])):  # as a path it would be the working folder
+    if not all(map(str.strip, sys.argv[1:])):  # as a path, an empty word would be the working folder
         _refuse("An argument of the command is empty. Is a shell variable unset?")
     try:
         code = app(standalone_mode=False)
@@ -126,7 +126,7 @@ def main() -> None:
     except SystemExit as left:
         if not isinstance(left.__context__, BrokenPipeError):
             raise
-        _leave_unread()  # Typer and rich end so, with the exit code of a failed check
+        _leave_unread()  # Typer and rich exit like this, with the exit code of a failed check
     except UnicodeEncodeError as error:
         other = "" if sys.getfilesystemencoding() == "utf-8" else ", or set PYTHONUTF8=1 if it is UTF-8"
         _refuse(f"{error.object[:200]!r} holds bytes that are not text here. Rename the file{other}.")
@@ -143,15 +143,15 @@ def main() -> None:
 
 
 def _explain(error: _UsageError) -> NoReturn:
-    """Say what is wrong with the command line, and where its help is."""
-    if not error.format_message():  # nothing was asked for, and the help has been shown
+    """Print what is wrong with the command line, and where its help is."""
+    if not error.format_message():  # no command was given, and the help has been printed
         sys.exit(0)
     where = "semdiag" if error.ctx is None else error.ctx.command_path
     _refuse(f"{error.format_message()} See: {where} --help")
 
 
 def _leave_unread() -> NoReturn:
-    """Discard what is still to be written: the reader has closed the pipe."""
+    """Discard the output that is still to be written: the reader has closed the pipe."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.close()
@@ -159,7 +159,7 @@ def _leave_unread() -> NoReturn:
 
 
 def _give_up(error: Exception, debug: bool) -> NoReturn:
-    """Report an error of semdiag itself; with the traceback if ``--debug`` was given."""
+    """Report an internal error of semdiag; with the traceback if ``--debug`` was given."""
     if debug:
         traceback.print_exception(error)
     *_, last = traceback.extract_tb(error.__traceback__)

@@ -22,7 +22,7 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def command_line() -> str:
-    """Return the command as the user could type it again."""
+    """Return the command as the user would type it again."""
     return shlex.join(["semdiag", *sys.argv[1:]])
 
 
@@ -148,13 +148,13 @@ def measured(
 
 
 def _held_out(model: "LoadedModel") -> int:
-    """Return how many samples the run of a checkpoint held out; fresh samples and texts are unlimited."""
+    """Return how many samples the run of a checkpoint held out; ``sys.maxsize`` for fresh samples and texts."""
     run = model.training
     return sys.maxsize if run is None or run.text is not None else run.holdout_samples
 
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
-    """Return the checkpoints to measure, the reference last."""
+    """Return the checkpoints to measure, with the reference last."""
     from semdiag.capturing.discovery import find_checkpoints
     from semdiag_models import InputError
 

@@ -14,8 +14,8 @@ from semdiag.reporting.report import LOOK
 from semdiag_models import InputError
 from semdiag_models.reading import open_file
 
-_TOKENS = 48  # that the page shows at most: about 2 MB for 270 heads
-_LARGEST = 2**25  # bytes of a page that is kept
+_TOKENS = 48  # shown at most: about 2 MB for 270 heads
+_LARGEST = 2**25  # bytes of a page that is copied to the new report
 
 
 def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str | None:
@@ -46,7 +46,7 @@ def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str 
 
 
 def kept_page(report: Path) -> str | None:
-    """Return the page of one text beside a report that is drawn again; None: there is none."""
+    """Return the one-text page beside a report that is drawn again; None if there is none."""
     page = report / LOOK
     if not page.is_file() or page.stat().st_size > _LARGEST:
         return None

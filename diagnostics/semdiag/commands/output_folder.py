@@ -38,7 +38,7 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
 
 
 def _models_of(folder: Path) -> set[str] | None:
-    """Return which models the report in a folder is about; None if there is no report."""
+    """Return the names of the models in a folder's report; None if there is no report."""
     from semdiag_models import InputError
     from semdiag_models.reading import read_json
 
@@ -50,5 +50,5 @@ def _models_of(folder: Path) -> set[str] | None:
 
 
 def _known_as(models: list[str]) -> set[str]:
-    """Return names that are the same for the same models, however the user wrote them."""
+    """Return names that are equal for equal models, however the user wrote them."""
     return {os.path.normpath(model).removesuffix(f"{os.sep}last.pt") for model in models}

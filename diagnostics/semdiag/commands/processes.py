@@ -11,25 +11,25 @@ if TYPE_CHECKING:
 
 
 def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
-    """What measures models in processes of their own; None: they are measured here.
+    """Return a function that measures models in other processes; None to measure in this one.
 
     Args:
         jobs: processes. They divide the masks of a rerun if there is one model alone.
         ray: address of a cluster; empty: they are processes of this machine.
 
     Raises:
-        InputError: if there is to be no process.
+        InputError: if ``jobs`` is below 1.
     """
     from semdiag_models import InputError
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
     if jobs is None and not ray:
-        return None  # and none of the rest is imported
+        return None  # without importing the rest
 
     from dataclasses import replace
 
-    from semdiag.measuring.apart import MeasuringOrder, carried_out, one_thread
+    from semdiag.measuring.parallel import MeasuringOrder, one_thread, run_in_parallel
     from semdiag.measuring.survey import survey
     from semdiag_models.device import find_device
 
@@ -54,16 +54,16 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
             orders = [(path, MeasuringOrder(path, decided)) for path in paths]
-            return carried_out(orders, _workers(jobs, ray), ended)
+            return run_in_parallel(orders, _workers(jobs, ray), ended)
 
-        return survey(loaded, conditions, apart=apart)
+        return survey(loaded, conditions, elsewhere=apart)
 
     return run
 
 
 def _workers(jobs: int | None, ray: str) -> "Workers":
-    from semdiag.measuring.apart import carry_out
+    from semdiag.measuring.parallel import run_order
     from semdiag_models.sweeps.ray import RayWorkers
     from semdiag_models.sweeps.workers import LocalWorkers
 
-    return RayWorkers(ray, 0.0, jobs, carry_out) if ray else LocalWorkers(jobs or 1, carry_out)
+    return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order)

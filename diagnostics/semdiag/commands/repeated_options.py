@@ -19,7 +19,7 @@ class RepeatedOptions(TyperCommand):
         single = {}
         for option in (*parser._long_opt.values(), *parser._short_opt.values()):
             if option.action == "store" and option.nargs == 1:
-                option.action = "append"  # click keeps the last alone
+                option.action = "append"  # click would keep only the last
                 single[option.dest] = option.obj
         parse = parser.parse_args
 

@@ -12,10 +12,18 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 from semdiag.presenting.terminal.terminal import beside_json, say, tell
 
-_REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # what goes with --from
-_SENTENCES = 5  # of the verdict, that are said at once
-_PROBE_SAMPLES = 100  # of what has a command of its own: enough for a first look
-_UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # of damaged measurements
+_REDRAWING = {
+    "redraw",
+    "keep_queries",
+    "show",
+    "out",
+    "as_json",
+    "figures",
+    "quiet",
+}  # the options allowed with --from
+_SENTENCES = 5  # of the verdict, shown in the terminal
+_PROBE_SAMPLES = 100  # for questions with a command of their own: enough for a first look
+_UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # raised by damaged measurements
 
 
 @command(sampling=True)
@@ -81,7 +89,7 @@ def report(
     formats = measuring.figure_formats(shared.values["figures"])
     if redraw is not None:
         _check_redrawing(models, shared.typed)
-        whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
+        whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not just its data folder
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
         look = kept_page(redraw)
     else:
@@ -89,7 +97,7 @@ def report(
         options = ReportOptions(
             noise=positive_numbers(noise, "--noise"),
             seed=shared.values["seed"],
-            k=min((each for each in ks if each > 0), default=None),  # others are refused with the inputs
+            k=min((each for each in ks if each > 0), default=None),  # smaller ones are refused with the inputs
             thorough=thorough,
             rerun_seconds=60 * minutes or None,
         )
@@ -135,7 +143,7 @@ def report(
 
 
 def _check_redrawing(models: object, typed: frozenset[str]) -> None:
-    """Refuse what does not go with ``--from``."""
+    """Refuse arguments that cannot be combined with ``--from``."""
     from semdiag_models import InputError
 
     if models:

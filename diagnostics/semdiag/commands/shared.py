@@ -47,7 +47,7 @@ _OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", 
 
 @dataclass(frozen=True)
 class Shared:
-    """What :class:`semdiag.presenting.question.Shared` promises."""
+    """The shared options: implements :class:`semdiag.presenting.question.Shared`."""
 
     values: dict[str, Any]
     typed: frozenset[str]
@@ -121,10 +121,10 @@ class Shared:
 
 
 def with_options(command: Command) -> Callable[..., None]:
-    """Give a command the shared options; it is called with what the user said as its argument ``shared``.
+    """Give a command the shared options; it receives them as its argument ``shared``.
 
     Args:
-        command: of a question, or of this room.
+        command: of a question, or of this folder.
 
     Returns:
         A function that has the options in its signature, where typer finds them.
@@ -139,7 +139,7 @@ def with_options(command: Command) -> Callable[..., None]:
 
     def with_shared(context: typer.Context, **given: Any) -> None:
         sources = {name: context.get_parameter_source(name) for name in given}
-        # Before click 8.2 an argument that was left out came from the command line, too, as None.
+        # Before click 8.2, an argument that was left out counts as given on the command line, as None.
         typed = frozenset(
             name
             for name, source in sources.items()

@@ -130,7 +130,7 @@ def sweep(
     if not 0 < target <= 1:
         raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
     if gpus_per_run < 0 or (gpus_per_run and not ray):
-        raise InputError("--gpus-per-run is not negative, and goes with --ray.")
+        raise InputError("--gpus-per-run must not be negative, and needs --ray.")
     try:
         runs = read_sweep(config)
     except SweepError as error:
@@ -181,7 +181,7 @@ class _Ways:
 def _train(
     runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[], Workers]"
 ) -> "list[RunResult]":
-    """Train the unfinished runs; return the rows of all runs, which are also written after every run."""
+    """Train the unfinished runs; return the rows of all runs, which are also saved after every run."""
     from semdiag.commands.printing.sweep import SweepProgress
     from semdiag_models.run_lock import RunLock
     from semdiag_models.sweeps.results import write_results
@@ -201,7 +201,7 @@ def _train(
         groups = together(left, ways.in_a_step) if ways.in_a_step > 1 else [(run,) for run in left]
         orders = [Order(group, folder.resolve(), ways.device, provenance) for group in groups]
         if left:
-            crew = workers()  # before anything is written: there may be no cluster
+            crew = workers()  # before anything is written: the cluster may be unreachable
             undo.callback(crew.close)
         if not folder.is_dir():
             folder.mkdir(parents=True)

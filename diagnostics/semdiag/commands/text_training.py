@@ -18,7 +18,7 @@ def text_task(
     """Read the text and learn its pieces, which takes about a second per megabyte.
 
     Raises:
-        InputError: if there is no file, it is no text, or it supports no such vocabulary.
+        InputError: if there is no file, it is not a text, or the vocabulary is too large for it.
     """
     from contextlib import nullcontext
 
@@ -28,7 +28,7 @@ def text_task(
     from semdiag_models import InputError, Text, open_text
 
     if file is None:
-        raise InputError("The task text needs a file to learn: semdiag train text --text FILE.")
+        raise InputError("The task text needs a file to learn from: semdiag train text --text FILE.")
     if window is not None and window < 1:
         raise InputError(f"--window must be at least 1. Got {window}.")
     console = Console(stderr=True)
@@ -42,7 +42,7 @@ def text_task(
 
 
 def introduction(training: "TrainingConfig") -> str:
-    """Return one line on the text's samples; an empty text for other tasks."""
+    """Return one line on the text's samples; an empty string for other tasks."""
     text = training.text
     return (
         ""

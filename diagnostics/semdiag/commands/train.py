@@ -107,7 +107,7 @@ def train(
     elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
         found = find_task(task)
     else:
-        raise InputError("--text and its options belong to one task: semdiag train text --text FILE.")
+        raise InputError("--text and its options apply only to the task text: semdiag train text --text FILE.")
     chosen = {
         "attention": attention,
         "k": k,

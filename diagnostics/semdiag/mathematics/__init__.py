@@ -1,4 +1,4 @@
-"""Layer 1: the mathematics. Tensors and floats in, tensors and floats out."""
+"""The mathematics: functions from tensors and floats to tensors and floats."""
 
 from importlib import import_module
 from pkgutil import iter_modules

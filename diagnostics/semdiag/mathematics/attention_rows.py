@@ -1,4 +1,4 @@
-"""What the softmax rows of an attention map allow, query by query: ln p̄_i, ln ξ_i, ln min(s_i ξ_i, row_i)."""
+"""Per-query constants of the softmax rows of an attention map: ln p̄_i, ln ξ_i, ln min(s_i ξ_i, row_i)."""
 
 import math
 from collections.abc import Callable
@@ -24,15 +24,15 @@ Constants = tuple[Tensor, Tensor, Tensor, Tensor]  # the tensors of AttentionRow
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Per query of an attention map, as natural logarithms of shape (..., queries); −∞ for padded queries.
+    """Constants per query of an attention map: natural logarithms, shape (..., queries); −∞ for padded queries.
 
     Attributes:
-        log_weight: ln p̄_i, the largest weight the row can give.
+        log_weight: ln p̄_i, the largest weight that the row can give.
         log_xi: ln ξ_i, constant of the row against ‖z − z'‖₁.
         log_row: ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞.
-        log_split: ln of the constant against ‖a‖_∞ where z − z' = a + b and b counts with ξ_i: as ``log_row``, but
-            for heavy hitters, where the sum of 1 and 2/Δ_i stands for the larger.
-        assumptions: what the constants rest on.
+        log_split: ln of the constant against ‖a‖_∞ if z − z' = a + b and b counts with ξ_i: equal to ``log_row``,
+            except for heavy hitters, where 1 + 2/Δ_i replaces max(1, 2/Δ_i).
+        assumptions: of the constants.
     """
 
     log_weight: Tensor
@@ -43,12 +43,12 @@ class AttentionRows:
 
 
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
-    """Rows whose unmasked keys do not depend on the scores: full, banded, block-local, random; global tokens.
+    """Return the constants of rows with a fixed set of keys: full, banded, block-local, random; global tokens.
 
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
 
     Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything that is compared.
+        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything compared.
         keys: k_i, shape (..., queries); 0 marks a padded query, which is left out.
 
     Returns:
@@ -71,13 +71,13 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
 
 
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
-    """Rows that keep their k_i highest-scoring allowed keys (top-k).
+    """Return the constants of rows that keep their k_i highest-scoring allowed keys (top-k).
 
     Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's ξ_h is
     :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
 
     Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything that is compared.
+        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything compared.
         separation: Δ_i in nats, the smaller; +inf where nothing is masked.
         keys: k_i, shape (..., queries); 0 marks a padded query, which is left out.
 
@@ -122,7 +122,7 @@ def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
 
 
 def _where_attended(keys: Tensor, constants: Callable[..., Constants], *rows: Tensor) -> Constants:
-    """Constants of the rows that have keys; −∞ (they contribute nothing) for the others."""
+    """Return the constants of rows with keys; −∞ (no contribution) for the others."""
     padded = keys == 0
     delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
     weight, xi, row, split = constants(delta, torch.where(padded, 1.0, keys), *rest)

@@ -1,4 +1,4 @@
-"""Medians of numbers of which some are known only from one side."""
+"""Medians of numbers some of which are censored: known only from one side."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,15 @@ from itertools import chain, combinations
 import numpy as np
 import scipy
 
-_ALL, _SOME = 200_000, 20_000  # relabellings of a permutation test: so many are all tried, else some at random
+_ALL, _SOME = (
+    200_000,
+    20_000,
+)  # relabellings of a permutation test: up to the first all are tried, else the second at random
 
 
 @dataclass(frozen=True)
 class MedianInterval:
-    """What is known of a median over a few draws, each of which is a number or a range.
+    """The median of a few draws, each of which is a number or a range.
 
     Attributes:
         count: draws.
@@ -33,19 +36,19 @@ class MedianInterval:
 
 
 def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: float = 0.95) -> MedianInterval:
-    """Median of draws that may be known only from one side, with an interval from order statistics.
+    """Return the median of draws that may be censored, with an interval from order statistics.
 
-    The r-th smallest and the r-th largest of n draws enclose the median with probability
-    1 − 2 P(Binomial(n, ½) < r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1.
-    The largest r that reaches the confidence is taken; where none does, r = 1 and the coverage says so. Ranges
-    are carried through by taking the lower end from the low values and the upper end from the high ones.
+    The r-th smallest and the r-th largest of n draws enclose the median with probability 1 − 2 P(Binomial(n, ½) <
+    r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1. The largest r that reaches the
+    confidence is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the
+    low values and the upper end from the high ones.
 
-    Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges in place of draws.
+    Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
 
     Args:
         lows: smallest value that each draw may have; ``-inf`` if nothing is known.
         highs: largest value; equal to the low one where the draw is known.
-        confidence: that is wanted, in (0, 1).
+        confidence: wanted, in (0, 1).
 
     Returns:
         The median and its interval.
@@ -78,16 +81,16 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
 
 
 def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> float:
-    """Time by which half of the runs have arrived, from runs of which some were given up before.
+    """Return the time by which half of the runs have arrived, if some were stopped before.
 
     Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
 
     Args:
-        durations: when each run arrived, or until when it was watched.
+        durations: when each run arrived, or when it was stopped.
         arrived: whether it arrived.
 
     Returns:
-        The smallest time at which the estimated share of arrivals is at least ½; +inf if it never is.
+        The smallest time at which the estimated share of arrivals reaches ½; +inf if it never does.
 
     Raises:
         ValueError: if there is no run.
@@ -97,7 +100,7 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
         5.0
     """
     if not len(durations):
-        raise ValueError("The median of no run is not defined.")
+        raise ValueError("There is no median without runs.")
     if not any(arrived):
         return math.inf
     censored = ~np.asarray(arrived, dtype=bool)
@@ -111,19 +114,18 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
 def logrank_p(
     first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
 ) -> float:
-    """How often runs that differ in their name alone arrive as far apart: two-sided log-rank test by permutation.
+    """Return the p-value of a two-sided log-rank test by permutation: do two sides arrive at different times?
 
     Each run has the log-rank score d − Λ(t): whether it arrived, minus the cumulative hazard of all runs at its
-    time (Nelson–Aalen). Scores add up to 0; observed minus expected arrivals are the sum of one side's. p is the
-    share of relabellings with a sum as far from 0: of all, if there are at most 200,000, else of 20,000 random
-    ones.
+    time (Nelson–Aalen). Scores add up to 0; one side's sum is its observed minus expected arrivals. p is the share
+    of relabellings with a sum as far from 0: of all, if there are at most 200,000, else of 20,000 random ones.
 
-    Source: Peto and Peto 1972. Deviation: permutations in place of the large-sample law, under which p < 0.05
-    comes too often by chance (in 9% of the cases with 3 runs a side, 7% with 10).
+    Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
+    too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).
 
     Args:
-        first: of one side's runs when each arrived, or until when it was watched, and whether it arrived.
-        second: likewise of the other's.
+        first: one side's runs: when each arrived or was stopped, and whether it arrived.
+        second: the other side's.
 
     Returns:
         In (0, 1].
@@ -138,7 +140,7 @@ def logrank_p(
     hazard = np.cumsum(arrivals / (times >= moments[:, None]).sum(1))
     scores = there - np.concatenate([[0.0], hazard])[np.searchsorted(moments, times, side="right")]
     n, count = len(first[0]), len(times)
-    observed = abs(scores[:n].sum()) - 1e-9  # so that sums in another order do not fall below it
+    observed = abs(scores[:n].sum()) - 1e-9  # tolerance for sums in another order
     if math.comb(count, n) <= _ALL:
         chosen = np.fromiter(chain.from_iterable(combinations(range(count), n)), int).reshape(-1, n)
         return float((abs(scores[chosen].sum(1)) >= observed).mean())

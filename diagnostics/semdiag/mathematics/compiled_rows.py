@@ -1,7 +1,7 @@
-"""Row statistics of long calls by compiled kernels: imported where Numba is installed, and where it pays.
+"""Row statistics of long calls by compiled kernels; imported only if Numba is installed and it pays.
 
-The same quantities as :mod:`~semdiag.mathematics.strip_statistics` reads with torch, of finite scores in single
-precision on a processor.
+They compute the same as :mod:`~semdiag.mathematics.strip_statistics` does with torch, for finite scores in single
+precision on the CPU.
 """
 
 import numpy as np
@@ -12,18 +12,18 @@ from semdiag.mathematics import row_kernels
 from semdiag.mathematics.score_strips import ScoreStrip
 from semdiag_models.kernels.largest_kernels import in_threads
 
-_NUMBERS = "minimum", "largest_weight", "mean"  # one a row, in single precision
+_NUMBERS = "minimum", "largest_weight", "mean"  # one per row, in single precision
 
 
 def empty_rows(shape: tuple[int, int, int], top: int) -> dict[str, Tensor]:
-    """What :func:`read_strip` writes to, of all queries (B, H, Lq)."""
+    """Return the memory for :func:`read_strip`, for all queries (B, H, Lq)."""
     numbers = {name: torch.zeros(shape) for name in _NUMBERS}
     rows = {"keys": torch.zeros(shape, dtype=torch.int64), "top": torch.zeros(*shape, top + 1), **numbers}
     return rows | ({"order": torch.zeros(*shape, top, dtype=torch.int32)} if top else {})
 
 
 def read_strip(strip: ScoreStrip, rows: dict[str, Tensor]) -> bool:
-    """Read a strip's scores, which stay as they are, in as many threads as torch has.
+    """Read a strip's scores without changing them, in as many threads as torch uses.
 
     Args:
         strip: the scores, float32, on a processor.
@@ -31,7 +31,7 @@ def read_strip(strip: ScoreStrip, rows: dict[str, Tensor]) -> bool:
             :func:`~semdiag.mathematics.strip_statistics.strip_statistics` says.
 
     Returns:
-        Whether all scores are finite; what is written is of no use otherwise.
+        Whether all scores are finite; if not, what was written is useless.
     """
     b, h, r = strip.samples, strip.heads, strip.queries
     rows["keys"][b, h, r] = strip.keys()

@@ -1,4 +1,4 @@
-"""Theorem 5 for given pairs of softmax rows, with every assumption checked on the rows themselves."""
+"""Theorem 5 for given pairs of softmax rows, with every assumption checked on the rows."""
 
 import math
 
@@ -18,7 +18,7 @@ def heavy_hitter_pair_stability(
     allowed: Tensor,
     other_allowed: Tensor,
 ) -> Bound:
-    """Sound ξ_h for given pairs of rows, with all assumptions of Theorem 5 checked on the rows.
+    """Return the sound ξ_h of given pairs of rows, with all assumptions of Theorem 5 checked on the rows.
 
     δ_h is the larger dispersion and Δ_h the smaller separation of the two rows.
 
@@ -30,7 +30,7 @@ def heavy_hitter_pair_stability(
         other: z', same shape.
         selected: bool, unmasked keys S of z, at least one per row.
         other_selected: bool, unmasked keys S' of z'.
-        allowed: bool, allowed keys of z (S and everything that was passed over).
+        allowed: bool, allowed keys of z (S and the keys that were passed over).
         other_allowed: bool, allowed keys of z'.
 
     Returns:
@@ -57,27 +57,27 @@ def heavy_hitter_pair_stability(
     allowed_differ = (allowed != other_allowed).any(dim=-1)
     not_top = gap < 0
     checks = (
-        _none("both rows have the same number of unmasked keys", "rows that differ", size_differs),
-        _none("both rows have the same allowed keys", "rows that differ", allowed_differ),
-        _none("each row keeps its highest-scoring allowed keys", "rows that do not", not_top),
+        _holds_in_all("both rows have the same number of unmasked keys", "rows that differ", size_differs),
+        _holds_in_all("both rows have the same allowed keys", "rows that differ", allowed_differ),
+        _holds_in_all("each row keeps its highest-scoring allowed keys", "rows that do not", not_top),
     )
     log_xi = torch.where(size_differs | allowed_differ, math.inf, bound.log_value)
     return Bound(log_xi, merged([checks, bound.assumptions]), bound.source)
 
 
-def _none(statement: str, name: str, broken: Tensor) -> Assumption:
-    """An assumption that no row may break."""
+def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
+    """Return the assumption that no row is broken."""
     count = int(broken.sum())
     return Assumption(statement, {name: count}, holds=count == 0)
 
 
 def _range(scores: Tensor, selected: Tensor) -> Tensor:
-    """Largest minus smallest selected score."""
+    """Return the largest minus the smallest selected score."""
     low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
     return torch.where(selected, float64(scores), -math.inf).amax(dim=-1) - low
 
 
 def _gap(scores: Tensor, selected: Tensor, allowed: Tensor) -> Tensor:
-    """Smallest selected minus largest allowed, unselected score; +inf if every allowed key is selected."""
+    """Return the smallest selected minus the largest unselected allowed score; +inf if all are selected."""
     low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
     return low - torch.where(allowed & ~selected, float64(scores), -math.inf).amax(dim=-1)

@@ -1,4 +1,4 @@
-"""Do numbers of masks order an outcome in several tasks? Rank correlations with the mask as the unit."""
+"""Test whether a quantity ranks masks by an outcome in several tasks, by rank correlations over masks."""
 
 import math
 from collections import Counter
@@ -9,29 +9,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
-FEWEST_MASKS = 5  # of a task: a rank correlation of fewer says nothing
-FEWEST_FOR_INTERVAL = 8  # masks, below which resampling them says nothing about other masks
-MOST_UNLIKE = 0.25  # of the resamples: those in which some tasks keep five masks and others do not
-_ALL = 10_000  # up to so many relabellings all are tried
+FEWEST_MASKS = 5  # per task: a rank correlation of fewer means nothing
+FEWEST_FOR_INTERVAL = 8  # with fewer masks, resampling them says nothing about other masks
+MOST_UNLIKE = 0.25  # largest share of resamples in which only some tasks keep five masks
+_ALL = 10_000  # up to so many relabellings, all are tried
 _CHUNK = 1000  # relabellings at a time
 
 
 @dataclass(frozen=True, eq=False)
 class RankTests:
-    """What T tasks and M masks say of C candidates.
+    """Results of testing C candidates on T tasks and M masks.
 
     Attributes:
         correlation: (C,) Spearman's ρ within tasks, mean over tasks; NaN without a task of enough masks.
-        by_task: (C, T) ρ of each task; NaN where it is not counted.
-        low: (C,) end of the bootstrap interval; NaN below 8 masks, and where tasks have so unlike numbers of them
-            that more than a quarter of the resamples leave five in some tasks and not in others.
-        high: (C,) other end.
+        by_task: (C, T) ρ of each task; NaN if the task is not counted.
+        low: (C,) lower end of the bootstrap interval; NaN below 8 masks, and if tasks have such different numbers
+            of masks that over a quarter of the resamples leave five in some tasks but not in others.
+        high: (C,) upper end.
         p: (C,) two-sided p-value of the joint permutation.
-        p_family: (C,) corrected for the number of candidates: of the largest ρ in size of all of them.
-        relabellings: how many there are that differ, observed one included; no p-value is below 1 / relabellings.
-        tried: how many were tried, observed one included; all of them, or drawn with replacement.
-        tasks: how many are counted: five masks or more, not all of the same outcome or of the same candidates.
-        cells: how many task × mask cells were used.
+        p_family: (C,) p-value of the largest |ρ| of all candidates, which corrects for their number.
+        relabellings: number of distinct ones, the observed one included; no p-value is below 1 / relabellings.
+        tried: number tried, the observed one included; all of them, or drawn with replacement.
+        tasks: number of counted tasks: with five masks or more, and not all outcomes or candidates equal.
+        cells: number of task × mask cells used.
     """
 
     correlation: Matrix
@@ -49,13 +49,13 @@ class RankTests:
 def joint_rank_tests(
     outcome: Matrix, candidates: Matrix, *, draws: int = 9999, resamples: int = 2000, seed: int = 0
 ) -> RankTests:
-    """Correlate candidates with an outcome within tasks, and test it by relabelling masks alike in all tasks.
+    """Correlate candidates with an outcome within tasks, and test this by relabelling masks in all tasks alike.
 
-    The statistic is (1/T) Σ_t ρ_t, with ρ_t Spearman's correlation over the masks of task t. What a mask does to
-    speed it may do in every task, so tasks are not independent: outcomes move to other masks in all tasks alike.
-    The same cells serve all candidates: those in which the outcome and every candidate are known. Of a task that
-    is not counted nothing is: neither cells nor masks that are known in no other. A relabelling
-    that brings an unknown cell to a mask leaves that cell out, which makes the test conservative.
+    The statistic is (1/T) Σ_t ρ_t, with ρ_t Spearman's correlation over the masks of task t. A mask may have the
+    same effect in every task, so tasks are not independent: outcomes are exchanged between masks in all tasks
+    alike. All candidates use the same cells: those in which the outcome and every candidate are known. Tasks that
+    are not counted contribute neither cells nor masks of their own. A relabelling that moves an unknown cell to a
+    mask leaves that cell out, which makes the test conservative.
 
     Source: Westfall and Young, Resampling-Based Multiple Testing (1993), single-step max-T; Phipson and Smyth 2010
     for the observed order counted among drawn ones. Deviation: ranks within blocks that are permuted jointly.
@@ -63,8 +63,8 @@ def joint_rank_tests(
     Args:
         outcome: (T, M), NaN where unknown; +inf is the largest and ties with itself.
         candidates: (C, T, M), NaN where unknown.
-        draws: relabellings drawn where there are more than 10,000.
-        resamples: of the masks, for the 95% percentile interval; 0: no interval.
+        draws: number of relabellings drawn if there are more than 10,000.
+        resamples: of the masks, for the 95% percentile interval; 0 means no interval.
         seed: of draws and resamples.
 
     Returns:
@@ -75,15 +75,16 @@ def joint_rank_tests(
 
     Example:
         >>> speed = np.array([[1.0, 2, 3, 4, 5]] * 2)
-        >>> found = joint_rank_tests(speed, speed[None])
-        >>> found.correlation.tolist(), found.relabellings, round(found.p[0] * 120)  # this order and its reverse
+        >>> tests = joint_rank_tests(speed, speed[None])
+        >>> tests.correlation.tolist(), tests.relabellings, round(tests.p[0] * 120)  # this order and its reverse
         ([1.0], 120, 2)
     """
     if candidates.ndim != 3 or candidates.shape[1:] != outcome.shape:
         raise ValueError(f"Needs (T, M) and (C, T, M). Got {outcome.shape} and {candidates.shape}.")
     known = complete_cells(outcome, candidates)
     usable = np.array(
-        [_says(y[k], x[:, k]) for y, x, k in zip(outcome, candidates.swapaxes(0, 1), known, strict=True)], bool
+        [_ranks_masks(y[k], x[:, k]) for y, x, k in zip(outcome, candidates.swapaxes(0, 1), known, strict=True)],
+        bool,
     )
     some = known[usable].any(0)
     outcome, candidates, known = (
@@ -105,19 +106,19 @@ def joint_rank_tests(
     return RankTests(correlation, by_task, low, high, p, p_family, distinct, tried, len(own.T), int(known.sum()))
 
 
-def _says(outcome: Matrix, candidates: Matrix) -> bool:
-    """Whether a task (M known masks) orders anything: 5 masks, an outcome that differs, a candidate that does."""
+def _ranks_masks(outcome: Matrix, candidates: Matrix) -> bool:
+    """Return whether a task ranks anything: five known masks, and outcomes and a candidate that differ."""
     enough = outcome.size >= FEWEST_MASKS and len(candidates) > 0
     return enough and bool((outcome != outcome[0]).any() and (candidates != candidates[:, :1]).any())
 
 
 def complete_cells(outcome: Matrix, candidates: Matrix) -> NDArray[np.bool_]:
-    """Cells (T, M) in which the outcome (T, M) and every candidate (C, T, M) are known."""
+    """Return the cells (T, M) in which the outcome (T, M) and every candidate (C, T, M) are known."""
     return ~(np.isnan(outcome) | np.isnan(candidates).any(0))
 
 
 def spearman(x: Matrix, y: Matrix) -> float:
-    """Spearman's rank correlation with mean ranks for ties; +inf ties with itself.
+    """Return Spearman's rank correlation with mean ranks for ties; +inf ties with itself.
 
     Args:
         x: (n,) numbers.
@@ -136,9 +137,9 @@ def spearman(x: Matrix, y: Matrix) -> float:
 
 
 def _order(x: Matrix) -> Matrix:
-    """(…, n, n): 1 where the row's number is larger than the column's, −1 where smaller, 0 where equal or unknown.
+    """Return (…, n, n): 1 if the row's number exceeds the column's, −1 if it is less, 0 if equal or unknown.
 
-    Its sum over columns is twice the centred mean rank; a sum with weights that of numbers taken several times.
+    The sum over columns is twice the centred mean rank; weighted, that of numbers repeated by their weights.
     """
     row, column = x[..., :, None], x[..., None, :]
     return (row > column).astype(np.float64) - (row < column).astype(np.float64)
@@ -149,12 +150,12 @@ class _Ranks:
         self.known, self.outcome, self.candidates = known, _order(outcome), _order(candidates)
 
     def correlations(self, times: Matrix, source: NDArray[np.int64]) -> Matrix:
-        """ρ (B, C, T) with mask m counted ``times[b, m]`` times and given the outcome of ``source[b, m]``.
+        """Return ρ (B, C, T) with mask m counted ``times[b, m]`` times and given the outcome of ``source[b, m]``.
 
-        NaN where fewer than 5 masks are left; 0 where all of them are equal.
+        NaN if fewer than 5 masks remain; 0 if all of them are equal.
         """
         count = len(self.candidates)
-        found = np.full((len(times), count, len(self.known)), math.nan)
+        statistics = np.full((len(times), count, len(self.known)), math.nan)
         rows = np.arange(len(times))[:, None]
         for t in range(len(self.known)):
             weights = times * self.known[t] * self.known[t][source]
@@ -168,12 +169,12 @@ class _Ranks:
                 spread = np.sqrt((weights * xs * xs).sum(1) * spread_y)
                 with np.errstate(invalid="ignore", divide="ignore"):
                     value = np.where(spread > 0, (weights * xs * ys).sum(1) / spread, 0.0)
-                found[:, c, t] = np.where(enough, value, math.nan)
-        return found
+                statistics[:, c, t] = np.where(enough, value, math.nan)
+        return statistics
 
 
 def _over_tasks(by_task: Matrix) -> Matrix:
-    """Mean over the last axis without NaN; NaN where there is nothing."""
+    """Return the mean over the last axis without NaN; NaN if all are NaN."""
     known = ~np.isnan(by_task)
     with np.errstate(invalid="ignore"):
         mean: Matrix = np.where(known, by_task, 0.0).sum(-1, dtype=np.float64) / known.sum(-1)
@@ -181,7 +182,7 @@ def _over_tasks(by_task: Matrix) -> Matrix:
 
 
 def _distinct(outcome: Matrix, known: NDArray[np.bool_]) -> int:
-    """Relabellings that differ: exchanging masks whose outcomes are equal in every task changes nothing."""
+    """Return distinct relabellings: exchanging masks with equal outcomes in every task changes nothing."""
     columns = Counter(map(tuple, np.where(known, outcome, -math.inf).T.tolist()))
     return math.factorial(outcome.shape[1]) // math.prod(math.factorial(n) for n in columns.values())
 
@@ -203,7 +204,7 @@ def _p_values(
     for start in range(0, len(sources), _CHUNK):
         source = sources[start : start + _CHUNK]
         drawn = np.abs(_over_tasks(ranks.correlations(np.ones(source.shape), source)))
-        drawn = np.where(np.isnan(drawn), math.inf, drawn)  # too few cells left: counted against us
+        drawn = np.where(np.isnan(drawn), math.inf, drawn)  # too few cells remain: counted against significance
         own += (drawn >= size - 1e-9).sum(0)
         largest += (drawn.max(1, initial=0.0)[:, None] >= size - 1e-9).sum(0)
     tried = len(sources) + (not every)
@@ -222,8 +223,8 @@ def _interval(ranks: _Ranks, masks: int, resamples: int, rng: np.random.Generato
     same = np.tile(np.arange(masks), (resamples, 1))
     by_task = ranks.correlations(drawn, same)
     lost = np.isnan(by_task[:, 0])
-    if (lost.any(1) & ~lost.all(1)).mean() > MOST_UNLIKE:  # the mean would be that of other tasks
+    if (lost.any(1) & ~lost.all(1)).mean() > MOST_UNLIKE:  # the mean would be over other tasks
         return nothing, nothing
-    found = _over_tasks(by_task)
-    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+    tests = _over_tasks(by_task)
+    low, high = np.nanpercentile(tests, [2.5, 97.5], axis=0)
     return low, high

@@ -1,4 +1,4 @@
-"""What a key that leaves a top-k set takes along, against how far the scores must move for it to leave."""
+"""The weight that a key takes along when it leaves a top-k set, per change of the scores that this needs."""
 
 import math
 
@@ -11,10 +11,10 @@ _NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to ro
 
 
 def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
-    """Largest change of the weights per unit of ‖z − z'‖₁ that swapping one key can cause, as a logarithm.
+    """Return, as a logarithm, the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
 
-    max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one weighs at most p̄(d, k), and
-    must travel 2Δ + d together with its successor.
+    max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one has weight at most p̄(d, k), and
+    it and its successor must together move by 2Δ + d.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: not in the paper.
 
@@ -24,7 +24,7 @@ def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tenso
         keys: k ≥ 1.
 
     Returns:
-        ln of the maximum, in the broadcast shape; +inf where Δ ≤ 0, −inf where Δ = +inf.
+        ln of the maximum, in the broadcast shape; +inf for Δ ≤ 0, −inf for Δ = +inf.
 
     Example:
         >>> at_once = log_swap_cost(torch.tensor(0.0), torch.tensor(0.5), torch.tensor(4.0))
@@ -41,12 +41,12 @@ def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tenso
 
 
 def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
-    """Give ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
+    """Return ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
     return math.log(2) - torch.log1p((keys - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
 
 
 def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
-    """Height d of the local maximum: the larger root of e^d = (k − 1)(2Δ + d − 1); 0 where there is none.
+    """Return the local maximum d, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none.
 
     With x = 2Δ + d − 1 it is x − ln x = t, t = 2Δ − 1 + ln(k − 1), x ≥ 1. Newton's method descends to it from
     1 + sqrt(2u) + u, u = t − 1, which is above the root (Chatzigeorgiou 2013, of the Lambert function).

@@ -6,19 +6,20 @@ import sys
 import torch
 from torch import Tensor
 
-_LONG = 256  # scores of a row from which on choosing roughly before sorting pays
-_GROUPED = 1024  # ... and in groups, in single precision on a processor, where choosing is cheap
-_MORE = 4  # chosen beyond those asked for: then scores that are nearly equal rarely leave a row in doubt
+_LONG = 256  # row length from which a rough choice before sorting pays
+_GROUPED = 1024  # the same in groups, in single precision on the CPU, where choosing is cheap
+_MORE = 4  # extra choices, so that nearly equal scores rarely leave a row in doubt
 _LAST = 2**31 - 1  # no position is beyond it
-_LOW = int(sys.byteorder == "big")  # which half of a whole number is the low one
+_LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 
 
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count + 1`` largest scores of each row and where the first ``count`` of them stand.
+    """Return the ``count + 1`` largest scores of each row, and the positions of the first ``count``.
 
     Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th
     score: the largest scores lie in as many groups, those with the largest maxima, so only these are searched.
-    Rows of which a score that was left out may be as large as one that was found are sorted instead.
+        Rows
+    in which an omitted score may be as large as a chosen one are sorted instead.
 
     Source: none; exact, whatever the grouping. Deviation: none.
 
@@ -27,23 +28,23 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         count: at least 1.
 
     Returns:
-        Values (..., count + 1), -inf beyond the number of keys, and int64 positions (..., count), where any
-        position stands beyond the number of keys.
+        Values (..., count + 1), -inf beyond the number of keys, and int64 positions (..., count), arbitrary beyond
+        the number of keys.
 
     Example:
         >>> values, positions = largest_scores(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
         >>> values.tolist(), positions.tolist()
         ([[3.0, 3.0, 2.0]], [[1, 2]])
     """
-    found = min(count + 1, scores.shape[-1])
+    kept = min(count + 1, scores.shape[-1])
     packed = scores.device.type == "cpu" and scores.dtype == torch.float32
-    positions, doubtful = (_packed if packed else _compared)(scores, found)
+    positions, doubtful = (_packed if packed else _compared)(scores, kept)
     if doubtful is not None and bool(doubtful.any()):
-        positions[doubtful] = scores[doubtful].sort(dim=-1, descending=True, stable=True).indices[:, :found]
+        positions[doubtful] = scores[doubtful].sort(dim=-1, descending=True, stable=True).indices[:, :kept]
     values = scores.gather(-1, positions)
-    if found <= count:
-        values = torch.nn.functional.pad(values, (0, count + 1 - found), value=-torch.inf)
-        positions = torch.nn.functional.pad(positions, (0, count + 1 - found))
+    if kept <= count:
+        values = torch.nn.functional.pad(values, (0, count + 1 - kept), value=-torch.inf)
+        positions = torch.nn.functional.pad(positions, (0, count + 1 - kept))
     return values, positions[..., :count]
 
 
@@ -59,27 +60,27 @@ def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
     ranks.scatter_add_(-1, positions.transpose(2, 3).long(), ones)
 
 
-def _compared(scores: Tensor, found: int) -> tuple[Tensor, Tensor]:
-    """Positions of the largest scores, the largest first, and rows in which ties leave them in doubt."""
+def _compared(scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """Return positions of the largest scores, the largest first, and which rows ties leave in doubt."""
     length = scores.shape[-1]
     # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
-    size = 2 ** round(math.log2(length / found) / 2)
+    size = 2 ** round(math.log2(length / kept) / 2)
     if length >= _LONG and size > 1:
-        chosen = _groups(scores, size)[0].topk(found, -1, sorted=False).indices
+        chosen = _groups(scores, size)[0].topk(kept, -1, sorted=False).indices
         positions = _members(chosen, size, length)
-        positions = positions.gather(-1, scores.gather(-1, positions).topk(found, -1).indices)
+        positions = positions.gather(-1, scores.gather(-1, positions).topk(kept, -1).indices)
     else:
-        positions = scores.topk(found, -1).indices
+        positions = scores.topk(kept, -1).indices
     values = scores.gather(-1, positions)
     return positions, ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)).any(-1)
 
 
-def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
-    """As :func:`_compared`, in whole numbers, which NumPy sorts with vector instructions: many times faster."""
-    length, number = scores.shape[-1], found + _MORE
+def _packed(scores: Tensor, held: int) -> tuple[Tensor, Tensor | None]:
+    """Do the same as :func:`_compared` on packed integers, which NumPy sorts many times faster."""
+    length, number = scores.shape[-1], held + _MORE
     if length < _LONG or length <= number:
-        return _sorted(scores, None, found), None
-    size = 2 ** int(math.log2(length / found) / 2)
+        return _sorted(scores, None, held), None
+    size = 2 ** int(math.log2(length / held) / 2)
     if length >= _GROUPED and size > 1 and number < length // size:
         maxima, rest = _groups(scores, size)
         maximum = maxima.amax(-1, keepdim=True)
@@ -93,21 +94,21 @@ def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
         candidates, half = scores, _half(scores.amax(-1, keepdim=True))
         chosen, bound = _nearest(half, candidates, number)
         positions = chosen
-    positions = _sorted(candidates.gather(-1, chosen), positions, found)
+    positions = _sorted(candidates.gather(-1, chosen), positions, held)
     farthest = torch.sub(half, scores.gather(-1, positions[..., -1:]), alpha=0.5)
     certain = (farthest < bound) | (bound == torch.inf) & (half < torch.inf)
     return positions, ~certain.squeeze(-1)
 
 
 def _groups(scores: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Maxima of groups of every G-th score (..., G), and the scores at the end that fill no group."""
+    """Return the maxima of groups of every G-th score (..., G), and the remaining scores at the end."""
     groups = scores.shape[-1] // size
     grouped = torch.unflatten(scores[..., : size * groups], -1, (size, groups))
     return grouped.amax(-2), scores[..., size * groups :]
 
 
 def _members(chosen: Tensor, size: int, length: int) -> Tensor:
-    """Positions (int64) of the scores of the chosen groups, and of those that fill no group."""
+    """Return the positions (int64) of the scores in the chosen groups, and of the remaining ones."""
     groups = length // size
     rest = length - size * groups
     members = chosen.shape[-1] * size
@@ -120,23 +121,24 @@ def _members(chosen: Tensor, size: int, length: int) -> Tensor:
 
 
 def _half(maximum: Tensor) -> Tensor:
-    """Half of a row's maximum, finite in rows without keys: the distances of their scores are infinite."""
+    """Return half of a row's maximum, made finite, so that rows without keys have infinite distances from it."""
     return (0.5 * maximum).clamp_(min=torch.finfo(maximum.dtype).min)
 
 
 def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Which values of each row are nearest its maximum.
+    """Return the positions of the values nearest to each row's maximum.
 
     Args:
         half: (..., 1), half of the maximum.
         values: (..., n) float32, more than ``number``.
-        number: how many are asked for.
+        number: how many to return.
 
     Returns:
-        Their places (..., number) int64, in any order, and a bound (..., 1): no other one is nearer than twice it.
+        Their positions (..., number) int64, in any order, and a bound (..., 1): no other value is nearer than
+        twice it.
     """
-    # A distance ≥ 0 is ordered as the bits of it read as a whole number are; halves of distances are finite.
-    # The last bits make room for the place.
+    # Distances ≥ 0 are ordered like their bits read as integers; halves of distances are finite.
+    # The last bits hold the position.
     places = 2 ** (values.shape[-1] - 1).bit_length() - 1
     keys = torch.sub(half, values, alpha=0.5).view(torch.int32)
     keys.bitwise_and_(~places).bitwise_or_(torch.arange(values.shape[-1], dtype=torch.int32))
@@ -145,13 +147,13 @@ def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _sorted(scores: Tensor, positions: Tensor | None, count: int) -> Tensor:
-    """Positions of the largest scores, the largest first, of equals the lower position first."""
+    """Return positions of the largest scores, the largest first; of equal ones the lower position first."""
     if positions is None:
         positions = torch.arange(scores.shape[-1], dtype=torch.int32)
     numbers = torch.empty(scores.shape, dtype=torch.int64)
     halves = torch.unflatten(numbers.view(torch.int32), -1, (-1, 2))
     bits = scores.add(0.0).view(torch.int32)  # adding 0 turns -0 into 0
-    # 32 bits of the score, 32 bits of the position from the end. Negative floats are ordered the wrong way round.
+    # 32 bits of the score, 32 bits of the position from the end. Negative floats have the opposite order.
     torch.bitwise_xor(bits, (bits >> 31).bitwise_and_(_LAST), out=halves[..., 1 - _LOW])
     halves[..., _LOW] = _LAST - positions
     array = numbers.numpy()

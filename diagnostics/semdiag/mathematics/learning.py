@@ -1,7 +1,7 @@
 """From a Lipschitz constant to learning: uniform stability of SGD (Hardt, Recht and Singer 2016).
 
 The recipes that semdiag measures break the step-size assumptions, and smoothness is not measured.
-The bounds are here to show what the theory would say: as ratios, marked "assumptions not met".
+The bounds show what the theory would say: as ratios, marked "assumptions not met".
 """
 
 import math
@@ -11,7 +11,7 @@ from semdiag.mathematics.logarithms import Real, float64
 
 
 def convex_stability_bound(log_lipschitz: Real, samples: int, step_sum: float) -> Bound:
-    """Generalisation gap of SGD on convex, smooth losses: ε ≤ (2α²/n) Σ η_t.
+    """Bound the generalisation gap of SGD on convex, smooth losses: ε ≤ (2α²/n) Σ η_t.
 
     Source: Hardt, Recht, Singer 2016, Thm 3.8 (docs/theory.md#learning). Deviation: none.
 
@@ -31,7 +31,9 @@ def convex_stability_bound(log_lipschitz: Real, samples: int, step_sum: float) -
         tensor(0.1000, dtype=torch.float64)
     """
     if samples < 1 or step_sum <= 0:
-        raise ValueError(f"Needs a sample and positive steps. Got samples={samples}, step_sum={step_sum}.")
+        raise ValueError(
+            f"Expected at least one sample and positive steps. Got samples={samples}, step_sum={step_sum}."
+        )
     log_gap = math.log(2 * step_sum / samples) + 2 * float64(log_lipschitz)
     assumptions = _not_met("the loss is convex in the parameters", *_SHARED, "every step is at most 2/γ")
     return Bound(log_gap, assumptions, "Hardt et al. 2016, Thm 3.8")
@@ -40,7 +42,7 @@ def convex_stability_bound(log_lipschitz: Real, samples: int, step_sum: float) -
 def nonconvex_stability_bound(
     log_lipschitz: Real, samples: int, steps: int, step_constant: float, smoothness: float
 ) -> Bound:
-    """Generalisation gap of SGD on γ-smooth losses in [0, 1] with steps η_t ≤ c/t.
+    """Bound the generalisation gap of SGD on γ-smooth losses in [0, 1] with steps η_t ≤ c/t.
 
     ε ≤ (1 + 1/(γc))/(n − 1) · (2cα²)^{1/(γc+1)} · T^{γc/(γc+1)}.
 
@@ -66,7 +68,7 @@ def nonconvex_stability_bound(
     """
     if samples < 2 or steps < 1 or step_constant <= 0 or smoothness <= 0:
         raise ValueError(
-            "Needs samples ≥ 2, steps ≥ 1, and positive step constant and smoothness. Got "
+            "Expected samples ≥ 2, steps ≥ 1, and positive step constant and smoothness. Got "
             f"samples={samples}, steps={steps}, step_constant={step_constant}, smoothness={smoothness}."
         )
     gc = smoothness * step_constant
@@ -77,10 +79,10 @@ def nonconvex_stability_bound(
 
 
 def gap_ratio(log_lipschitz: Real, log_other: Real, smoothness_times_step: float) -> Bound:
-    """Ratio of two models' non-convex bounds, all else equal: (α/α')^{2/(γc+1)}.
+    """Return the ratio of two models' non-convex bounds, all else equal: (α/α')^{2/(γc+1)}.
 
     Source: docs/theory.md#learning, from Thm 3.12. Deviation: a quotient of bounds bounds nothing;
-    it says which way, and how strongly, the theory leans. γc = 0 gives the convex case's power 2.
+    it shows the direction and strength of the theory's prediction. γc = 0 gives the convex case's power 2.
 
     Args:
         log_lipschitz: ln α of one model.
@@ -98,7 +100,7 @@ def gap_ratio(log_lipschitz: Real, log_other: Real, smoothness_times_step: float
         2.0
     """
     if smoothness_times_step < 0:
-        raise ValueError(f"γc is a product of positive numbers. Got {smoothness_times_step}.")
+        raise ValueError(f"γc must not be negative. Got {smoothness_times_step}.")
     log_ratio = 2 / (smoothness_times_step + 1) * (float64(log_lipschitz) - float64(log_other))
     return Bound(log_ratio, _not_met(*_NONCONVEX), "Hardt et al. 2016, Thm 3.12")
 
@@ -112,5 +114,5 @@ _NONCONVEX = ("steps never grow and are at most c/t", *_SHARED, "the loss of eve
 
 
 def _not_met(*statements: str) -> tuple[Assumption, ...]:
-    """Assumptions that the measured training runs are known to break."""
+    """Return the assumptions that the measured training runs are known to break."""
     return tuple(Assumption(statement, {}, holds=False) for statement in statements)

@@ -12,10 +12,10 @@ Real: TypeAlias = Tensor | float | Sequence[float]
 
 
 def float64(value: Real) -> Tensor:
-    """Take a number, a sequence of numbers or a tensor of any dtype as a float64 tensor.
+    """Convert a number, a sequence of numbers or a tensor of any dtype to a float64 tensor.
 
     Args:
-        value: the number(s); a tensor keeps its device, which must know float64 (CPU or CUDA).
+        value: the number(s); a tensor keeps its device, which must support float64 (CPU or CUDA).
 
     Returns:
         The same values, float64.
@@ -28,10 +28,10 @@ def float64(value: Real) -> Tensor:
 
 
 def broadcast(*values: Real) -> tuple[Tensor, ...]:
-    """Bring numbers and tensors to float64 and one shape.
+    """Convert numbers and tensors to float64 and one shape.
 
     Args:
-        values: what is to be combined elementwise.
+        values: to be combined elementwise.
 
     Returns:
         One float64 tensor per value, all of the broadcast shape and on one device: that of the first that is not
@@ -48,7 +48,7 @@ def broadcast(*values: Real) -> tuple[Tensor, ...]:
 
 
 def log(value: Real) -> Tensor:
-    """Natural logarithm in float64, with ln 0 = −inf.
+    """Return the natural logarithm in float64, with ln 0 = −inf.
 
     Args:
         value: non-negative number(s).
@@ -64,7 +64,7 @@ def log(value: Real) -> Tensor:
 
 
 def log_sum(*terms: Tensor) -> Tensor:
-    """Logarithm of a sum of terms known by their logarithms, elementwise: ln Σ exp(term).
+    """Return the logarithm of a sum of terms given by their logarithms, elementwise: ln Σ exp(term).
 
     Args:
         terms: natural logarithms, at least one; −inf stands for 0.
@@ -83,9 +83,9 @@ def log_sum(*terms: Tensor) -> Tensor:
 
 
 def log_product(*factors: Tensor) -> Tensor:
-    """Product of constants known by their logarithms, with 0 · ∞ = 0.
+    """Return the logarithm of a product of constants given by their logarithms, with 0 · ∞ = 0.
 
-    A constant 0 says that nothing moves; then nothing moves further on either, whatever is guaranteed there.
+    A constant 0 means that nothing moves; then nothing moves afterwards either, whatever the other constants are.
 
     Args:
         factors: natural logarithms, at least one; −inf stands for 0 and +inf for no guarantee.
@@ -105,7 +105,7 @@ def log_product(*factors: Tensor) -> Tensor:
 
 
 def log_one_plus_inverse(value: Tensor) -> Tensor:
-    """Give ln(1 + 1/x), also where 1/x overflows; 0 at x = +inf and +inf at x = 0.
+    """Return ln(1 + 1/x), even if 1/x overflows; 0 at x = +inf and +inf at x = 0.
 
     Args:
         value: x ≥ 0, float64.
@@ -121,11 +121,11 @@ def log_one_plus_inverse(value: Tensor) -> Tensor:
 
 
 def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
-    """Euclidean combination of constants known by their logarithms: ln sqrt(Σ exp(2·value)).
+    """Return the root of the sum of squares of constants given by their logarithms: ln sqrt(Σ exp(2·value)).
 
     Args:
         values: natural logarithms.
-        dim: the dimension that is summed over.
+        dim: the dimension to sum over.
 
     Returns:
         The logarithm of the root of the sum of squares, without that dimension.
@@ -138,7 +138,7 @@ def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
 
 
 def log_one_plus(log_value: Tensor) -> Tensor:
-    """Give ln(1 + x) of a quantity known by ln x, as a residual connection needs it.
+    """Return ln(1 + x) for a quantity given by ln x, as for a residual connection.
 
     Args:
         log_value: ln x, float64.

@@ -1,6 +1,6 @@
 """When does a set of highest-scoring keys survive a change of the scores? Certificate, prediction, measurement.
 
-Everything here is about "largest scores"; the lowest-scoring keys are the largest of the negated scores.
+Lowest-scoring keys are the highest-scoring ones of the negated scores.
 """
 
 import math
@@ -19,7 +19,7 @@ class TopSet:
     Attributes:
         positions: (..., k) int64, S.
         boundary: (..., 2) int64, the lowest-scoring key in S and the highest-scoring one outside.
-        separation: (...) Δ in nats; +inf (or NaN) where a row has no more than k keys.
+        separation: (...) Δ in nats; +inf (or NaN) if a row has no more than k keys.
         outside: (..., L) of the scores' dtype: 0 for allowed keys outside S, -inf for all others.
     """
 
@@ -30,7 +30,7 @@ class TopSet:
 
 
 def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
-    r"""The set S of each row's k largest scores, its boundary pair and its separation.
+    r"""Return the set S of each row's k largest scores, its boundary pair and its separation.
 
     Δ = min_S z − max_{A\S} z.
 
@@ -39,17 +39,17 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
     Args:
         scores: z in nats, shape (..., L); -inf where a key is not allowed.
         k: size of the set, 1 … L.
-        selected: (..., k) int64: the set that was chosen, -1 for none; None: it is found here.
+        selected: (..., k) int64: the chosen set, -1 for none; None means that it is computed here.
 
     Returns:
-        The sets. For rows with fewer than k + 1 allowed keys they mean nothing.
+        The sets; meaningless for rows with fewer than k + 1 allowed keys.
 
     Raises:
         ValueError: if k is not in 1 … L.
 
     Example:
-        >>> found = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
-        >>> found.positions.tolist(), found.boundary.tolist(), found.separation.item()
+        >>> top = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
+        >>> top.positions.tolist(), top.boundary.tolist(), top.separation.item()
         ([0, 2], [2, 3], 1.5)
     """
     if not 1 <= k <= scores.shape[-1]:
@@ -64,18 +64,18 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
 
 
 def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
-    """How far rounding can move any score of a row, whatever the order in which its products are added.
+    """Return how far rounding can move any score of a row, in any order of summation.
 
     ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head.
 
     Source: docs/theory.md#mask-stability; γ_D of a dot product (Higham, Accuracy and Stability of Numerical
-    Algorithms, ch. 3). Deviation: four more roundings, for the scale and the differences that are taken.
+    Algorithms, ch. 3). Deviation: four more roundings, for the scale and for differences.
 
     Args:
         q: queries (..., Lq, D).
         k: keys (..., Lk, D).
         scale: factor on the scores.
-        eps: distance from 1 to the next number of the precision in which they were scored.
+        eps: distance from 1 to the next number in the precision of the scores.
 
     Returns:
         (..., Lq), nats.
@@ -92,10 +92,10 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 
 
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
-    """Rows whose set provably survives a change of the scores: S' = S.
+    """Return whether each row's set provably survives a change of the scores: S' = S.
 
     max_j dz_j − min_j dz_j < Δ, over all allowed keys. A kept key's lead over a dropped one is at least Δ
-    before, and loses at most the range of dz.
+    before, and shrinks by at most the range of dz.
 
     Source: docs/theory.md#mask-stability. Deviation: room for rounding. With every score off by at most
     ``rounding`` in all (before and after), Δ and the range are off by at most four times that.
@@ -106,7 +106,7 @@ def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0
         rounding: largest rounding of a score before, plus that after the change.
 
     Returns:
-        Bool, (...). False says nothing: such a row may keep its set or change it.
+        Bool, (...). False decides nothing: such a row may keep its set or change it.
 
     Example:
         >>> certified(torch.tensor([0.1, 0.3]), torch.tensor([0.2, 0.2]))
@@ -116,19 +116,19 @@ def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0
 
 
 def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
-    """Probability that the two keys at the boundary do not swap, for Gaussian changes of the scores.
+    """Return the probability that the two keys at the boundary do not swap, for Gaussian changes of the scores.
 
     P = Φ(Δ / sd), sd the standard deviation of dz_(k) − dz_(k+1).
 
-    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap, too: the whole set survives
-    less often, but for pairs whose changes are strongly correlated.
+    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too, so the whole set survives
+    less often, unless the changes are strongly correlated.
 
     Args:
         separation: Δ in nats.
-        spread: sd > 0 in nats, broadcastable; where it is 0 nothing moves.
+        spread: sd > 0 in nats, broadcastable; at 0 nothing moves.
 
     Returns:
-        In [½, 1] for Δ ≥ 0; NaN where the spread is not known.
+        In [½, 1] for Δ ≥ 0; NaN if the spread is unknown.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
@@ -140,18 +140,18 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
 
 
 def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:
-    """|S ∩ S'|: how many keys of S are still among the k largest scores after a change.
+    """Return |S ∩ S'|: how many keys of S are still among the k largest scores after a change.
 
-    The m largest scores in S and the k − m largest outside make up S' for the largest m with
-    s_(m) ≥ o_(k−m+1). Most rows lose no key, for which the ends of both lists are enough; only the others are
-    sorted. A tie at the boundary leaves the set as it was.
+    The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1).
+    Most rows lose no key, which the ends of both lists show; only the others are sorted. A tie at the boundary
+    leaves the set unchanged.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
 
     Args:
         scores: z' in nats, shape (C, ..., L): any number of changes of the same rows.
         before: the sets before the change, of rows (..., L) with more than k allowed keys.
-        out: memory of the shape of ``scores`` to work in; None for fresh memory.
+        out: working memory of the shape of ``scores``; None means new memory.
 
     Returns:
         (C, ...) int64, in 0 … k.

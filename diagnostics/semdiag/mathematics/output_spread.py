@@ -4,19 +4,19 @@ from torch import Tensor
 
 
 def output_spread(mixed: Tensor, counted: Tensor) -> Tensor:
-    """Share of the size of attention outputs that differs from query to query.
+    """Return the fraction of the attention outputs' squared norm that varies from query to query.
 
-    spread = Σ_i ‖o_i − ō‖² / Σ_i ‖o_i‖² with ō the mean of the o_i, over the queries i of a sample and head: 0
-    where all queries get the same mixture of values, as under uniform weights.
+    spread = Σ_i ‖o_i − ō‖² / Σ_i ‖o_i‖² with ō the mean of the o_i, over the queries i of a sample and head: 0 if
+    all queries get the same mixture of values, as under uniform weights.
 
     Source: none; rank collapse (Dong et al. 2021) measured by its residual. Deviation: in the Frobenius norm.
 
     Args:
         mixed: outputs o (B, H, L, D).
-        counted: bool, broadcastable to (B, H, L), false for queries that do not count, as padding.
+        counted: bool, broadcastable to (B, H, L), false for queries that do not count, such as padding.
 
     Returns:
-        (B, H), in [0, 1], in float64; NaN where no query counts or all outputs are 0.
+        (B, H), in [0, 1], in float64; NaN if no query counts or all outputs are 0.
 
     Example:
         >>> import torch

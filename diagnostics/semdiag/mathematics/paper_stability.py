@@ -1,4 +1,4 @@
-"""The paper's input-stability constants, and where they are upper bounds at all."""
+"""The paper's input-stability constants, and where they are indeed upper bounds."""
 
 import math
 
@@ -15,12 +15,11 @@ from semdiag.mathematics.softmax_stability import (
 
 
 def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
-    """The paper's ξ of full attention (k = n) and of masks that ignore the input: ξ = e^δ / k.
+    """Return the paper's ξ of full attention (k = n) and of masks that ignore the input: ξ = e^δ / k.
 
     Source: paper, the ξ of standard and of input-agnostic sparse attention
-    (docs/theory.md#paper-stability). Deviation: none; but read as an ℓ1 constant it is exceeded below
-    :func:`paper_form_threshold` (docs/theory.md#where-the-paper-form-fails), and the
-    returned assumption says so.
+    (docs/theory.md#paper-stability). Deviation: none. As an ℓ1 constant it is exceeded below
+    :func:`paper_form_threshold` (docs/theory.md#where-the-paper-form-fails), which the returned assumption says.
 
     Args:
         dispersion: δ ≥ 0 in nats, over the unmasked keys.
@@ -45,7 +44,7 @@ def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 
 
 def paper_heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
-    """The paper's ξ of heavy-hitter masks: ξ_h = (e^δ_h / k)(1 + 1/Δ_h).
+    """Return the paper's ξ of heavy-hitter masks: ξ_h = (e^δ_h / k)(1 + 1/Δ_h).
 
     Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
 
@@ -71,7 +70,7 @@ def paper_heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real)
 
 
 def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Tensor:
-    """ln ξ_h of :func:`paper_heavy_hitter_stability` alone, of rows that are known to be legal.
+    """Return ln ξ_h of :func:`paper_heavy_hitter_stability`, without checks and assumptions.
 
     Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
 
@@ -89,7 +88,7 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
 
 
 def paper_form_threshold(keys: Real) -> Tensor:
-    """Dispersion below which e^δ/n is exceeded by pairs of rows of n keys.
+    """Return the dispersion below which some pairs of rows of n keys exceed e^δ/n.
 
     The largest δ with e^δ/n < ξ*(δ, n), that is e^δ < sqrt(2n(n − 1)) − (n − 1).
 
@@ -117,7 +116,7 @@ def paper_form_threshold(keys: Real) -> Tensor:
 
 
 def _not_below(log_paper: Tensor, log_sound: Tensor) -> Assumption:
-    """Whether the paper's constant is at least the sound one, as an upper bound must be."""
+    """Return whether the paper's constant is at least the sound one, as an upper bound must be."""
     below = ~(log_paper >= log_sound - 1e-12)
     ratio = torch.where(below, log_sound - log_paper, 0.0).exp()
     return Assumption(

@@ -22,15 +22,15 @@ class Plane:
     second: Tensor
 
     def point(self, x: float, y: float) -> Tensor:
-        """The parameters at (x, y), shape (n,)."""
+        """Return the parameters at (x, y), shape (n,)."""
         return self.origin + x * self.first + y * self.second
 
     def distances(self, x: Tensor, y: Tensor) -> Tensor:
-        """True Euclidean length of x · first + y · second.
+        """Return the Euclidean length of x · first + y · second.
 
         Args:
             x: (...), on any device.
-            y: (...), on the same.
+            y: (...), on the same device.
 
         Returns:
             (...) float64, ≥ 0, in units of the parameters.
@@ -42,11 +42,11 @@ class Plane:
 
 
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
-    """A Gaussian direction whose part in each tensor is as long as that tensor.
+    """Return a Gaussian direction whose part in each tensor has that tensor's norm.
 
     Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale.
 
-    Source: docs/theory.md#empirical. Deviation: none (the paper scales tensor by tensor, too).
+    Source: docs/theory.md#empirical. Deviation: none (the paper also scales tensor by tensor).
 
     Args:
         origin: (n,), all parameters in one vector.
@@ -54,7 +54,7 @@ def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.
         generator: on the CPU; the same draw whatever the device and precision of the origin.
 
     Returns:
-        (n,); zero where a tensor is zero, and outside the tensors.
+        (n,); zero for a zero tensor, and outside the tensors.
 
     Example:
         >>> origin = torch.tensor([3.0, 4.0, 0.0, 0.0])
@@ -67,10 +67,10 @@ def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.
 
 
 def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Plane:
-    """A plane through the origin along two directions of :func:`random_direction`, orthogonal in every tensor.
+    """Return a plane through the origin along two of :func:`random_direction`, orthogonal in every tensor.
 
     A circle in (x, y) is then a circle in parameter space: the distance is hypot(x, y) · ‖origin‖. A tensor of
-    a single number has no orthogonal direction; the second one leaves it in its place.
+    a single number has no orthogonal direction; the second one does not move it.
 
     Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
 
@@ -78,9 +78,6 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
         origin: (n,), all parameters in one vector.
         tensors: where each tensor lies in it.
         generator: on the CPU.
-
-    Returns:
-        The plane.
     """
     first = random_direction(origin, tensors, generator)
     drawn = _gaussian(origin, generator)
@@ -94,14 +91,14 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
 
 
 def plane_through(origin: Tensor, one: Tensor, other: Tensor) -> tuple[Plane, list[tuple[float, float]]]:
-    """The plane through three points, in coordinates of which 1 is the length of the origin.
+    """Return the plane through three points, in coordinates with the origin's length as unit.
 
     Source: docs/theory.md#empirical. Deviation: not in the paper.
 
     Args:
         origin: (n,), the point at (0, 0).
         one: (n,), which lies on the x axis.
-        other: (n,).
+        other: (n,), a third point.
 
     Returns:
         The plane, and the coordinates of ``one`` and ``other``.
@@ -119,13 +116,13 @@ def plane_through(origin: Tensor, one: Tensor, other: Tensor) -> tuple[Plane, li
     across = other - origin
     distance = float(along.norm())
     if distance == 0:
-        raise ValueError("Three points on a line span no plane: the first two are the same.")
+        raise ValueError("Three points on a line span no plane: the first two coincide.")
     first = along / distance
     x = float(across.dot(first))
     across = across - x * first
     height = float(across.norm())
     if height <= 1e-6 * float((other - origin).norm()):
-        raise ValueError("Three points on a line span no plane: two are the same, or all are in a row.")
+        raise ValueError("Three points on a line span no plane: two coincide, or all three are collinear.")
     plane = Plane(origin, first * length, across / height * length)
     return plane, [(distance / length, 0.0), (x / length, height / length)]
 

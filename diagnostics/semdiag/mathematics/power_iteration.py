@@ -1,4 +1,4 @@
-"""Norms of Jacobians from below, by products with vectors alone."""
+"""Lower bounds of the norms of Jacobians, from products with vectors alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class JacobianNorm:
     """The result of a power iteration.
 
     Attributes:
-        value: (N,), the largest ratio ‖J x‖ / ‖x‖ that was met: a lower bound of the norm.
+        value: (N,), the largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm.
         settled: (N,) bool, whether the last step added less than 1e-4 of it.
     """
 
@@ -29,27 +29,27 @@ def token_jacobian_norm(
     start: Tensor,
     iterations: int = ITERATIONS,
 ) -> JacobianNorm:
-    """Norm of a linear map between token matrices, in the norm of the theory: the sum over tokens of the 2-norm.
+    """Bound the norm of a linear map between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
 
-    max ‖J x‖ over ‖x‖ = Σ_l ‖x_l‖₂ = 1 is attained where one token carries everything. Power iteration for
-    such a pair of norms: y = J x; its dual vectors y_i / ‖y_i‖ go back through Jᵀ; the token with the longest
-    answer becomes the next x. No step lowers the value. It may settle on a local maximum: a lower bound.
+    max ‖J x‖ over ‖x‖ = Σ_l ‖x_l‖₂ = 1 is attained with a single nonzero token. Power iteration for this pair of
+    norms: y = J x; its dual vectors y_i / ‖y_i‖ are mapped by Jᵀ; the token with the longest image becomes the
+    next x. No step lowers the value. It may end in a local maximum, hence a lower bound.
 
     Source: docs/theory.md#empirical (Boyd, The power method for lᵖ norms, 1974). Deviation: not in the paper.
 
     Args:
-        jvp: x (N, L, d) -> J x (N, L', d'), each of the N maps by itself.
+        jvp: x (N, L, d) -> J x (N, L', d'), for each of the N maps.
         vjp: y (N, L', d') -> Jᵀ y (N, L, d).
         start: (N, L, d), not zero.
-        iterations: at most.
+        iterations: largest number.
 
     Returns:
         One lower bound per map.
 
     Example:
         >>> matrix = torch.tensor([[3.0, 0.0], [0.0, 1.0]])  # one token of width 2
-        >>> found = token_jacobian_norm(lambda x: x @ matrix.T, lambda y: y @ matrix, torch.ones(1, 1, 2))
-        >>> round(found.value.item(), 4)
+        >>> norm = token_jacobian_norm(lambda x: x @ matrix.T, lambda y: y @ matrix, torch.ones(1, 1, 2))
+        >>> round(norm.value.item(), 4)
         3.0
     """
     x = start / start.norm(dim=-1).sum(-1)[:, None, None]

@@ -1,18 +1,17 @@
-"""Which class a model predicts."""
+"""The class that a model predicts."""
 
 from torch import Tensor
 
-NO_CLASS = -1  # what is predicted where a logit is NaN: never right
+NO_CLASS = -1  # prediction if a logit is NaN: never right
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """The class of the largest logit, the first of equal ones; ``NO_CLASS`` where one of them is NaN.
+    """Return the class of the largest logit, the first of equal ones; ``NO_CLASS`` if a logit is NaN.
 
-    torch's own argmax takes NaN for the largest, so that a model that has diverged would answer, and at times
-    rightly.
+    torch's argmax treats NaN as the largest, so a diverged model would be right at times.
 
     Args:
-        logits: (…, C), or logarithms of probabilities.
+        logits: (…, C), or log-probabilities.
 
     Returns:
         (…) int64.
@@ -22,5 +21,5 @@ def predicted_classes(logits: Tensor) -> Tensor:
         >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
         [1, -1]
     """
-    found = logits.argmax(-1)  # NaN where there is one
-    return found.masked_fill(logits.gather(-1, found[..., None])[..., 0].isnan(), NO_CLASS)
+    classes = logits.argmax(-1)  # NaN where there is one
+    return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

@@ -1,6 +1,6 @@
-"""A kernel that Numba compiles: all statistics of a row of scores, which is read once from memory.
+"""A kernel that Numba compiles: all statistics of a row of scores, read once from memory.
 
-Imported only where Numba is installed.
+Imported only if Numba is installed.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from semdiag_models.kernels.largest_kernels import (
     part,
 )  # fmt: skip
 
-_CHUNK = 1024  # weights that are added in single precision; the sums of chunks are added in double
+_CHUNK = 1024  # weights added in single precision; sums of chunks are added in double precision
 
 # exp(x) = 2^n exp(r), n whole, |r| <= ln 2 / 2: the split of ln 2 and the polynomial of Cephes' expf.
 _LOG2_E = np.float32(1.44269504088896341)
@@ -40,7 +40,7 @@ _LEAST = np.float32(-87.0)  # exp of anything less counts as exp of this, 1.6e-3
 
 @kernel("void(int32[:, :, :, ::1], int32[:, :, :, ::1], float32[:, :, :, ::1], boolean[:, :, :])")
 def count_ranks(ranks: Whole, order: Whole, top: Floats, counted: NDArray[np.bool_]) -> None:
-    """Add to ranks (B, H, K, Lk) how often each key has each rank: :func:`compiled_rows.count_ranks_`."""
+    """Count how often each key has each rank, into ranks (B, H, K, Lk): :func:`compiled_rows.count_ranks_`."""
     samples, heads, queries, most = order.shape
     for b in range(samples):
         for h in range(heads):
@@ -52,7 +52,7 @@ def count_ranks(ranks: Whole, order: Whole, top: Floats, counted: NDArray[np.boo
 
 
 def _bits_as_float(context: Any, bits: Any) -> Any:
-    """The number in single precision that has these 32 bits."""
+    """Return the single-precision number with these 32 bits."""
 
     def instruction(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -65,7 +65,7 @@ _as_float: Any = intrinsic(_bits_as_float)
 
 @part
 def _sums(row: Floats, maximum: np.float32) -> tuple[float, float]:
-    """Σ e and Σ e x of x = z - max z, e = exp(x); NaN if a score is."""
+    """Return Σ e and Σ e x of x = z - max z, e = exp(x); NaN if a score is NaN."""
     total = mean = 0.0
     for start in range(0, len(row), _CHUNK):
         part = row[start : start + _CHUNK]
@@ -108,18 +108,18 @@ def read_rows(
     Args:
         scores: (b, H, r, n).
         allowed: of the same shape; None means the first keys of each row, as many as ``keys`` says.
-        first: the first row to be read, of b · H · r.
+        first: the first of the b · H · r rows to read.
         last: the row to stop before.
-        offsets: at which sample, head and query the strip begins; the following arrays are of all (B, H, Lq).
-        order: (B, H, Lq, K) positions of the keys of the largest scores; without K of any shape.
+        offsets: sample, head and query at which the strip begins; the arrays below cover all (B, H, Lq).
+        order: (B, H, Lq, K) positions of the keys with the largest scores; of any shape if K = 0.
         keys: number of keys.
-        top: (B, H, Lq, K+1) the largest scores in falling order, -inf beyond the number of keys.
+        top: (B, H, Lq, K+1) the largest scores in descending order, -inf beyond the number of keys.
         minimum: smallest score.
         largest_weight: 1 / Σ exp(z - max z).
         mean: Σ p z of the weights p.
 
     Returns:
-        Whether all scores of the rows are finite; reading stops at the first row of which one is not.
+        Whether all scores are finite; reading stops at the first row with one that is not.
     """
     heads, queries, length = scores.shape[1:]
     most = top.shape[3]

@@ -1,4 +1,4 @@
-"""What one pass over the scores of every query tells: range, gap, mass, heavy hitters, key loads."""
+"""Statistics of every query's scores in one pass: range, gap, mass, heavy hitters, key loads."""
 
 import importlib
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ _LONG = 128  # ... of a row
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    r"""Statistics of the scores z of each query; all shapes (B, H, Lq) unless said otherwise.
+    r"""Statistics of the scores z of each query; all shapes (B, H, Lq) unless stated otherwise.
 
-    A_i are the keys query i may attend to, S_i those it does attend to. Scores are in nats.
+    A_i are the keys that query i may attend to, S_i those that it does attend to. Scores are in nats.
 
-    With an attention sink s_h, the softmax has one outcome more, of score s_h and without a value. It is no key:
-    counts, ranges, gaps and loads (δ, Δ, l_j) leave it out. It takes part in the softmax: the logsumexps, the
-    entropy and the weights include it, so the weights of the keys sum to less than 1. The bounds ξ of row
-    constants stay true, as a row with a sink has smaller weights than one without.
+    With an attention sink s_h, the softmax has a further outcome, with score s_h and no value. It is not a key:
+    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. The softmax includes it, and so do logsumexps, entropy
+    and weights; the keys' weights sum to less than 1. The bounds ξ of row constants remain valid, because a sink
+    makes weights smaller.
 
     Attributes:
         keys: int64, n_i = |A_i|.
@@ -41,8 +41,8 @@ class RowStatistics:
         dropped_maximum: largest score over A_i \ S_i; -inf if S_i = A_i.
         entropy: -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys.
         load: (B, H, Lk) int64, number of queries that attend to the key.
-        top: (B, H, Lq, K+1), the largest scores over A_i in falling order, -inf where there are fewer.
-        top_keys: (B, H, Lq, K) int32, positions of the keys of the K largest, -1 where there are fewer.
+        top: (B, H, Lq, K+1), the largest scores over A_i in descending order, -inf if there are fewer.
+        top_keys: (B, H, Lq, K) int32, positions of the keys of the K largest, -1 if there are fewer.
         top_load: (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores.
     """
 
@@ -63,9 +63,9 @@ class RowStatistics:
     top_load: Tensor
 
     def dispersion(self, k: int | None = None) -> Tensor:
-        """Semantic dispersion δ: the range of the scores that a query attends to.
+        """Return the semantic dispersion δ: the range of the scores that a query attends to.
 
-        δ(i) = max_{S_i} z - min_{S_i} z; with k, what it would be if the query kept its k largest scores.
+        δ(i) = max_{S_i} z - min_{S_i} z; with k, as if the query kept its k largest scores.
 
         Source: paper, eq. 19. Deviation: none.
 
@@ -76,7 +76,7 @@ class RowStatistics:
             (B, H, Lq), ≥ 0, nats; NaN for a row without keys.
 
         Raises:
-            ValueError: if k is beyond the K that was asked for.
+            ValueError: if k exceeds K.
         """
         if k is None:
             return nan_where(self.kept == 0, self.kept_maximum - self.kept_minimum)
@@ -85,9 +85,9 @@ class RowStatistics:
         return nan_where(self.keys == 0, self.top[..., 0] - smallest)
 
     def separation(self, k: int | None = None) -> Tensor:
-        r"""Semantic separation Δ: the gap between the kept and the dropped scores.
+        r"""Return the semantic separation Δ: the gap between the kept and the dropped scores.
 
-        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; with k, what it would be under top-k.
+        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; with k, as under top-k.
 
         Source: paper, Def. 3 and eq. 22. Deviation: none.
 
@@ -95,11 +95,10 @@ class RowStatistics:
             k: heavy hitters kept, 1 … K; None for the model's own S_i.
 
         Returns:
-            (B, H, Lq), nats; +inf where nothing is dropped; can be ≤ 0 for input-agnostic masks and for
-            bottom-k only.
+            (B, H, Lq), nats; +inf if nothing is dropped; can be ≤ 0 only for input-agnostic masks and bottom-k.
 
         Raises:
-            ValueError: if k is beyond the K that was asked for.
+            ValueError: if k exceeds K.
         """
         if k is None:
             gap = torch.where(self.kept < self.keys, self.kept_minimum - self.dropped_maximum, torch.inf)
@@ -109,7 +108,7 @@ class RowStatistics:
         return nan_where(self.keys == 0, gap)
 
     def largest_weight(self) -> Tensor:
-        """Largest attention weight of each query, max_j p_j over S_i.
+        """Return the largest attention weight of each query, max_j p_j over S_i.
 
         Source: docs/theory.md#local-stability. Deviation: none.
 
@@ -119,7 +118,7 @@ class RowStatistics:
         return nan_where(self.kept == 0, (self.kept_maximum - self.kept_log_sum_exp).exp())
 
     def mass_kept(self, k: int) -> Tensor:
-        """Share of the softmax over all of A_i that the k largest scores have.
+        """Return the share of the softmax over all of A_i held by the k largest scores.
 
         m_i(k) = Σ_{j among the k largest} exp(z_j) / Σ_{A_i} exp(z_j), a sink counted in the denominator.
 
@@ -132,14 +131,14 @@ class RowStatistics:
             (B, H, Lq), in (0, 1]; NaN for a row without keys.
 
         Raises:
-            ValueError: if k is beyond the K that was asked for.
+            ValueError: if k exceeds K.
         """
         self._check(k)
         share = (self.top[..., :k].logsumexp(-1) - self.log_sum_exp).exp()
         return nan_where(self.keys == 0, share.clamp(max=1.0))
 
     def key_load(self, k: int | None = None) -> Tensor:
-        """Key load l_j = #{i : j ∈ S_i}, a raw count; with k, under top-k.
+        """Return the key load l_j = #{i : j ∈ S_i}, a raw count; with k, under top-k.
 
         Source: paper, Theorem 5 (the loads behind β). Deviation: none.
 
@@ -150,7 +149,7 @@ class RowStatistics:
             (B, H, Lk) int64.
 
         Raises:
-            ValueError: if k is beyond the K that was asked for.
+            ValueError: if k exceeds K.
         """
         if k is None:
             return self.load
@@ -186,7 +185,7 @@ def row_statistics(
     is recorded. Ties among the largest scores are broken in favour of the lower key position, in every strip
     and for every k.
 
-    Source: paper, Def. 3 and eqs. 19, 22 for what is read off the scores. Deviation: none.
+    Source: paper, Def. 3 and eqs. 19, 22. Deviation: none.
 
     Args:
         q: queries (B, H, Lq, D).
@@ -195,15 +194,15 @@ def row_statistics(
         allowed: bool, broadcastable to (B, H, Lq, Lk): A_i; None means every key.
         selected: (B, H, Lq, S) int64 key positions: S_i ⊆ A_i, -1 for none; None means S_i = A_i.
         queries: (B, Lq) bool: queries that count towards key loads; None means all.
-        top: K, the number of heavy hitters for which counterfactuals can be asked; at most Lk - 1 are of use.
+        top: K, the largest number of heavy hitters for counterfactuals; at most Lk - 1 are useful.
         bias: broadcastable to (B, H, Lq, Lk), finite, nats; None means none.
         softcap: bound on the scores before the bias; None means none.
         sinks: (H,) one more logit per head in the softmax's denominator; None means none.
-        causal: whether query i may only attend to keys j ≤ first_query + i, beyond what ``allowed`` says. Strips
-            then leave out the keys that come after their last query.
+        causal: whether query i may only attend to keys j ≤ first_query + i, in addition to ``allowed``. Strips
+            then skip the keys after their last query.
         first_query: position of query 0 among the keys.
-        places: (B, H, R) int64, which queries of every head are looked at, -1 for none: the statistics then
-            have R queries, and loads count these alone. None means all, in their order.
+        places: (B, H, R) int64, positions of the queries to look at in every head, -1 for none: the statistics
+            then have R queries, and loads count only these. None means all, in order.
 
     Returns:
         The statistics; float64 if q is, else float32.
@@ -225,12 +224,12 @@ def row_statistics(
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int32, device=q.device)
     length = q.shape[2] if places is None else places.shape[2]
     rows: dict[str, Tensor] = {}
-    # Inference mode takes a fifth off the fixed work of a strip; what is returned are ordinary tensors.
+    # Inference mode saves a fifth of the overhead of a strip; the results are ordinary tensors.
     with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
         if allowed is not None and bool(allowed.all()):
-            allowed = None  # the usual mask of a batch without padding: nothing to look up in it
+            allowed = None  # the usual mask of a batch without padding: no need to read it
         many = batch * heads * length * k_length
         kernels = _kernels() if selected is None and _pays(q, many, k_length) else None
         if kernels is not None:
@@ -246,7 +245,7 @@ def row_statistics(
             if selected is not None:
                 own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
             for name, values in strip_statistics(strip, own, top, load[b, h, :seen]).items():
-                # Written into one tensor at once: thousands of small ones would leave holes in memory.
+                # Written into one tensor: thousands of small ones would fragment memory.
                 if name not in rows:
                     with torch.inference_mode(False):
                         shape = batch, heads, length, *values.shape[3:]
@@ -259,7 +258,7 @@ def row_statistics(
             rows["order"].masked_fill_(rows["top"][..., :top] == -torch.inf, -1)
         order = rows.pop("order", ranks.new_zeros(batch, heads, length, 0))
         rows = finished(rows, sinks)
-    for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
+    for rank in range(1, top):  # in place: the ranks are the largest tensor here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_keys=order, top_load=ranks.movedim(2, 0))
 
@@ -269,7 +268,7 @@ def _pays(q: Tensor, scores: int, of_a_row: int) -> bool:
 
 
 def _kernels() -> ModuleType | None:
-    """The same statistics by kernels that Numba compiles; None where it is not installed."""
+    """Return the module of Numba kernels for the same statistics; None if Numba is not installed."""
     try:
         return importlib.import_module("semdiag.mathematics.compiled_rows")
     except ImportError:
@@ -277,7 +276,7 @@ def _kernels() -> ModuleType | None:
 
 
 def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | None) -> None:
-    """Count how often each key has each rank, a few samples at a time: positions need 64 bits there."""
+    """Count how often each key has each rank, a few samples at a time because positions take 64 bits there."""
     size = max(1, _STRIP // order[0].numel())
     for first in range(0, len(ranks), size):
         part = slice(first, first + size)
@@ -293,8 +292,8 @@ def _check_shapes(q: Tensor, k: Tensor, top: int) -> None:
     grouped = q.ndim == k.ndim == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not grouped or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"q and k must agree in batch, heads (or a divisor of them) and width. "
+            f"q and k must agree in batch, width and heads (those of k may be a divisor). "
             f"Got {tuple(q.shape)}, {tuple(k.shape)}."
         )
     if not (q.numel() and k.numel()):
-        raise ValueError(f"There must be a query and a key. Got {tuple(q.shape)}, {tuple(k.shape)}.")
+        raise ValueError(f"There must be at least one query and one key. Got {tuple(q.shape)}, {tuple(k.shape)}.")

@@ -1,4 +1,4 @@
-"""Bounds of one given pair of softmax rows over the same keys, from how unevenly the scores moved."""
+"""Bounds for a given pair of softmax rows over the same keys, from how unevenly the scores moved."""
 
 import math
 
@@ -10,9 +10,9 @@ from semdiag.mathematics.logarithms import Real, float64
 
 
 def weight_change_bound(score_range: Real) -> Tensor:
-    """What the weights of two rows over the same keys differ by at most: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
+    """Bound the change of weights between two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
 
-    dz = z − z' over the keys. At most ‖dz‖_∞, never above 2, and attained for every range.
+    dz = z − z' over the keys. The bound is at most ‖dz‖_∞ and at most 2, and it is attained for every range.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
 
@@ -30,7 +30,7 @@ def weight_change_bound(score_range: Real) -> Tensor:
 
 
 def same_set_stability(log_odds: Real, score_range: Real) -> Bound:
-    """ξ of one pair of rows over the same keys: sup of 2x(1 − x) over what the largest weight x can be in between.
+    """Return ξ of a pair of rows over the same keys: sup of 2x(1 − x) over the largest weights x between them.
 
     Between the rows the log odds of the largest weight stay within range(dz)/2 of the mean m of the two rows':
     ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0).

@@ -1,4 +1,4 @@
-"""Mean and percentiles of drawn queries, with two intervals each: about these sequences, and about such."""
+"""Mean and percentiles from drawn queries, with intervals for these sequences and for sequences like these."""
 
 import math
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from numpy.typing import NDArray
 
 from semdiag.mathematics.query_draws import PER_STRATUM
 
-# What is expected beyond a percentile at least: of draws, so that all lie on one side of it in less than 2.5%
-# of the cases; of sequences, so that their spread tells its error (benchmarks/sampled_intervals.py).
+# Least expected numbers beyond a percentile: of draws, so that all lie on one side of it in less than 2.5% of the
+# cases; of sequences, so that their spread shows its error (benchmarks/sampled_intervals.py).
 _BEYOND = 3.7, 2.0
-_TIED = 1e-9  # of a percentile: values as near it equal it, and differ by rounding alone (sums in another order)
-TARGETS = "all queries of these inputs", "inputs like these"  # what the intervals speak about
+_TIED = 1e-9  # relative: values this near to a percentile equal it up to rounding (sums in another order)
+TARGETS = "all queries of these inputs", "inputs like these"  # what the intervals are about
 Ends = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class SampledEstimate:
-    """A statistic of drawn queries, estimated.
+    """An estimate of a statistic from drawn queries.
 
     Attributes:
         statistic: ``mean``, ``p1``, ….
         estimate: from the drawn queries.
-        these: interval for the same statistic of all queries of these sequences: the draws vary, nothing else.
-        such: interval for that of all sequences like these: whole sequences vary. NaN for a single one.
+        these: interval for the statistic of all queries of these sequences: only the draws vary.
+        such: interval for the statistic of sequences like these: whole sequences vary. NaN for a single one.
     """
 
     statistic: str
@@ -43,52 +43,53 @@ def sampled_estimates(
     percentiles: Sequence[int] = (1, 5, 10, 25, 50, 75, 90, 95, 99),
     confidence: float = 0.95,
 ) -> list[SampledEstimate]:
-    """Estimate mean and percentiles of all queries from drawn ones, of which each had the same chance.
+    """Estimate mean and percentiles of all queries from queries drawn with equal probability.
 
     A statistic is linear in the queries up to its residuals e_i: (y_i - ȳ)/n for the mean, (u_i - p)/n for a
-    percentile, where u_i is 1 below it, 0 above, and one number between for all that equal it up to rounding. The
+    percentile, where u_i is 1 below it, 0 above, and a number in between for all that equal it up to rounding. The
     variance of Σe_i is
 
         these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
         such sequences:    (c-1)/c Σ over sequences of (Σ e_i / (1 - w))², c sequences (clusters)
 
-    where w is the sequence's share of the draws. (A draw that is left out, as one with too few keys, has the
-    residual 0.) Σ e_i / (1 - w) is what leaving out the whole sequence changes: the second is the jackknife of a
-    mean over sequences of unequal length. A long one draws the mean to itself, and its residuals are too small by
-    1 - w. For equal ones it is c/(c-1) Σ (Σ e_i)². Student's degrees of freedom are then Satterthwaite's: if
-    sequences differ by their levels alone, which vary alike, what they change has in proportion the covariances
+    where w is the sequence's share of the draws. (A draw that is left out, for instance with too few keys, has
+    residual 0.) Σ e_i / (1 - w) is the change from leaving out the whole sequence: the second formula is the
+    jackknife of a mean over sequences of unequal length. A long sequence pulls the mean towards itself, so its
+    residuals are too small by 1 - w. For equal lengths it is c/(c-1) Σ (Σ e_i)². Student's degrees of freedom are
+    Satterthwaite's: if sequences differ only in their levels, with equal variance, their changes have covariances
+    proportional to
 
         M_st = k_s k_t ([s = t] - w_s - w_t + Σ w²), k = w / (1 - w)
 
-    and the sum of their squares varies as with (Σ M_ss)² / Σ M_st² degrees: c - 1 for equal lengths, fewer where
-    some weigh more.
+    and the sum of their squares has (Σ M_ss)² / Σ M_st² degrees of freedom: c - 1 for equal lengths, fewer if some
+    weigh more.
 
-    The interval of the mean is that of Student; about such sequences, which may be few and skewed, that of
-    Student after Hall's transformation of t, with the skewness γ of the Σe_i of sequences and a = γ/(3√c):
+    The interval of the mean is Student's; for sequences like these, which may be few and skewed, Student's after
+    Hall's transformation of t, with the skewness γ of the Σe_i of sequences and a = γ/(3√c):
 
         t + a t² + a² t³/3 + a/2
 
-    That of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is missing
-    (NaN) where too few draws, or parts of sequences (one more of them than degrees of freedom), lie beyond.
+    The interval of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is
+    missing (NaN) if too few draws or effective sequences (degrees of freedom + 1) lie beyond.
 
     Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of
     Quenouille's Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002,
     Bias Reduction in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall
     1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson
     1927.
-    Deviation: Student's factor where Hall has the normal one; Wilson's interval with an effective number of draws,
-    where Woodruff has the normal one.
+    Deviation: Student's factor instead of Hall's normal one; Wilson's interval with an effective number of draws,
+    instead of Woodruff's normal one.
 
     Args:
-        values: (n,), of drawn queries; those that are not finite are left out.
+        values: (n,), of drawn queries; values that are not finite are left out.
         samples: (n,) the sequence of each.
         strata: (n,) the same number for those drawn from one stratum of one sequence and head.
-        share: chance of a query to be drawn.
-        percentiles: which, between 1 and 99.
+        share: probability of a query to be drawn.
+        percentiles: to estimate, between 1 and 99.
         confidence: of the intervals, in (0, 1).
 
     Returns:
-        The mean, then the percentiles; NaN where nothing is finite.
+        The mean, then the percentiles; NaN if nothing is finite.
 
     Example:
         >>> one = np.zeros(4, np.int64)
@@ -109,12 +110,12 @@ def sampled_estimates(
     these = mean - critical * error, mean + critical * error
     shape = _shape(spread.of_sequences(residuals))
     high, low = (mean - error_of_such * _unskewed(t, shape) for t in (-critical_of_such, critical_of_such))
-    found = [SampledEstimate("mean", mean, these, (low, high))]
+    estimates = [SampledEstimate("mean", mean, these, (low, high))]
     for percentile in percentiles:
         level, cut = percentile / 100, float(np.percentile(finite, percentile))
         least, most = cut - _TIED * abs(cut), cut + _TIED * abs(cut)
         first, last = int(np.searchsorted(finite, least)), int(np.searchsorted(finite, most, "right"))
-        # Of values that equal the percentile as large a part is below it as makes its level exact.
+        # Values equal to the percentile count as below it to the fraction that makes its level exact.
         part = min(max((level * count - first) / max(last - first, 1), 0.0), 1.0)
         below = np.where(known, (values < least) + part * ((values >= least) & (values <= most)), 0.0)
         residuals = np.where(known, below - below.sum() / count, 0.0) / count
@@ -123,12 +124,12 @@ def sampled_estimates(
             _woodruff(finite, level, *error) if needed <= many * min(level, 1 - level) else nothing
             for error, many, needed in units
         ]
-        found.append(SampledEstimate(f"p{percentile}", cut, *ends))
-    return found
+        estimates.append(SampledEstimate(f"p{percentile}", cut, *ends))
+    return estimates
 
 
 class _Spread:
-    """Standard errors of sums of residuals, with the factor of Student that goes with each."""
+    """Standard errors of sums of residuals, with Student's factor for each."""
 
     def __init__(
         self,
@@ -145,11 +146,11 @@ class _Spread:
         self._weights = self.of_sequences(known / known.sum())
         self._clusters = int((self._weights > 0).sum())
         freedom = float(max(1, len(strata) - len(drawn))), _freedom(self._weights)
-        self.effective = round(freedom[1] + 1, 9)  # of as many equal ones the error is known as well
+        self.effective = round(freedom[1] + 1, 9)  # as many equal ones would give the same accuracy
         self._critical = float(scipy.stats.t.ppf(level, freedom[0])), float(scipy.stats.t.ppf(level, freedom[1]))
 
     def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
-        """Standard error and factor, about these sequences and about such; NaN where nothing tells the error."""
+        """Return standard error and factor, for these sequences and for such; NaN if the error is unknown."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
         such, c = float("nan"), self._clusters
@@ -159,16 +160,16 @@ class _Spread:
         return (math.sqrt(max(these, 0.0)), self._critical[0]), (such, self._critical[1])
 
     def of_sequences(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Σe_i of each sequence."""
+        """Return Σe_i of each sequence."""
         return np.bincount(self._cluster, residuals, self._sequences).astype(np.float64)
 
 
 def _freedom(weights: NDArray[np.float64]) -> float:
-    """Satterthwaite's degrees of freedom of the jackknife, at least 1, from the sequences' shares of draws."""
-    if weights.max() >= 1:  # there is but one
+    """Return Satterthwaite's degrees of freedom of the jackknife, at least 1, from sequences' shares of draws."""
+    if weights.max() >= 1:  # a single sequence
         return 1.0
     squares, spread = (weights / (1 - weights)) ** 2, float(weights @ weights)
-    own = 1 + spread - 2 * weights  # M_ss = k_s² own_s; Σ M_st² is summed without the matrix
+    own = 1 + spread - 2 * weights  # M_ss = k_s² own_s; Σ M_st² needs no matrix
     a, b, c = (float((squares * weights**power).sum()) for power in range(3))
     pairs = spread**2 * a**2 + 2 * a * c - 4 * spread * a * b + 2 * b**2
     pairs += float((squares**2 * (own**2 - (own - 1) ** 2)).sum())
@@ -176,24 +177,24 @@ def _freedom(weights: NDArray[np.float64]) -> float:
 
 
 def _shape(sums: NDArray[np.float64]) -> float:
-    """γ/(3√c), γ the skewness of c numbers whose sum is 0; 0 where they are all the same."""
+    """Return γ/(3√c), γ the skewness of c numbers with sum 0; 0 if they are all equal."""
     squares = float(sums @ sums)
     return float((sums**3).sum()) / (3 * squares**1.5) if squares else 0.0
 
 
 def _unskewed(t: float, a: float) -> float:
-    """What t + a t² + a² t³/3 + a/2 takes to the given number."""
+    """Return the number that t + a t² + a² t³/3 + a/2 maps to the given one."""
     root = float(np.cbrt(1 + 3 * a * (t - a / 2)))
     return 3 * (t - a / 2) / (1 + root + root**2)
 
 
 def _woodruff(ordered: NDArray[np.float64], level: float, error: float, critical: float) -> Ends:
-    """The values at the ends of the interval of a level."""
+    """Return the values at the ends of the interval of a level."""
     if math.isnan(error):
         return float("nan"), float("nan")
     if error == 0:
         return (float(np.quantile(ordered, level)),) * 2
-    draws = level * (1 - level) / error**2  # independent ones that would have this error
+    draws = level * (1 - level) / error**2  # number of independent draws with this error
     shrink = 1 + critical**2 / draws
     centre = (level + critical**2 / (2 * draws)) / shrink
     reach = critical / shrink * math.sqrt(level * (1 - level) / draws + (critical / (2 * draws)) ** 2)

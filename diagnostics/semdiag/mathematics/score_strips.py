@@ -1,4 +1,4 @@
-"""The scores of an attention call, a strip of whole rows at a time; nothing of size Lq × Lk is ever held."""
+"""Compute the scores of an attention call in strips of whole rows; nothing of size Lq × Lk is ever held."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from semdiag_models import products
 
-_CAUSAL_STRIPS = 8  # per sample, in long causal calls: a strip scores no key beyond its last query's
-_LONG = 256  # queries from which on that pays
-_LEAST_ROWS = 128  # of a head, in a strip: products with fewer read all keys for little; so not all heads at once
+_CAUSAL_STRIPS = 8  # per sample, in long causal calls: a strip skips keys after its last query
+_LONG = 256  # number of queries from which this pays
+_LEAST_ROWS = 128  # rows per head in a strip: fewer would read all keys for little work
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreStrip:
-    """Scores of some samples and queries; keys that none of the queries may see are cut off at the end.
+    """Scores of some samples and queries, without the keys at the end that none of the queries may see.
 
     Attributes:
         samples: which samples.
         heads: which heads.
         queries: which queries.
-        scores: (b, H, r, n) in nats, of forbidden keys too; overwritten by the next strip.
+        scores: (b, H, r, n) in nats, including forbidden keys; overwritten by the next strip.
         spare: memory of the same shape, for the reader's use.
         allowed: bool, broadcastable to (b, H, r, n): A_i; None means all but ``future``.
         future: (r, t) bool, forbidden among the last t keys by the causal rule; None means none.
@@ -50,7 +50,7 @@ class ScoreStrip:
         if self.allowed is not None:
             return (self.allowed.sum(-1) * (length // self.allowed.shape[3])).expand(shape)
         if self.future is not None:
-            hidden = self.future.shape[1]  # of the first query; one less of each later one
+            hidden = self.future.shape[1]  # for the first query; one less for each later one
             return (
                 torch.arange(length - hidden, length - hidden + shape[2], device=self.scores.device)
                 .clamp(max=length)
@@ -75,7 +75,7 @@ class ScoreStrip:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What the scores z of an attention call are made of; see :func:`~..row_statistics.row_statistics`."""
+    """The inputs of an attention call's scores z; see :func:`~..row_statistics.row_statistics`."""
 
     q: Tensor
     k: Tensor
@@ -89,13 +89,12 @@ class Scores:
     places: Tensor | None = None
 
     def strips(self, size: int) -> Iterator[ScoreStrip]:
-        """Score strip by strip; rows in their order, for one group of samples and heads after the other.
+        """Yield strips of rows in order, for one group of samples and heads after the other.
+
+        They share their memory: finish with one before taking the next.
 
         Args:
             size: scores held at a time, as far as whole rows allow.
-
-        Yields:
-            Strips that share their memory: be done with one before taking the next.
         """
         batch, all_heads = self.q.shape[:2]
         length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
@@ -119,7 +118,7 @@ class Scores:
         seen = min(self.k.shape[2], max(1, self.first_query + last)) if self.causal else self.k.shape[2]
         shape = b.stop - b.start, h.stop - h.start, r.stop - r.start, seen
         scores, spare = (part[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape) for part in memory)
-        # One product per key head: the queries of all heads that share it stand below each other.
+        # One product per key head: the queries of all heads that share it are concatenated.
         shared = self.q.shape[1] // self.k.shape[1]
         k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
         q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
@@ -154,7 +153,7 @@ class Scores:
 
 
 def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
-    """Write scale · q kᵀ: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
+    """Compute scale · q kᵀ into ``out``: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
     if products.takes(q[0], k[0]):
         for rows, keys, scores in zip(q * scale, k, out, strict=True):
             scores.copy_(products.linear(rows, keys))
@@ -163,7 +162,7 @@ def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
-    """A strip's part of a tensor that is broadcastable to (B, H, Lq, Lk)."""
+    """Return a strip's part of a tensor broadcastable to (B, H, Lq, Lk)."""
     part = part_of(values, b, r if places is None else slice(None), seen)
     if part is None:
         return None
@@ -172,14 +171,14 @@ def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """Some queries' rows of a tensor, others in every sample and head.
+    """Return the rows of some queries, chosen per sample and head.
 
     Args:
-        values: (b, H, Lq, n), each of the first three axes its length or 1.
-        places: (b, H, r) int64 positions of queries; those below 0 give some row.
+        values: (b, H, Lq, n); the first three axes may have length 1.
+        places: (b, H, r) int64 positions of queries; negative ones give an arbitrary row.
 
     Returns:
-        (b, H, r, n); the tensor itself if its queries have one row in common.
+        (b, H, r, n); the tensor itself if all its queries share one row.
     """
     if values.shape[2] == 1:
         return values
@@ -191,16 +190,16 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
 def part_of(
     values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
 ) -> Tensor | None:
-    """Some samples, queries and first keys of a tensor that is broadcastable to (B, H, Lq, Lk).
+    """Return some samples, queries and first keys of a tensor broadcastable to (B, H, Lq, Lk).
 
     Args:
         values: at most four axes; None stays None.
         samples: a slice, or positions.
         queries: a slice, or positions.
-        seen: how many keys; None: all.
+        seen: number of keys; None means all.
 
     Returns:
-        Four axes, of length 1 where they were.
+        Four axes; those of length 1 stay so.
     """
     if values is None:
         return None

@@ -1,4 +1,4 @@
-"""What actually happens to softmax rows: the local constant and secants."""
+"""How softmax rows actually respond: the local constant, and secants."""
 
 import math
 
@@ -9,10 +9,10 @@ from semdiag.mathematics.logarithms import float64
 
 
 def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
-    """Local ξ_loc of each row, as a logarithm: the ℓ1 → ℓ1 norm of the softmax Jacobian there.
+    """Return the local ξ_loc of each row, as a logarithm: the ℓ1 → ℓ1 norm of the softmax Jacobian at the row.
 
-    ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum, and 1 − p_j is summed
-    from the other weights, so that it survives where p_j rounds to 1.
+    ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum; 1 − p_j is summed over the
+    other weights, so that it stays accurate if p_j rounds to 1.
 
     Source: docs/theory.md#local-stability. Deviation: not in the paper.
 
@@ -36,7 +36,7 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
 
 
 def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
-    """Log odds of the largest weight of each row, ln(p_max/(1 − p_max)), where p_max may round to 1.
+    """Return the log odds of each row's largest weight, ln(p_max/(1 − p_max)), accurate even if p_max rounds to 1.
 
     Source: docs/theory.md#same-set. Deviation: none.
 
@@ -60,9 +60,9 @@ def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
 
 
 def local_stability_of_weight(largest: Tensor) -> Tensor:
-    """ξ_loc = 2p(1 − p) of rows of which only the largest weight p is known.
+    """Return ξ_loc = 2p(1 − p) from the largest weight p of each row.
 
-    Source: docs/theory.md#local-stability. Deviation: where p has rounded to 1, it is 0;
+    Source: docs/theory.md#local-stability. Deviation: if p rounds to 1, it is 0;
     :func:`local_stability` has no such limit.
 
     Args:
@@ -79,7 +79,7 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:
-    """Attention weights: p = softmax of z over the selected keys, zero elsewhere.
+    """Return attention weights: p = softmax of z over the selected keys, zero elsewhere.
 
     Source: docs/theory.md#attention-call. Deviation: none.
 
@@ -101,15 +101,15 @@ def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:
 
 
 def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """‖p(z) − p(z')‖₁, each row with its own mask.
+    """Return ‖p(z) − p(z')‖₁, each row with its own mask.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: none.
 
     Args:
         scores: z in nats, shape (..., keys).
         other: z', same shape.
-        selected: bool, the keys that z's softmax runs over.
-        other_selected: bool, the keys that the softmax of z' runs over.
+        selected: bool, keys in the softmax of z.
+        other_selected: bool, keys in the softmax of z'.
 
     Returns:
         The change, shape (...), float64, in [0, 2].
@@ -128,7 +128,7 @@ def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selecte
 def score_change(
     scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
-    """‖z − z'‖ over the keys that either row uses, S ∪ S'.
+    """Return ‖z − z'‖ over the keys of either row, S ∪ S'.
 
     Source: docs/theory.md#heavy-hitter-stability, whose proof uses these keys only. Deviation: the
     paper sums over all keys, which can only make the distance larger and the secant smaller.
@@ -158,13 +158,13 @@ def score_change(
         return change.sum(dim=-1)
     if order == math.inf:
         return change.amax(dim=-1)
-    raise ValueError(f"The scores' distance is of order 1 or infinity. Got order={order}.")
+    raise ValueError(f"order must be 1 or infinity. Got order={order}.")
 
 
 def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """How unevenly the scores moved: max − min of z − z' over the keys that either row uses, S ∪ S'.
+    """Return how unevenly the scores moved: max − min of z − z' over the keys of either row, S ∪ S'.
 
-    Adding the same number to all of a row's scores changes no weight, and not this range.
+    Adding a number to all scores of a row changes neither the weights nor this range.
 
     Source: docs/theory.md#same-set. Deviation: none.
 
@@ -175,7 +175,7 @@ def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_se
         other_selected: bool, keys used by z'.
 
     Returns:
-        The range in nats, shape (...), float64; 0 where no key is used.
+        The range in nats, shape (...), float64; 0 if no key is used.
 
     Example:
         >>> z, used = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([True, True, True])
@@ -191,7 +191,7 @@ def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_se
 def softmax_secant(
     scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
-    """Secant ξ̂ = ‖p − p'‖₁ / ‖z − z'‖, a lower bound of every valid ξ (order 1) or row constant (order ∞).
+    """Return the secant ξ̂ = ‖p − p'‖₁ / ‖z − z'‖, a lower bound of any valid ξ (order 1) or row constant (∞).
 
     Source: docs/theory.md#secants. Deviation: not in the paper.
 
@@ -203,7 +203,7 @@ def softmax_secant(
         order: order of the norm of the scores, 1 or ``math.inf``.
 
     Returns:
-        ξ̂, shape (...), float64; NaN where the rows are equal (no secant goes through one point).
+        ξ̂, shape (...), float64; NaN for equal rows (no secant through one point).
 
     Raises:
         ValueError: if a row selects no key, or ``order`` is neither 1 nor infinity.
@@ -218,14 +218,14 @@ def softmax_secant(
 
 
 def _largest_and_others(scores: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest selected score of each row, and logsumexp of the others; −inf where there are none."""
+    """Return each row's largest selected score, and logsumexp of the others; −inf if there are none."""
     z = _masked(scores, selected)
     top = z.argmax(dim=-1, keepdim=True)
     return z.gather(-1, top).squeeze(-1), torch.logsumexp(z.scatter(-1, top, -math.inf), dim=-1)
 
 
 def _masked(scores: Tensor, selected: Tensor) -> Tensor:
-    """Put −inf at every key that is not selected.
+    """Replace the scores of keys that are not selected by −inf.
 
     Raises:
         ValueError: if a row selects no key.

@@ -1,6 +1,6 @@
-"""Input-stability ξ of one softmax row: ‖p(z) − p(z')‖₁ ≤ ξ ‖z − z'‖₁, in its sound and its paper form.
+"""Input-stability ξ of one softmax row: ‖p(z) − p(z')‖₁ ≤ ξ ‖z − z'‖₁, in sound form.
 
-Every function works elementwise on tensors (one entry per query), in float64 and on natural logarithms.
+All functions work elementwise on tensors (one entry per query), in float64 and on natural logarithms.
 """
 
 import math
@@ -14,7 +14,7 @@ from semdiag.mathematics.logarithms import Real, broadcast, float64, log_one_plu
 
 
 def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
-    """Largest weight that a softmax row of k keys and range δ can give to one key, as a logarithm.
+    """Return, as a logarithm, the largest weight that a softmax row of k keys and range δ can give to one key.
 
     p̄(δ, k) = e^δ / (e^δ + k − 1).
 
@@ -39,10 +39,10 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 
 
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
-    """ξ of a row whose unmasked set does not depend on its scores: full, banded, block-local, random.
+    """Return ξ of a row whose set of keys does not depend on its scores: full, banded, block-local, random.
 
     ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key.
-    No smaller constant serves all pairs of rows of range ≤ δ (for δ > 0), and it never passes ½.
+    No smaller constant holds for all pairs of rows of range ≤ δ (for δ > 0), and it never exceeds ½.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k, kept in
     :func:`~semdiag.mathematics.paper_stability.paper_fixed_mask_stability`.
@@ -65,7 +65,7 @@ def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """
     delta, k = _checked(dispersion, keys)
     log_odds = delta - torch.log(k - 1)  # ln p̄/(1 − p̄); +inf for a single key
-    # 2p̄(1 − p̄) grows with p̄ up to ½: holding the odds at ≤ 1 is the case distinction.
+    # 2p̄(1 − p̄) grows with p̄ up to ½: clamping the odds to ≤ 1 distinguishes the cases.
     odds = torch.clamp(log_odds, max=0.0)
     log_xi = math.log(2) + odds - 2 * torch.log1p(torch.exp(odds))
     log_xi = torch.where(k == 1, -math.inf, log_xi)
@@ -73,14 +73,15 @@ def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 
 
 def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
-    """ξ of a row whose unmasked set is the k highest-scoring allowed keys (top-k).
+    """Return ξ of a row that keeps its k highest-scoring allowed keys (top-k).
 
     ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
     smaller separation of both rows.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. That both rows keep their own
-    top-k set cannot be seen from these numbers;
+        :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that
+        both rows
+    keep their own top-k set;
     :func:`~semdiag.mathematics.heavy_hitter_pairs.heavy_hitter_pair_stability` checks it on the rows.
 
     Args:
@@ -108,9 +109,9 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
 
 
 def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
-    """Row form for a fixed unmasked set: ‖p(z) − p(z')‖₁ ≤ min(k ξ*, 1) ‖z − z'‖_∞.
+    """Return the row form for a fixed set of keys: ‖p(z) − p(z')‖₁ ≤ min(k ξ*, 1) ‖z − z'‖_∞.
 
-    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key: the dispersion plays no part.
+    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key, whatever the dispersion.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper, which uses ‖z − z'‖₁.
 
@@ -134,11 +135,11 @@ def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
 
 
 def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
-    """Row form for a top-k set: ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, max(1, 2/Δ_h)) ‖z − z'‖_∞.
+    """Return the row form for a top-k set: ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, max(1, 2/Δ_h)) ‖z − z'‖_∞.
 
-    With the same set the constant is 1. With another, a key i that leaves and a key j that comes have
-    (z_i − z'_i) + (z'_j − z_j) ≥ 2Δ_h, so ‖z − z'‖_∞ ≥ Δ_h, and ‖p − p'‖₁ ≤ 2. Where nothing is masked
-    (Δ_h = +inf) it is the fixed set's min(k ξ*, 1).
+    If the set stays the same, the constant is 1. Otherwise a key i that leaves and a key j that enters have (z_i −
+    z'_i) + (z'_j − z_j) ≥ 2Δ_h, so ‖z − z'‖_∞ ≥ Δ_h, and ‖p − p'‖₁ ≤ 2. If nothing is masked (Δ_h = +inf), it is
+    the fixed set's min(k ξ*, 1).
 
     Source: docs/theory.md#row-form. Deviation: not in the paper.
 
@@ -166,12 +167,12 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
 
 
 def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
-    """Row form for a top-k set whose scores change by two parts, as they do when tokens move.
+    """Return the row form for a top-k set whose scores change by two terms, as they do when tokens move.
 
     ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖a‖_∞ + ξ_h ‖b‖₁ for every z − z' = a + b.
 
-    Source: docs/theory.md#attention-map. Deviation: not in the paper. That the larger of the row form's 1 and
-    2/Δ_h would do in the place of their sum is not proved.
+    Source: docs/theory.md#attention-map. Deviation: not in the paper. Whether max(1, 2/Δ_h), as in the row form,
+    could replace the sum 1 + 2/Δ_h is not proved.
 
     Args:
         dispersion: δ_h ≥ 0 in nats, over both rows.
@@ -196,7 +197,7 @@ def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real)
 
 
 def positive_separation(separation: Real) -> Assumption:
-    """The assumption Δ > 0 of every heavy-hitter bound, as measured.
+    """Return the assumption Δ > 0 of every heavy-hitter bound, as measured.
 
     Source: paper, Thm 5 (docs/theory.md#semantic-separation). Deviation: none.
 
@@ -221,26 +222,26 @@ def positive_separation(separation: Real) -> Assumption:
 
 
 def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
-    """Dispersion and number of keys as float64, refused where no row can have them.
+    """Return the dispersion and number of keys as float64, or refuse impossible values.
 
     Raises:
         ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
     """
     delta, k = float64(dispersion), float64(keys)
     if not bool((delta >= 0).all()):
-        raise ValueError(f"A dispersion is a range of scores and at least 0. Got {delta.min().item()}.")
+        raise ValueError(f"A dispersion must be at least 0. Got {delta.min().item()}.")
     if not bool(((k >= 1) & (k == k.floor())).all()):
-        raise ValueError(f"A softmax row has a whole number of keys, at least 1. Got {k.min().item()}.")
+        raise ValueError(f"A softmax row must have a whole number of keys, at least 1. Got {k.min().item()}.")
     return delta, k
 
 
 def _checked_separation(separation: Real) -> Tensor:
-    """Separation as float64.
+    """Return the separation as float64.
 
     Raises:
         ValueError: if it is NaN.
     """
     gap = float64(separation)
     if bool(gap.isnan().any()):
-        raise ValueError("A separation is NaN. Where nothing is masked it is undefined, written as +inf.")
+        raise ValueError("A separation is NaN. If nothing is masked, write it as +inf.")
     return gap

@@ -12,7 +12,7 @@ from semdiag.mathematics.logarithms import float64
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:
-    """Largest singular value, by SVD: B_P = ‖W_P‖₂, B_R = ‖W_R‖₂.
+    """Return the largest singular value, by SVD: B_P = ‖W_P‖₂, B_R = ‖W_R‖₂.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: none.
 
@@ -31,10 +31,10 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 
 
 def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
-    """Upper bound of the spectral norm of a matrix too large for an SVD, by Gram iteration.
+    """Bound the spectral norm of a matrix too large for an SVD from above, by Gram iteration.
 
     G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, and the excess
-    factor is at most rank^(1/2^(t+1)). G is divided by its Frobenius norm at each step and the factor kept.
+    factor is at most rank^(1/2^(t+1)). G is divided by its Frobenius norm at each step, and the factors are kept.
 
     Source: Delattre et al. 2023, Gram iteration for plain matrices (docs/theory.md#norms). Deviation: not in
     the paper.
@@ -54,7 +54,7 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
         4.002...
     """
     if iterations < 0:
-        raise ValueError(f"Gram iteration runs a number of times that is at least 0. Got {iterations}.")
+        raise ValueError(f"iterations must be at least 0. Got {iterations}.")
     gram = float64(matrix)
     if gram.shape[-2] > gram.shape[-1]:
         gram = gram.mT
@@ -69,9 +69,9 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
 
 
 def product_norm(left: Tensor, right: Tensor) -> Tensor:
-    """‖leftᵀ right‖₂ of two matrices with few rows, without forming the product.
+    """Return ‖leftᵀ right‖₂ of two matrices with few rows, without forming the product.
 
-    With leftᵀ = Q R and rightᵀ = Q' R' the norm is ‖R R'ᵀ‖₂, a matrix as small as the number of rows.
+    With leftᵀ = Q R and rightᵀ = Q' R', the norm is ‖R R'ᵀ‖₂, of a matrix as small as the number of rows.
 
     Source: docs/theory.md#norms. Deviation: not in the paper.
 
@@ -92,7 +92,7 @@ def product_norm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[W b]: the weight with its bias as a further column, the map of (u, 1).
+    """Return [W b]: the weight with its bias as a further column, the map of (u, 1).
 
     Source: paper's released code (docs/theory.md#norms). Deviation: none.
 
@@ -113,7 +113,7 @@ def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def score_scale(head_width: int, inverse_temperature: float = 1.0) -> float:
-    """Factor of the scores, τ / sqrt(d_head).
+    """Return the factor of the scores, τ / sqrt(d_head).
 
     Source: docs/theory.md#attention-call. Deviation: none.
 
@@ -134,7 +134,7 @@ def score_scale(head_width: int, inverse_temperature: float = 1.0) -> float:
 def bilinear_form_norm(
     query_weight: Tensor, key_weight: Tensor, query_bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Γ_h, the norm of the form that scores a query against a key.
+    """Return Γ_h, the norm of the form that scores a query against a key.
 
     Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂. b_k adds a constant to each row and cancels in δ, Δ and p.
 
@@ -159,7 +159,7 @@ def bilinear_form_norm(
 
 
 def value_output_norm(output_weight: Tensor, value_weight: Tensor) -> Tensor:
-    """Υ_h = ‖W_o^h W_v^h‖₂, what a head does to an average of tokens; b_v passes through unchanged.
+    """Return Υ_h = ‖W_o^h W_v^h‖₂, the gain of a head on an average of tokens; b_v passes through unchanged.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has one matrix V for both.
 
@@ -180,7 +180,7 @@ def value_output_norm(output_weight: Tensor, value_weight: Tensor) -> Tensor:
 def paper_code_bilinear_norm(
     query_weight: Tensor, query_bias: Tensor | None, key_weight: Tensor, key_bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Γ as the paper's released code measures it: scale · ‖[W_q b_q]ᵀ [W_k b_k]‖₂.
+    """Return Γ as the paper's released code computes it: scale · ‖[W_q b_q]ᵀ [W_k b_k]‖₂.
 
     Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours leaves b_k out.
 
@@ -202,7 +202,7 @@ def paper_code_bilinear_norm(
 
 
 def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """‖[W b]‖₂, as the paper's released code measures V (W_v, without W_o), P (W_1) and R (W_2).
+    """Return ‖[W b]‖₂, as the paper's released code computes V (W_v, without W_o), P (W_1) and R (W_2).
 
     Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours leaves b out
     and takes W_o W_v for V.

@@ -1,4 +1,4 @@
-"""Statistics of one strip of scores: what is read off before the next strip takes its place."""
+"""Statistics of one strip of scores."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from semdiag.mathematics.score_strips import ScoreStrip
 
 
 def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor) -> dict[str, Tensor]:
-    """Read a strip's scores, which are used up by it.
+    """Compute a strip's statistics; this overwrites its scores.
 
     Args:
         strip: the scores.
@@ -17,9 +17,9 @@ def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load:
         load: (b, H, n) int64, the key loads, added to in place.
 
     Returns:
-        Per query, for :func:`finished`: ``keys``; ``top``, without K the largest score alone; ``minimum``, NaN if
-        any score is; ``largest_weight``; with K ``order`` (b, H, r, K) int32, the position of the key of each
-        rank; ``non_finite`` if there are such scores; with S_i what depends on it, else ``mean``, Σ p z.
+        Per query, for :func:`finished`: ``keys``; ``top``, for K = 0 just the largest score; ``minimum``, NaN if
+        any score is NaN; ``largest_weight``; for K > 0 ``order`` (b, H, r, K) int32, the position of the key of
+        each rank; ``non_finite`` if there are such scores; with S_i what depends on it, else ``mean``, Σ p z.
     """
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
@@ -34,10 +34,10 @@ def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load:
     found["largest_weight"] = largest.squeeze(-1)
     if selected is not None:
         found |= _selected(strip, selected, found["top"][..., 0], load)
-    # As large as can be instead of infinite: 0 · z must be 0 where a weight is 0.
+    # The largest finite number instead of infinity: 0 · z must be 0 for a weight of 0.
     strip.forbid_(torch.finfo(scores.dtype).max)
     found["minimum"] = scores.amin(-1)
-    finite = found["top"][..., 0].isfinite() & found["minimum"].isfinite()  # a NaN would be a minimum, too
+    finite = found["top"][..., 0].isfinite() & found["minimum"].isfinite()  # a NaN would also be the minimum
     if not bool((finite | (keys == 0)).all()):
         found["non_finite"] = (~scores.isfinite()).sum(-1)
     if selected is None:
@@ -47,10 +47,10 @@ def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load:
 
 
 def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]:
-    """Complete what strips said of their rows.
+    """Complete the statistics of all strips' rows.
 
     Args:
-        rows: as :func:`strip_statistics` returns them, without ``order``, of all queries (B, H, Lq).
+        rows: from :func:`strip_statistics`, without ``order``, of all queries (B, H, Lq).
         sinks: (H,) scores, nats; None means none.
 
     Returns:
@@ -58,7 +58,7 @@ def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]
     """
     keys, minimum = rows["keys"], rows["minimum"]
     none = keys == 0
-    # The smallest score is not a number if any is not, which the largest need not be.
+    # The smallest score is NaN if any score is; the largest need not be.
     maximum = torch.where(minimum.isnan(), minimum, rows["top"][..., 0])
     minimum = minimum.masked_fill(none, torch.inf)
     # The largest weight is 1 / Σ exp(z - max). Rows without keys have no weights.
@@ -78,12 +78,12 @@ def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]
 
 
 def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor) -> dict[str, Tensor]:
-    """What depends on S_i, where it is given (b, H, r, S); adds to load (b, H, n)."""
+    """Return the statistics that depend on a given S_i, (b, H, r, S); add to load (b, H, n)."""
     scores, present = strip.scores, selected >= 0
     counted = present if strip.counted is None else present & strip.counted
     places = selected.clamp(min=0).flatten(2)
     load.scatter_add_(-1, places, counted.flatten(2).to(torch.int64))
-    # Absent entries repeat the row's last position: repeating a key changes no maximum and no minimum.
+    # Absent entries repeat the row's last position: repeated keys change no maximum or minimum.
     index = torch.where(present, selected, selected.amax(-1, keepdim=True).clamp(min=0))
     some = present.any(-1)
     dropped = scores.scatter(-1, index, -torch.inf).amax(-1)
@@ -101,26 +101,26 @@ def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor
     }
 
 
-def _with_sinks(found: dict[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
-    """Let a sink of score s_h take part in the softmax of every row that has keys.
+def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
+    """Include a sink of score s_h in the softmax of every row that has keys.
 
     Args:
-        found: the statistics without them.
+        statistics: without sinks.
         sinks: (H,) scores, nats.
 
     Returns:
-        The same with other logsumexps and entropies.
+        The same with updated logsumexps and entropies.
     """
-    sink = sinks.to(found["maximum"].dtype)[:, None]
+    sink = sinks.to(statistics["maximum"].dtype)[:, None]
     joint = {
-        name: torch.where(found[name] == -torch.inf, -torch.inf, torch.logaddexp(found[name], sink))
+        name: torch.where(statistics[name] == -torch.inf, -torch.inf, torch.logaddexp(statistics[name], sink))
         for name in ("log_sum_exp", "kept_log_sum_exp")
     }
-    own, total = found["kept_log_sum_exp"], joint["kept_log_sum_exp"]
-    mean = (own - total).exp() * (own - found["entropy"]) + (sink - total).exp() * sink
-    return found | joint | {"entropy": nan_where(found["kept"] == 0, (total - mean).clamp(min=0))}
+    own, total = statistics["kept_log_sum_exp"], joint["kept_log_sum_exp"]
+    mean = (own - total).exp() * (own - statistics["entropy"]) + (sink - total).exp() * sink
+    return statistics | joint | {"entropy": nan_where(statistics["kept"] == 0, (total - mean).clamp(min=0))}
 
 
 def nan_where(condition: Tensor, values: Tensor) -> Tensor:
-    """Return the values with NaN where the condition holds."""
+    """Return values with NaN where the condition holds."""
     return values.masked_fill(condition, torch.nan)

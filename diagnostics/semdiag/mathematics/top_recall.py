@@ -10,22 +10,22 @@ _STRIP = 2**20  # scores held at a time
 def top_recall(
     q: Tensor, k: Tensor, scale: float, selected: Tensor, top: int, allowed: Tensor | None = None
 ) -> Tensor:
-    """Recall of the true top-k: |S_i ∩ T_i| / |T_i|, T_i the keys of the largest scores of query i.
+    """Return the recall of the true top-k: |S_i ∩ T_i| / |T_i|, T_i the keys of the largest scores of query i.
 
-    T_i are ``top`` keys, or all allowed ones if there are fewer. Ties are broken somehow.
+    T_i are ``top`` keys, or all allowed ones if there are fewer. Ties are broken arbitrarily.
 
     Source: docs/theory.md#hashes-and-clusters; not in the paper. Deviation: none.
 
     Args:
         q: queries (B, H, L, D).
         k: keys (B, H, Lk, D).
-        scale: factor on the scores; a negative one asks for the smallest products.
+        scale: factor on the scores; a negative one ranks by the smallest products.
         selected: (B, H, L, K) int64 positions of S_i, distinct in a row, -1 for none.
-        top: how many of the largest scores are looked for, at least 1.
+        top: size of T_i, at least 1.
         allowed: bool, broadcastable to (B, H, L, Lk); None means every key.
 
     Returns:
-        (B, H, L) in [0, 1], of q's dtype: 0 for a query that keeps nothing, NaN where no key is allowed.
+        (B, H, L) in [0, 1], of q's dtype: 0 for a query that keeps nothing, NaN if no key is allowed.
 
     Example:
         >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([[[[4.0], [1.0], [3.0]]]])
@@ -44,6 +44,6 @@ def top_recall(
         kept.scatter_(-1, chosen.where(chosen >= 0, scores.shape[-1]), True)
         best = scores.topk(top, -1)
         wanted = best.values > -torch.inf
-        found = (kept.gather(-1, best.indices) & wanted).sum(-1)
-        parts.append(found.to(q.dtype) / wanted.sum(-1))
+        hits = (kept.gather(-1, best.indices) & wanted).sum(-1)
+        parts.append(hits.to(q.dtype) / wanted.sum(-1))
     return torch.cat(parts)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from semdiag.mathematics.score_strips import Scores, ScoreStrip
 
-_MOST = 2**19  # numbers of truncated outputs held at a time: they stay near the processor
+_MOST = 2**19  # numbers of truncated outputs held at a time, to stay in the CPU cache
 
 
 @dataclass(frozen=True, eq=False)
 class Truncations:
-    """What truncation at each of n values of k changes, and the weight beside the first key.
+    """The effect of truncation at each of n values of k, and the weight on keys other than the first.
 
     Attributes:
         change: (B, H, R, n), ‖o(k) − o‖.
@@ -40,34 +40,34 @@ def truncations(
     sinks: Tensor | None = None,
     projection: Tensor | None = None,
 ) -> Truncations:
-    """Work out how each query's output changes if it keeps its k largest scores.
+    """Compute how each query's output changes if it keeps its k largest scores.
 
     o(k) − o = τ (μ_kept − μ_dropped), with τ the weight that is dropped, and μ the means of the values over kept
     and dropped keys by their weights. A sink counts as a kept key of value 0.
 
-    Source: docs/theory.md#truncation; not in the paper. Deviation: worked out as μ_kept − o, which is the same.
+    Source: docs/theory.md#truncation; not in the paper. Deviation: computed as μ_kept − o, which is equal.
 
     Args:
-        scores: of R queries (those at its places, if it has some), in float32 or float64.
+        scores: of R queries (those at its ``places``, if given), in float32 or float64.
         values: (B, Hk, Lk, D); Hk divides H.
-        largest: the largest scores of each row in falling order (B, H, R, ≥ K), -inf beyond the number of keys,
+        largest: the largest scores of each row in descending order (B, H, R, ≥ K), -inf beyond the number of keys,
             and the positions of their keys (B, H, R, K).
-        log_sum_exp: (B, H, R), of each row, the sink included.
-        ks: rising, from 1 to K.
+        log_sum_exp: (B, H, R), of each row, including the sink.
+        ks: ascending, from 1 to K.
         first: (B, H), position of the first key.
         sinks: (H,) one more logit per head in the softmax's denominator, without a value; None means none.
-        projection: (H, D, d), of each head's output into the residual stream; None: left out.
+        projection: (H, D, d), of each head's output into the residual stream; None means none.
 
     Returns:
-        Norms. Where a row has at most k keys nothing is dropped, and the change is rounding; NaN of rows without
+        Norms. If a row has at most k keys, nothing is dropped, and the change is rounding; NaN for rows without
         keys.
 
     Example:
         >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])  # weights of 1/2 each
         >>> scores = Scores(one, torch.zeros(1, 1, 2, 1), 1.0)
         >>> top = torch.zeros(1, 1, 1, 2), torch.tensor([[[[0, 1]]]])
-        >>> found = truncations(scores, two, top, torch.tensor([[[2.0]]]).log(), [1], torch.tensor([[0]]))
-        >>> round(found.change.item(), 5), round(found.size.item(), 5)  # 1/2 · (1 − 3), and their mean, 2
+        >>> truncated = truncations(scores, two, top, torch.tensor([[[2.0]]]).log(), [1], torch.tensor([[0]]))
+        >>> round(truncated.change.item(), 5), round(truncated.size.item(), 5)  # 1/2 · (1 − 3), and their mean, 2
         (1.0, 2.0)
     """
     values = values.to(log_sum_exp.dtype)
@@ -95,7 +95,7 @@ def truncations(
 
 
 def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Sums over the k largest scores: of weights times values (b, h, r, n, D), and of weights (b, h, r, n)."""
+    """Sum weights times values (b, h, r, n, D), and weights (b, h, r, n), over the k largest scores."""
     batch, heads, _, count = weights.shape
     key_heads, length = values.shape[1:3]
     head = torch.arange(heads, device=values.device) // (heads // key_heads)
@@ -111,14 +111,14 @@ def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) ->
 
 
 def _besides(strip: ScoreStrip, first: Tensor) -> Tensor:
-    """Return ln Σ exp(z) over a strip's keys but the first, (b, h, r); forbids what is forbidden in the strip."""
+    """Return ln Σ exp(z) over a strip's keys except the first, (b, h, r); forbidden keys get -inf in the strip."""
     strip.forbid_(-torch.inf)
     keys = torch.arange(strip.scores.shape[3], device=first.device)
     return strip.scores.masked_fill(keys == first[..., None, None], -torch.inf).logsumexp(-1)
 
 
 def _whole(strip: ScoreStrip, log_sum: Tensor, values: Tensor, sink: Tensor) -> Tensor:
-    """Return the output over all keys, (b, h, r, D); uses a strip up whose forbidden scores are -inf."""
+    """Return the output over all keys, (b, h, r, D); overwrites a strip whose forbidden scores are -inf."""
     weights = strip.scores.sub_(log_sum[..., None]).exp_()
     batch, heads, rows, seen = weights.shape
     sums = weights.view(batch, values.shape[1], -1, seen) @ values[:, :, :seen]

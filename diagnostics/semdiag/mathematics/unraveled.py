@@ -1,4 +1,4 @@
-"""Places in a tensor, from places in it laid flat."""
+"""Multi-dimensional indices from flat ones."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 def unraveled(flat: Tensor, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """``torch.unravel_index`` without its checks of the arguments, which import sympy: half a second.
+    """Return ``torch.unravel_index`` without its argument checks, which import sympy (half a second).
 
     Args:
         flat: (N,) int64 on CPU, in [0, product of ``shape``).
         shape: of the tensor.
-        device: of what is returned.
+        device: of the result.
 
     Returns:
         For each dimension (N,) int64.
 
     Raises:
-        ValueError: if a place is outside the tensor.
+        ValueError: if an index is outside the tensor.
 
     Example:
         >>> unraveled(torch.tensor([0, 5]), (2, 3), torch.device("cpu"))

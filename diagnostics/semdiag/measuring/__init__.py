@@ -1,1 +1,1 @@
-"""Calls become tables: what every measurement has, and what all questions ask of the tables."""
+"""Turn attention calls into tables; what all questions ask of the tables."""

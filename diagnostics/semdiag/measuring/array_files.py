@@ -1,4 +1,4 @@
-"""Named arrays in files: npz, safetensors, parquet. What is not asked for is not read."""
+"""Read named arrays from files (npz, safetensors, parquet); arrays that are not requested are not read."""
 
 import json
 import math
@@ -26,7 +26,7 @@ _TYPES = {
 
 
 def read_arrays(path: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Read the arrays of some names from a file.
+    """Read named arrays from a file.
 
     Args:
         path: ``.npz``; ``.safetensors``; or ``.parquet`` with columns of numbers, or of lists of numbers of the
@@ -37,16 +37,16 @@ def read_arrays(path: Path, names: Collection[str]) -> dict[str, Tensor]:
         Tensors by name.
 
     Raises:
-        InputError: if the file is missing, damaged, of another kind, or more than fits into memory.
+        InputError: if the file is missing, damaged, of another kind, or does not fit into memory.
     """
     readers = {".npz": _npz, ".safetensors": _safetensors, ".parquet": _parquet}
     if path.suffix not in readers:
-        raise InputError(f"Arrays come as .npz, .safetensors or .parquet. Got {path.name}.")
+        raise InputError(f"Arrays must be in .npz, .safetensors or .parquet files. Got {path.name}.")
     try:
         return readers[path.suffix](path, names)
     except InputError:
         raise
-    except Exception as error:  # on damaged files readers raise whatever they stumble over
+    except Exception as error:  # on damaged files readers raise anything
         reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
         raise InputError(f"{path} cannot be read as arrays of numbers ({reason}).") from None
 
@@ -54,7 +54,9 @@ def read_arrays(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 def _npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
     with open_file(path) as file:
         if not zipfile.is_zipfile(file):
-            raise InputError(f"{path} is no archive of arrays. Write one with: numpy.savez(FILE, indices=ARRAY).")
+            raise InputError(
+                f"{path} is not an archive of arrays. Write one with: numpy.savez(FILE, indices=ARRAY)."
+            )
         file.seek(0)
         content = np.load(file, allow_pickle=False)
         stored = content.zip.namelist()
@@ -64,20 +66,20 @@ def _npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
             if name in names
         }
         require_memory(sum(member.file_size for member in members.values()), f"{path}, unpacked,")
-        found = {}
+        arrays = {}
         for name, member in members.items():
             check_member(path, member)
             with content.zip.open(member) as array:
                 check_header(path, array)
-            found[name] = array_tensor(path, content[name])
-        return found
+            arrays[name] = array_tensor(path, content[name])
+        return arrays
 
 
 def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
     with open_file(path) as file:
         size = int.from_bytes(file.read(8), "little")
         if not 0 < size <= _LARGEST_HEADER:
-            raise InputError(f"{path} is no safetensors file: its header would have {size:,} bytes.")
+            raise InputError(f"{path} is not a safetensors file: its header would have {size:,} bytes.")
         header = json.loads(file.read(size))
         return {
             name: _stored(path, file, 8 + size, header[name])
@@ -87,33 +89,33 @@ def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def _stored(path: Path, file: BufferedReader, offset: int, entry: Any) -> Tensor:
-    """One tensor of a safetensors file."""
+    """Read one tensor of a safetensors file."""
     kind, shape, (begin, end) = _TYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
     if kind is None:
         raise InputError(f"{path} holds numbers of type {str(entry['dtype'])[:20]}; known: {', '.join(_TYPES)}.")
     whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     if not whole or len(shape) > 16 or end - begin != math.prod(shape) * kind.itemsize:
-        raise InputError(f"{path} is damaged: a tensor is not as large as its shape says.")
+        raise InputError(f"{path} is damaged: a tensor's size does not match its shape.")
     require_memory(end - begin, f"{path}: a tensor of shape {tuple(shape)}")
     file.seek(offset + begin)
     data = bytearray(file.read(end - begin))
     if len(data) != end - begin:
-        raise InputError(f"{path} is damaged: it ends within a tensor.")
+        raise InputError(f"{path} is damaged: it ends inside a tensor.")
     return torch.frombuffer(data, dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
 
 
 def _parquet(path: Path, names: Collection[str]) -> dict[str, Tensor]:
-    import pyarrow as pa  # what measures one model must not need it
+    import pyarrow as pa  # slow to import; not needed to measure one model
     import pyarrow.parquet as pq
 
-    # From memory: threads that wait for Python to read from a file end the process if it is damaged and we leave.
+    # Read from memory: on a damaged file, threads that wait for Python file reads would end the process.
     with open_file(path) as stored, pa.BufferReader(stored.read()) as file:
         whole = pq.ParquetFile(file)
         known, wanted = whole.metadata, [name for name in whole.schema_arrow.names if name in names]
         places = [c for c in range(known.num_columns) if known.schema.column(c).path.split(".")[0] in wanted]
         size = 0
         for group in range(known.num_row_groups):
-            # To look at a damaged column's description ends the process; to read a row of it raises an exception.
+            # Reading a row of a damaged column raises an exception; reading its metadata ends the process.
             next(whole.iter_batches(batch_size=1, row_groups=[group], columns=wanted, use_threads=False), None)
             parts = [known.row_group(group).column(c) for c in places]
             size += sum(max(16 * part.num_values, part.total_uncompressed_size) for part in parts)
@@ -123,7 +125,7 @@ def _parquet(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def _stacked(path: Path, column: Any) -> "np.ndarray[Any, Any]":
-    """A column as an array: of numbers, or of lists of the same length."""
+    """Convert a column of numbers, or of lists of equal length, to an array."""
     values = column.to_numpy() if hasattr(column, "to_numpy") else np.asarray(column)
     if values.dtype != object:
         return np.ascontiguousarray(values)

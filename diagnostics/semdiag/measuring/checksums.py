@@ -1,4 +1,4 @@
-"""Checksums that tell whether saved files were changed."""
+"""Checksums that show whether saved files have changed."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -10,33 +10,28 @@ SUMS = "SHA256SUMS"
 
 
 def write_sums(folder: Path, names: Collection[str]) -> None:
-    """Write the SHA-256 of files to ``SHA256SUMS`` beside them, as ``sha256sum`` does and ``sha256sum -c`` checks.
-
-    Args:
-        folder: where they lie.
-        names: of the files.
-    """
+    """Write the SHA-256 of files to ``SHA256SUMS`` beside them; ``sha256sum -c`` can check it."""
     lines = [f"{sha256(folder / name)}  {name}\n" for name in sorted(names)]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def check_sums(folder: Path, names: Collection[str]) -> None:
-    """Refuse files that are no longer those of which :func:`write_sums` wrote; nothing if it never did.
+    """Refuse files that differ from those that :func:`write_sums` saw; without its file, check nothing.
 
     Args:
-        folder: where they lie.
+        folder: of the files.
         names: of all files that are read there.
 
     Raises:
-        InputError: if one was changed, is missing, or was added.
+        InputError: if one has changed, is missing, or was added.
     """
-    if not (folder / SUMS).exists():  # saved by a version before them
+    if not (folder / SUMS).exists():  # saved by an older version
         return
     lines = read_bytes(folder / SUMS, MEBIBYTE).decode("utf-8", errors="replace").splitlines()
-    said = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    for name in sorted({*said, *names}):
-        if name not in names or name not in said or sha256(folder / name) != said[name]:
+    recorded = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    for name in sorted({*recorded, *names}):
+        if name not in names or name not in recorded or sha256(folder / name) != recorded[name]:
             raise InputError(
-                f"{folder / name} is not what was saved, says {SUMS} beside it: it is damaged, gone or changed. "
-                f"Restore it from a copy, or remove {SUMS} if the change was meant."
+                f"{folder / name} differs from what {SUMS} beside it recorded: it is damaged, missing or changed. "
+                f"Restore it from a copy, or remove {SUMS} if the change is intended."
             )

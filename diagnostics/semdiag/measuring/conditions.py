@@ -1,4 +1,4 @@
-"""Under which conditions models are measured."""
+"""The conditions under which models are measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,41 +20,41 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-HALF = "bfloat16", "float16"  # of models from elsewhere alone; their scores are read in float32
+HALF = "bfloat16", "float16"  # for external models only; their scores are computed in float32
 
 _MOST = 10**9  # of samples, in a batch or in all
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which every model of a survey is measured.
+    """The conditions under which every model of a survey is measured.
 
     Raises:
-        InputError: if a value is illegal.
-        TypeError: if a plan is of no probe, or two are of the same.
+        InputError: if a value is invalid.
+        TypeError: if a plan belongs to no probe, or two plans have the same type.
     """
 
-    inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
+    inputs: Path | None = None  # token ids, or text (.txt); None means each checkpoint's own held-out samples
     samples: int = 500  # of the default inputs, of inputs of unknown length, and windows of a text
-    first: int | None = None  # samples of inputs that are given, or came with a model; None: all of them
+    first: int | None = None  # samples of given inputs, or of those that came with a model; None means all
     batch_size: int = 100
     device: str = "auto"
     dtype: str = "auto"  # or a key of DTYPES; see decided()
     seed: int = 0  # of fresh samples and of resampling
     min_keys: int = 1  # queries with fewer keys are left out
-    queries: int | None = None  # drawn per sample and head of the longest sequence; None: all
-    max_queries: int = MAX_QUERIES  # of a model, kept row by row
-    k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
-    k_lowers: bool = False  # whether a k above the length of the inputs becomes that: of a default
-    config: dict[str, Any] | None = None  # of checkpoints of the paper's code
-    head: str = "auto"  # of Hugging Face models: that of their configuration, or none
-    texts: TextOptions = AS_THEY_ARE  # of models from elsewhere: how texts become inputs
-    encoders_only: bool = False  # whether models of which the attention alone is known are refused
-    probe_samples: int | None = None  # inputs of the probes that run a model many times; None: all
-    plans: tuple[Any, ...] = ()  # what is measured besides: of the types in the registry of probes
+    queries: int | None = None  # drawn per sample and head of the longest sequence; None means all
+    max_queries: int = MAX_QUERIES  # rows kept per model
+    k: tuple[int, ...] = ()  # counterfactual heavy hitters, for models with full attention
+    k_lowers: bool = False  # whether a k above the inputs' length is lowered to it, as for a default
+    config: dict[str, Any] | None = None  # for checkpoints of the paper's code
+    head: str = "auto"  # of Hugging Face models: as configured, or none
+    texts: TextOptions = AS_THEY_ARE  # for external models: how texts become inputs
+    encoders_only: bool = False  # whether external models are refused
+    probe_samples: int | None = None  # samples for probes that run a model many times; None means all
+    plans: tuple[Any, ...] = ()  # further measurements; each has the type of a registered probe's plan
 
     def __post_init__(self) -> None:
-        QueryDraws(self.queries, self.seed)  # which refuses too few
+        QueryDraws(self.queries, self.seed)  # refuses too few
         for name in ("samples", "batch_size", "min_keys", "max_queries"):
             least = LEAST_MAX_QUERIES if name == "max_queries" else 1
             if getattr(self, name) < least:
@@ -67,30 +67,24 @@ class Conditions:
             raise InputError(f"dtype must be auto, {', '.join(DTYPES)}. Got {self.dtype!r}.")
         for plan in self.plans:
             if type(plan) not in probes():
-                raise TypeError(f"Plans are {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
+                raise TypeError(f"Plans must be {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
         kinds = [type(plan) for plan in self.plans]
         twice = [kind.__name__ for kind in kinds if kinds.count(kind) > 1]
-        if twice:  # the tables of the later would replace those of the earlier
+        if twice:  # the later one's tables would replace the earlier one's
             raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
 
     def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
-        """Decide what ``auto`` means, one dtype for all models.
+        """Replace ``auto`` by one dtype for all models.
 
-        In float32 the smallest of many separations, and which of two nearly equal scores is kept, are the
-        processor's rounding. So it is float64, where every model is an encoder (of which large ones are rare);
-        of other models it is float32, and on mps, which knows nothing else.
-
-        Args:
-            models: that will be measured.
-            device: where.
+        In float32, rounding decides the smallest of many separations, and which of two nearly equal scores is
+        kept. So it is float64 if every model is an encoder of semdiag (large ones are rare); with other models,
+        and on mps, which has no float64, it is float32.
 
         Returns:
             The conditions with a key of ``DTYPES`` as dtype.
         """
         if self.dtype in HALF and (own := [model.path for model in models if not model.external]):
-            raise InputError(
-                f"dtype {self.dtype} is for models from elsewhere, and {own[0]} is an encoder of ours."
-            )
+            raise InputError(f"dtype {self.dtype} is for external models, but {own[0]} is an encoder of semdiag.")
         if self.dtype != "auto":
             return self
         single = device.type == "mps" or any(model.external for model in models)

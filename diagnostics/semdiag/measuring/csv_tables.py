@@ -1,4 +1,4 @@
-"""Tables as CSV; a spreadsheet shows their texts and never runs them as formulas."""
+"""Write tables as CSV, so that a spreadsheet shows their texts and never runs them as formulas."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from semdiag_models.plain_text import csv_cell, from_csv_cell
 
 
 def csv_text(table: pd.DataFrame, header: bool = True) -> str:
-    """A table as the text of a CSV file; see :func:`~semdiag_models.plain_text.csv_cell`.
+    """Return a table as CSV text; see :func:`~semdiag_models.plain_text.csv_cell`.
 
     Args:
-        table: any; numbers are written as they are, infinite and negative ones, too.
-        header: whether the columns' names stand in front.
+        table: any; numbers are written unchanged, including infinite and negative ones.
+        header: whether to write the columns' names first.
 
     Example:
         >>> print(csv_text(pd.DataFrame({"model": ["=1+1", "-0.5"], "size": [-1.5, float("-inf")]})), end="")
@@ -24,7 +24,7 @@ def csv_text(table: pd.DataFrame, header: bool = True) -> str:
 
 
 def from_csv_table(table: pd.DataFrame) -> pd.DataFrame:
-    """A table as it was before :func:`csv_text`, when pandas has read the file; escapes stay escapes.
+    """Undo :func:`csv_text` after pandas has read the file; escapes stay escapes.
 
     Args:
         table: from :func:`pandas.read_csv`.

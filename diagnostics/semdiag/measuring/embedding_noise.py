@@ -1,4 +1,4 @@
-"""Where noise can enter an external model, behind its embedding of tokens or patches, and what it reaches."""
+"""Add noise to an external model after its embedding of tokens or patches, and find what it reaches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,35 +12,32 @@ from semdiag.capturing.batches import Batch, samples_of
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.token_tables import TokenTables, named_embedding, token_ids
 
-_ROUNDING = 16  # units in the last place of the largest entry: the same sums in another order
+_ROUNDING = 16  # units in the last place of the largest entry, for reordered sums
 
 
 @contextmanager
 def noisy_embeddings(
     model: nn.Module, batch: Batch, samples: int, add_noise: Callable[[Tensor, int], None]
 ) -> Iterator[None]:
-    """Make the copies in a batch of [clean samples; copies of them] noisy, behind the embedding of its tokens.
+    """Add noise to the copies in a batch of [clean samples; their copies], after the embedding of its tokens.
 
-    Noise enters behind every ``nn.Embedding`` in whose table the batch's token ids are looked up (encoder and
-    decoder may each do it), and behind what the model itself names as its embedding, like that of patches.
+    Noise enters after every ``nn.Embedding`` in whose table the batch's token ids are looked up (encoder and
+    decoder may each do so), and after the module that the model names as its embedding, such as that of patches.
 
     Args:
-        model: its embeddings get a hook, removed when the context is left by whatever way.
-        batch: what the model is called with inside the context, the very tensors.
-        samples: clean samples at the head of the batch.
-        add_noise: called with the embedded copies, (B, …, d), which it changes, and how often it was before.
-
-    Yields:
-        Nothing.
+        model: its embeddings get a hook, which is removed however the context is left.
+        batch: the very tensors with which the model is called inside the context.
+        samples: number of clean samples at the start of the batch.
+        add_noise: called with the embedded copies, (B, …, d), which it changes, and the number of earlier calls.
 
     Raises:
-        NotAvailableError: if the model has no embedding, or none that looks up the tokens or
-            returns an activation per sample.
+        NotAvailableError: if the model has no embedding, or none that looks up the tokens or returns an activation
+            per sample.
     """
     tables, named, whole = TokenTables(token_ids(batch)), named_embedding(model), samples_of(batch)
     places = [part for part in model.modules() if isinstance(part, nn.Embedding) or part is named]
     if not places:
-        raise NotAvailableError("no embedding of tokens was found in it, behind which noise could be added")
+        raise NotAvailableError("it has no token embedding after which noise could be added")
     times = 0
 
     def perturb(module: nn.Module, inputs: object, output: object) -> object:
@@ -50,7 +47,7 @@ def noisy_embeddings(
             axis = tables.axis(module.weight)
             axis = 0 if axis is None and own else axis
         else:
-            axis = None if times else 0  # the embedding of tokens may be a part of it
+            axis = None if times else 0  # it may contain the token embedding
         if axis is None or not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         if output.ndim <= axis + 1 or output.shape[axis] != whole:
@@ -67,13 +64,13 @@ def noisy_embeddings(
         yield
     if not times:
         raise NotAvailableError(
-            "none of its embeddings looks up the tokens of its inputs, or has an activation for each sample"
+            "none of its embeddings looks up the input tokens, or returns an activation per sample"
         )
 
 
 _NUMBERS = (
-    "its scores are known as numbers alone: something is done to the products of queries and keys that is not "
-    "followed (clamping, ReLU, squares, mixed heads), so how noise moves them cannot be bounded"
+    "its scores are known only as numbers: the products of queries and keys pass through an operation that is not "
+    "followed (clamping, ReLU, squares, mixed heads), so their change under noise cannot be bounded"
 )
 
 
@@ -84,7 +81,7 @@ class Reach:
     Attributes:
         modules: by layer, the module that attends.
         reached: layers.
-        numbers: layers whose scores are known as numbers alone: they stand in the bias, and queries are 0.
+        numbers: layers whose scores are known only as numbers: they are in the bias, and queries are 0.
     """
 
     modules: dict[int, str] = field(default_factory=dict)
@@ -96,7 +93,7 @@ class Reach:
 
         Args:
             call: over a batch of [clean; copies].
-            samples: clean ones.
+            samples: number of clean ones.
         """
         self.modules[call.layer] = call.module
         if call.layer not in self.reached and any(_moved(values, samples) for values in (call.q, call.k)):
@@ -105,11 +102,11 @@ class Reach:
             self.numbers.add(call.layer)
 
     def left_out(self, name: str, note: Callable[[str, str, str], None]) -> set[int]:
-        """The layers that the noise does not reach: what does not move says nothing about stability.
+        """Return the layers that the noise does not reach, which say nothing about stability.
 
         Args:
             name: of what is measured.
-            note: called with what is not available, why, and where, if it reaches some alone.
+            note: called with what is not available, why, and where, if the noise reaches only some layers.
 
         Returns:
             The layers.
@@ -122,9 +119,9 @@ class Reach:
             raise NotAvailableError(
                 _NUMBERS
                 if out <= self.numbers
-                else "noise behind its embedding moves no queries or keys of its attention beyond rounding"
+                else "noise after its embedding changes no queries or keys of its attention beyond rounding"
             )
-        still = "noise behind the embedding moves no query or key there beyond rounding"
+        still = "noise after the embedding changes no query or key there beyond rounding"
         for layers, why in ((out & self.numbers, _NUMBERS), (out - self.numbers, still)):
             if layers:
                 note(name, why, ", ".join(dict.fromkeys(self.modules[n] or "the model" for n in sorted(layers))))
@@ -132,7 +129,7 @@ class Reach:
 
 
 def _moved(values: Tensor, samples: int) -> bool:
-    """Whether a copy differs from its clean sample by more than rounding; NaN is ignored."""
+    """Return whether a copy differs from its clean sample by more than rounding; NaN is ignored."""
     copies = values[samples:].reshape(-1, *values[:samples].shape)
     change = (copies - values[:samples]).abs().nan_to_num(0.0, torch.inf)
     size = values[:samples].abs().nan_to_num(0.0, 0.0)

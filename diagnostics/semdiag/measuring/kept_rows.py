@@ -1,4 +1,4 @@
-"""Rows of a table that grows without limit: all of them up to a number, from there on a sketch and a sample."""
+"""Rows of a table without a size limit: all up to a number; beyond it, a sketch and a sample."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +29,17 @@ SKETCHES = Table(
 
 
 class Sketch:
-    """A stream of numbers: exact count, mean and extremes; quantiles within an error in rank.
+    """A summary of a stream of numbers: exact count, mean and extremes; quantiles up to an error in rank.
 
-    Source: KLL sketch (Karnin, Lang, Liberty 2016), of the library datasketches. Its random bits cannot be
-    seeded: a quantile may differ from one run to the next, within the error. Where the library is not installed
-    (pip has none for Python 3.14) quantiles are those of a sample of the numbers.
+    Source: KLL sketch (Karnin, Lang, Liberty 2016), from the library datasketches. Its random bits cannot be
+        seeded, so
+    a quantile may differ from run to run, within the error. Without the library (pip has none for Python 3.14),
+    quantiles are those of a sample of the numbers.
     """
 
     def __init__(self) -> None:
         try:
-            from datasketches import kll_doubles_sketch  # takes a tenth of a second, and few need it
+            from datasketches import kll_doubles_sketch  # takes a tenth of a second; rarely needed
         except ImportError:
             self._quantiles: Any = None
         else:
@@ -64,11 +65,7 @@ class Sketch:
         self._not_positive += int((finite <= 0).sum())
 
     def merge(self, other: "Sketch") -> None:
-        """Merge another one.
-
-        Args:
-            other: stays as it is.
-        """
+        """Merge another sketch into this one."""
         if self._quantiles is not None:
             self._quantiles.merge(other._quantiles)
         self._finite += other._finite
@@ -78,10 +75,10 @@ class Sketch:
         self._not_positive += other._not_positive
 
     def percentiles(self, sample: Callable[[], np.ndarray]) -> dict[str, float | int]:
-        """As :func:`~semdiag.measuring.percentiles.percentiles`, and the error in rank.
+        """Return :func:`~semdiag.measuring.percentiles.percentiles` of all numbers, and the error in rank.
 
         Args:
-            sample: gives numbers drawn of all, each with the same chance; called without datasketches only.
+            sample: returns numbers drawn from all with equal probability; called only without datasketches.
         """
         levels = [p / 100 for p in PERCENTILES[1:-1]]
         cuts, error = [math.nan] * len(levels), 1.0
@@ -105,20 +102,20 @@ class Sketch:
 
 
 class KeptRows:
-    """Rows that come in parts: columns of the same length, with the layer the same in a part.
+    """Rows that arrive in parts: columns of equal length, all of one layer.
 
-    Beyond the limit every quantity is sketched, by layer and head, and of the rows a random sample is kept, each
-    with the same chance: a half of them, a quarter, … of all.
+    Beyond the limit, every quantity is sketched by layer and head, and a random sample of the rows is kept: a
+    half, a quarter, … of all, each row with the same probability.
 
     Args:
-        limit: rows that are kept at most.
-        places: columns that say where a row belongs: all others are quantities.
+        limit: largest number of rows to keep.
+        places: columns that identify a row; all others are quantities.
         seed: of the sample.
     """
 
     def __init__(self, limit: int, places: Sequence[str], seed: int = 0) -> None:
         self.parts: list[dict[str, np.ndarray]] = []
-        self.share = 1.0  # the chance of a row to be kept
+        self.share = 1.0  # probability that a row is kept
         self._limit, self._places, self._rows = limit, places, 0
         self._rng = np.random.default_rng(seed)
         self._sketches: dict[tuple[str, int, int], Sketch] = {}
@@ -160,20 +157,20 @@ class KeptRows:
                 self._sketches.setdefault(place, Sketch()).add(values)
 
     def sketched(self) -> Iterator[dict[str, Any]]:
-        """Rows of the table ``sketches``: each layer and head, each layer, all together; none below the limit."""
+        """Yield rows of the table ``sketches``: by layer and head, by layer, and pooled; none below the limit."""
         pooled: dict[tuple[str, int, int], Sketch] = {}
         for (name, layer, head), sketch in self._sketches.items():
             for place in ((name, layer, head), (name, layer, ALL), (name, ALL, ALL)):
                 pooled.setdefault(place, Sketch()).merge(sketch)
         for (name, layer, head), sketch in sorted(pooled.items(), key=lambda item: item[0]):
-            found = sketch.percentiles(partial(self._sample, name, layer, head))
-            yield {"quantity": name, "layer": layer, "head": head, **found}
+            cuts = sketch.percentiles(partial(self._sample, name, layer, head))
+            yield {"quantity": name, "layer": layer, "head": head, **cuts}
 
     def _sample(self, name: str, layer: int, head: int) -> np.ndarray:
-        """The finite numbers of a quantity among the rows that are kept."""
-        found = [np.empty(0)]
+        """Return the finite numbers of a quantity among the kept rows."""
+        numbers = [np.empty(0)]
         for part in self.parts:
             if len(part["layer"]) and layer in (ALL, part["layer"][0]):
                 values = part[name] if head == ALL else part[name][part["head"] == head]
-                found.append(values[np.isfinite(values)].astype(np.float64))
-        return np.concatenate(found)
+                numbers.append(values[np.isfinite(values)].astype(np.float64))
+        return np.concatenate(numbers)

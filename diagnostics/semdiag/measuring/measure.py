@@ -1,4 +1,4 @@
-"""Running a model over inputs and reducing its attention to measurements."""
+"""Run a model over inputs and reduce its attention to measurements."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -54,44 +54,44 @@ def measure(
 ) -> Measurements:
     """Measure dispersion, separation and key load of every query of every attention layer, of any model.
 
-    The model is not changed: it runs without gradients in evaluation mode, and every module's mode is restored.
-    It is copied only if it has to be moved or converted.
+    The model is not changed: it runs without gradients in evaluation mode, and every module's mode is restored. It
+    is copied only if it must be moved or converted.
 
     Args:
-        model: from :func:`semdiag.load`, or any module of one's own.
+        model: from :func:`semdiag.load`, or any module of your own.
         batches: what the model is called with: a tensor, a dictionary of keyword arguments or a tuple of
             positional ones; or an iterable of them, which is read one batch at a time. One tensor or dictionary
             is cut into batches.
         labels: (N,) classes, for the accuracy of semdiag's own models; refused for others, whose outputs are not
-            read here; None if unknown.
-        queries: how many are drawn per sample and head of the longest sequence, and of all others the same share;
-            None: every query is looked at. Every query has the same chance, so that plain means and percentiles
-            are estimates; of those not drawn no score is worked out. Extremes and key loads are those of the
-            drawn queries. How long the longest is token ids say themselves; on other inputs the model is run once
-            more, to see it. Of an iterator the first batch says it: a remark tells how many are drawn of a longer.
-        real: (N, L) bool over all samples, false for padding. By default read from the usual arguments
-            (``attention_mask``, ``key_padding_mask``, …); padded queries are left out. A remark says of which
-            attention it is none.
+            read here. None if unknown.
+        queries: how many are drawn per sample and head of the longest sequence, and the same fraction of all
+            others. None means all. Every query has the same probability, so plain means and percentiles are
+            estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Token
+            ids tell the longest length; on other inputs the model runs once more to find it. Of an iterator, the
+            first batch decides, and a remark says how many are drawn of a longer sequence.
+        real: (N, L) bool over all samples, false for padding; padded queries are left out. By default it is read
+            from the usual arguments (``attention_mask``, ``key_padding_mask``, …). A remark names attention that
+            it does not fit.
         inputs: where the inputs come from, for the report.
-        k: counterfactual numbers of heavy hitters, one or several; their columns are added for every query. Of
-            several, those that exceed the number of keys are left out, with a remark.
+        k: counterfactual numbers of heavy hitters, one or several; each adds columns for every query. Of several,
+            those above the number of keys are left out, with a remark.
         batch_size: samples at a time, if ``batches`` is one tensor or dictionary.
-        samples: the first so many samples are measured, and no batch after them is read; None: all.
-        device: where to run; None: where the model is.
-        dtype: of the model and of the scores: float32 or float64; None: the model's own.
-        seed: of the queries that are drawn.
+        samples: measure only the first so many samples, and read no batch after them; None means all.
+        device: where to run; None means where the model is.
+        dtype: of the model and of the scores, float32 or float64; None means the model's own.
+        seed: of the drawn queries.
         min_keys: queries with fewer keys are left out.
-        max_queries: rows kept of the tables of queries and of loads. With more, the table ``sketches`` holds exact
-            numbers, means and extremes and close percentiles, and of the rows a sample is kept.
+        max_queries: rows kept in the tables of queries and of loads. Beyond it, a sample of the rows is kept, and
+            the table ``sketches`` has exact counts, means and extremes, and close percentiles.
         after_batch: called with the number of samples of each finished batch.
 
     Returns:
         Measurements of this one model.
 
     Raises:
-        InputError: if an argument is illegal, ``real`` fits the queries of no attention, there is no sample or
-            nothing but PAD, no query has enough keys, the model cannot be run on the inputs or has no attention
-            that can be captured, or no k is in 1 … length.
+        InputError: if an argument is invalid, ``real`` fits no attention, there is no sample or nothing but PAD,
+            no query has enough keys, the model cannot run on the inputs or has no attention that can be captured,
+            or no k is in 1 … length.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -102,20 +102,20 @@ def measure(
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     if labels is not None and loaded.external:
         raise InputError(
-            f"labels are not read here: of {loaded.path} the attention alone is measured. To compare outputs with "
-            "labels: semdiag.k_sweep(model, batches, labels, rerun=True)."
+            f"labels cannot be used here: only the attention of {loaded.path} is measured. To compare outputs "
+            "with labels, use semdiag.k_sweep(model, batches, labels, rerun=True)."
         )
     real = checked_real(real)
     k = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)
     whole_number(seed, "seed", 0)
     if device is not None:
-        find_device(str(device).partition(":")[0])  # which refuses one that is not here
+        find_device(str(device).partition(":")[0])  # refuses a device that is not available
     if loaded.external and any(value < 1 for value in k):
         raise InputError(f"k must be at least 1. Got k={min(k)}.")
     cut: Iterable[Batch] = batching.each(batches, batch_size)
     if samples is not None:
         cut, labels = batching.first_samples(cut, samples), None if labels is None else labels[:samples]
-    if isinstance(batches, Tensor | Mapping | Sequence):  # all there: what is wrong is said before anything runs
+    if isinstance(batches, Tensor | Mapping | Sequence):  # complete: check everything before anything runs
         cut = list(cut)
         _check_samples(sum(map(batching.samples_of, cut)), labels)
         _check_real(real, sum(map(batching.samples_of, cut)), samples)
@@ -129,12 +129,12 @@ def measure(
         draws.expect(longest_call(loaded, ahead, device, dtype)[0])
     collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
     with running(loaded, collected.add, device, dtype, real) as run:
-        answers = []  # all logits of a text are large
+        answers = []  # classes only: logits of long texts are large
         for batch in cut:
             collected.start(batching.samples_of(batch))
-            _check_real(real, collected.samples, 0)  # there may be more to come
+            _check_real(real, collected.samples, 0)  # more may follow
             logits = run(batch)
-            if logits is not None:  # of an external model nothing is known of the output
+            if logits is not None:  # an external model's output is unknown
                 answers.append(predicted_classes(logits).cpu())
             after_batch(batching.samples_of(batch))
     _check_samples(collected.samples, labels)
@@ -163,7 +163,7 @@ def measure(
 
 
 def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
-    """Return the batches that can be checked before measuring (of an iterator the first), and all batches."""
+    """Return the batches that can be checked beforehand (the first of an iterator), and all batches."""
     if isinstance(cut, list):
         return cut, cut
     rest = iter(cut)
@@ -172,7 +172,7 @@ def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
 
 
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
-    """Return the counterfactual k, one or several; refuse anything else."""
+    """Return the counterfactual k as a tuple; refuse invalid arguments."""
     for name, value in numbers.items():
         if value is not None or name != "samples":
             whole_number(value, name, LEAST_MAX_QUERIES if name == "max_queries" else 1)
@@ -182,7 +182,7 @@ def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
 
 
 def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
-    """The audit, with a remark if the model's mask cannot represent its task."""
+    """Return the audit, with a remark if the model's mask cannot represent its task."""
     if isinstance(loaded.module, Encoder) and loaded.task in TASKS:
         length = loaded.training.length if loaded.training is not None else None
         if cannot_represent(TASKS[loaded.task], loaded.module.config, length):
@@ -192,37 +192,37 @@ def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
 
 def _check_samples(samples: int, labels: Tensor | None) -> None:
     if labels is not None and len(labels) != samples:
-        raise InputError(f"There must be a label for every sample. Got {len(labels)} labels of {samples} samples.")
+        raise InputError(f"labels must have one entry per sample. Got {len(labels)} for {samples} samples.")
     if labels is not None and labels.ndim != 1:
-        raise InputError(f"labels must be one class a sample, of shape ({samples},). Got {tuple(labels.shape)}.")
+        raise InputError(f"labels must be one class per sample, of shape ({samples},). Got {tuple(labels.shape)}.")
     if not samples:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
 
 
 def _fits_nothing(path: str, audit: Audit) -> InputError:
-    """Say that ``real`` fits no attention, and why."""
+    """Return the error that ``real`` fits no attention, with the reason."""
     noted = {seen.text for seen in audit.remarks if seen.code == NOT_APPLIED_CODE}
     return InputError(f"real fits no attention of {path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}.")
 
 
 def _remark_left_out(audit: Audit, draws: QueryDraws, left_out: set[int]) -> None:
-    """Remark on queries that were not drawn, and on each k that no query has keys for."""
-    for said in draws.said:
-        audit.remarks[Remark("", said, "queries-drawn")] += 1
+    """Add remarks on queries that were not drawn, and on each k that exceeds every query's keys."""
+    for text in draws.remarks:
+        audit.remarks[Remark("", text, "queries-drawn")] += 1
     for k in sorted(left_out):
         audit.remarks[Remark("", f"k = {k} is left out: no query has that many keys", "k-left-out")] += 1
 
 
-def _accuracy(found: Tensor, labels: Tensor | None, audit: Audit) -> float | None:
-    """The share of predictions that are the labels, if these are known; logits that are NaN count as wrong."""
-    if lost := int((found == NO_CLASS).sum()):
-        said = f"logits are NaN for {lost} of {len(found)} samples: they count as wrong"
-        audit.remarks[Remark("", said, "nan-logits")] += 1
-    return None if labels is None else float((found == labels.cpu()).double().mean())
+def _accuracy(classes: Tensor, labels: Tensor | None, audit: Audit) -> float | None:
+    """Return the fraction of predictions that equal the labels; NaN logits are wrong. None without labels."""
+    if lost := int((classes == NO_CLASS).sum()):
+        text = f"logits are NaN for {lost} of {len(classes)} samples: they count as wrong"
+        audit.remarks[Remark("", text, "nan-logits")] += 1
+    return None if labels is None else float((classes == labels.cpu()).double().mean())
 
 
 def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
-    """With what it was measured, and of which queries."""
+    """Return the versions, device and dtype of the measurement, and which queries were measured."""
     return {
         "semdiag": version("semdiag"),
         "torch": str(torch.__version__),
@@ -234,18 +234,13 @@ def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
 
 
 def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
-    """Refuse a mask with fewer rows than samples; also one with more, where all samples are measured."""
+    """Refuse a mask with fewer rows than samples, or with more, unless only some samples are measured."""
     if real is not None and (len(real) < count or (len(real) > count and samples is None)):
-        raise InputError(f"real must have a row for every sample. Got {len(real)} rows of {count} samples.")
+        raise InputError(f"real must have one row per sample. Got {len(real)} rows for {count} samples.")
 
 
 def no_attention(path: str, audit: Audit) -> InputError:
-    """Say that no attention was captured while a model ran, and why if that was seen.
-
-    Args:
-        path: of the model.
-        audit: of the capture.
-    """
+    """Return the error that no attention was captured while a model ran, with the reason if known."""
     reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
     usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/support.md"
     return InputError(f"No softmax attention was seen while {path} ran. {reasons or usual}.")
@@ -255,39 +250,41 @@ def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> Non
     if not len(collected.layers):
         raise no_attention(loaded.path, audit)
     if not sum(collected.counted.values()):
-        raise InputError("There is no query to measure: every token of the inputs is padding.")
+        raise InputError("There is no query to measure: all input tokens are padding.")
 
 
 def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
-    """Refuse to go on without a query."""
+    """Refuse to go on without any query."""
     if rows.empty:
         ways = ["a larger --queries"] * (draws.share < 1) + ["a smaller --min-keys"] * (least > 1)
-        said = f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
-        raise InputError(f"{said} Use {' or '.join(ways)}." if ways else said)
+        problem = (
+            f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
+        )
+        raise InputError(f"{problem} Use {' or '.join(ways)}." if ways else problem)
 
 
 def _sketches(collected: Collector, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
-    """Likewise the rows of the table of sketches."""
+    """Return the table of sketches without the quantities of a k that exceeds every query's keys."""
     table = collected.sketches()
     left = tuple(f"_k{value}" for value in set(k) - set(fits))
     return table[~table["quantity"].str.endswith(left)] if left and len(table) else table
 
 
 def _with_ks(table: pd.DataFrame, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
-    """Without the columns of a k that no query has keys for."""
+    """Return a table without the columns of a k that exceeds every query's keys."""
     left = tuple(f"_k{value}" for value in set(k) - set(fits))
     return table.drop(columns=[name for name in table if left and str(name).endswith(left)])
 
 
 def _wanted(loaded: LoadedModel) -> int | None:
-    """How many of a query's largest scores the model's hashes or clusters look for."""
+    """Return how many of a query's largest scores the model's hashes or clusters look for; None if it has none."""
     if not isinstance(loaded.module, Encoder):
         return None
     config = loaded.module.config
     return config.k if config.attention in APPROXIMATE else None
 
 
-_OF_ENCODERS = (
+_ENCODER_FACTS = (
     "attention", "k", "global_tokens", "norm", "pooling", "blocks", "heads", "width", "length",
 )  # fmt: skip
 
@@ -327,9 +324,9 @@ def _model_row(
     }
     if isinstance(loaded.module, Encoder):
         config = loaded.module.config
-        row |= {name: getattr(config, name) for name in _OF_ENCODERS} | {"setting": setting_in_words(loaded)}
+        row |= {name: getattr(config, name) for name in _ENCODER_FACTS} | {"setting": setting_in_words(loaded)}
         if loaded.training is not None:
-            row["length"] = loaded.training.length  # of the samples; PAD that counts is no part of them
+            row["length"] = loaded.training.length  # of the samples, without PAD
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
     return typed(pd.DataFrame([row]), {**whole, **text, "accuracy": "float64"})

@@ -1,4 +1,4 @@
-"""Measurements: tidy tables, saved and loaded, from which everything else is drawn."""
+"""Measurements: tidy tables, saved and loaded, from which everything else is derived."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from semdiag.measuring.checksums import SUMS, check_sums, write_sums
 from semdiag.measuring.percentiles import layer_table
 from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.table import read_parquet, rows_of
-from semdiag.measuring.tables import CORE, LATER, SHARES, TABLES, UNLESS_SAID
+from semdiag.measuring.tables import CORE, DEFAULTS, LATER, SHARES, TABLES
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
 
@@ -22,27 +22,26 @@ class Measurements:
     """Everything measured on one or several models.
 
     Every table is an attribute and has the column ``model`` (the path as the user named it). Layers, heads and
-    positions count from 0; scores are in nats. The first five are always there; the others, which stand in
-    :func:`~semdiag.measuring.schema.optional_tables` with what their rows are, are empty where they were not
-    measured.
+    positions count from 0; scores are in nats. The first five tables always exist; the others, described in
+    :func:`~semdiag.measuring.schema.optional_tables`, are empty if they were not measured.
 
     Args:
         models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,
-            global_tokens, norm, pooling, setting (what else was chosen otherwise than usual), seed, epoch, blocks,
-            heads, length, parameters, samples, drawn (queries per sample and head of the longest sequence; 0: all
-            were looked at), share (of the queries, that was looked at), share_kept (of these, that stands in the
-            table of queries), inputs, accuracy, found and captured attention layers, residual. Of
-            an external model, what is not known is missing; blocks are the places where attention happens,
-            attention is ``full``, ``causal`` or ``masked``.
+            global_tokens, norm, pooling, setting (other deviations from the defaults), seed, epoch, blocks, heads,
+            length, parameters, samples, drawn (queries per sample and head of the longest sequence; 0 for all),
+            share (of the queries that were looked at), share_kept (of these, in the table of queries), inputs,
+            accuracy, number of attention layers found and captured, residual. For an external model, unknown
+            entries are missing, blocks are its attention layers, and attention is ``full``, ``causal`` or
+            ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
-            separation (+inf where nothing is dropped), largest_weight (of its attention weights), of models with
-            hashes or clusters recall (of the model's k largest scores), and
-            dispersion_kK, separation_kK, mass_kK (share of the weight on the K largest) for each counterfactual K.
+            separation (+inf if nothing is dropped), largest_weight (of its attention weights); for models with
+            hashes or clusters recall (of the k largest scores); and dispersion_kK, separation_kK, mass_kK (share
+            of the weight on the K largest) for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, and load_kK.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
-        tables: others by name; none: empty.
+        tables: further ones by name; omitted ones are empty.
 
     Raises:
         TypeError: if a table has an unknown name.
@@ -70,14 +69,14 @@ class Measurements:
             raise TypeError(
                 f"Tables of measurements are {', '.join([*TABLES, *optional_tables()])}. Got {unknown[0]!r}."
             )
-        missing = {name: value for name, value in UNLESS_SAID.items() if name not in models}
+        missing = {name: value for name, value in DEFAULTS.items() if name not in models}
         self.models = models.assign(**missing) if missing else models
         self.queries, self.loads, self.history, self.non_finite = queries, loads, history, non_finite
         self.provenance = {} if provenance is None else provenance
         self._tables = tables
 
     def __getattr__(self, name: str) -> pd.DataFrame:
-        """A table that not every measurement has."""
+        """Return an optional table, empty if it was not measured."""
         if name.startswith("_") or name not in optional_tables():
             raise AttributeError(f"{type(self).__name__} has no table {name!r}")
         if name not in self._tables:
@@ -94,10 +93,10 @@ class Measurements:
         return f"Measurements of {some}: {', '.join(measured)}"
 
     def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:
-        """These measurements with some tables replaced or added.
+        """Return these measurements with some tables replaced or added.
 
         Args:
-            provenance: instead of this one; None: this one.
+            provenance: replaces the current one; None keeps it.
             tables: by name.
         """
         known = {name: getattr(self, name) for name in TABLES} | self._tables | tables
@@ -111,15 +110,14 @@ class Measurements:
             parts: at least one.
 
         Returns:
-            Their tables, one below the other, with the provenance that they share: of what differs between them
-            nothing is said.
+            Their tables concatenated, with the entries of the provenance on which they agree.
 
         Raises:
-            InputError: if there is none, or two of them are of a model with the same path.
+            InputError: if there is none, or two have a model with the same path.
         """
         parts = list(parts)
         if not parts:
-            raise InputError("There is nothing to join: no measurements were given.")
+            raise InputError("There are no measurements to join.")
         paths = [path for part in parts for path in part.models["model"]]
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
@@ -134,9 +132,7 @@ class Measurements:
         return cls(**tables, provenance=shared)
 
     def save(self, folder: Path | str) -> None:
-        """Write one parquet file per table, ``provenance.json`` and, of both, ``SHA256SUMS``.
-
-        There is no file for what was not measured.
+        """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all.
 
         Args:
             folder: made if absent.
@@ -164,8 +160,8 @@ class Measurements:
             The measurements.
 
         Raises:
-            InputError: if a file is missing or damaged (is not what ``SHA256SUMS`` says, where there is one), or a
-                column is missing or of another kind.
+            InputError: if a file is missing or damaged (differs from ``SHA256SUMS``, if present), or a column is
+                missing or has another type.
         """
         folder = Path(folder)
         check_sums(folder, _files(folder))
@@ -217,21 +213,22 @@ def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the files in a folder that :meth:`Measurements.load` reads."""
+    """Return the names of the files in a folder that :meth:`Measurements.load` reads."""
     names = (*(f"{name}.parquet" for name in (*TABLES, *optional_tables())), "provenance.json")
     return [name for name in names if (folder / name).exists()]
 
 
 def _with_shares(tables: dict[str, pd.DataFrame], provenance: dict[str, Any], where: str) -> pd.DataFrame:
-    """The models with all of their shares.
+    """Return the models with all of their shares.
 
-    Up to 0.3 ``share`` stood for both, and N in the provenance: what was drawn counts as drawn alone.
+    Up to version 0.3, ``share`` meant both shares, and N was in the provenance: if queries were drawn, it is their
+    share.
 
     Raises:
-        InputError: if one is none.
+        InputError: if one is no share.
     """
     models = tables["models"]
-    missing = {name: UNLESS_SAID[name] for name in SHARES.columns if name not in models}
+    missing = {name: DEFAULTS[name] for name in SHARES.columns if name not in models}
     filled = models.assign(**missing)
     SHARES.check(filled, where)
     if "share_kept" not in missing:
@@ -245,13 +242,13 @@ def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: A
     """Refuse tables that contradict each other.
 
     Raises:
-        InputError: if a model stands twice, or a table speaks of an unknown one; or provenance is none.
+        InputError: if a model occurs twice, a table names an unknown one, or provenance is no object.
     """
     models = tables["models"]["model"]
     if not isinstance(provenance, dict):
         raise InputError(f"{folder / 'provenance.json'} must hold a JSON object.")
     if not len(models) or models.isna().any() or models.duplicated().any():
-        raise InputError(f"{folder / 'models.parquet'} must hold every model once, and at least one.")
+        raise InputError(f"{folder / 'models.parquet'} must list every model once, and at least one.")
     for name, table in tables.items():
         if not table["model"].isin(models).all():
-            raise InputError(f"{folder / name}.parquet names a model that models.parquet does not hold.")
+            raise InputError(f"{folder / name}.parquet names a model that models.parquet does not list.")

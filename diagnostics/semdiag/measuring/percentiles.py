@@ -1,4 +1,4 @@
-"""Percentile tables of a per-query quantity."""
+"""Percentile tables of a quantity that every query has."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _SHARES = np.array(PERCENTILES) / 100
 
 
 def percentiles(values: ArrayLike) -> dict[str, float | int]:
-    """Count, mean and percentiles of the finite values, linear interpolation.
+    """Return count, mean and percentiles of the finite values, linearly interpolated.
 
     Args:
         values: any shape; entries that are not finite count as undefined.
@@ -24,19 +24,12 @@ def percentiles(values: ArrayLike) -> dict[str, float | int]:
         >>> table["queries"], table["p50"], table["undefined"]
         (3, 2.0, 1)
     """
-    found = percentile_columns(np.asarray(values, dtype=np.float64).reshape(1, -1))
-    return {name: column[0].item() for name, column in found.items()}
+    columns = percentile_columns(np.asarray(values, dtype=np.float64).reshape(1, -1))
+    return {name: column[0].item() for name, column in columns.items()}
 
 
 def percentile_columns(values: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
-    """What :func:`percentiles` says of each row.
-
-    Args:
-        values: (rows, n).
-
-    Returns:
-        By name one number a row, int64 or float64.
-    """
+    """Return :func:`percentiles` of each row of ``values`` (rows, n): by name, (rows,) int64 or float64."""
     finite = np.isfinite(values)
     if len(values) > 1 and not (finite == finite[:1]).all():
         rows = [percentile_columns(row[None]) for row in values]
@@ -55,25 +48,22 @@ def percentile_columns(values: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
 
 
 def _of_sorted(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each row (rows, n) as ``numpy.percentile``, to the last bit, which does not make use of the order."""
+    """Return the percentiles of sorted rows (rows, n), bit for bit those of ``numpy.percentile``, but faster."""
     place = _SHARES * (values.shape[1] - 1)
     below = np.floor(place).astype(np.intp)
     part = place - below
     low, high = values[:, below], values[:, np.minimum(below + 1, values.shape[1] - 1)]
-    # From the nearer end, as numpy does.
-    found: NDArray[np.float64] = np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
-    return found
+    # Interpolate from the nearer end, as numpy does.
+    cuts: NDArray[np.float64] = np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
+    return cuts
 
 
 def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Percentiles of a quantity in every layer and head of one model.
+    """Return percentiles of a quantity for every layer and head of one model, in their order.
 
     Args:
         rows: a table with the columns layer, head and ``quantity``.
         quantity: the column.
-
-    Returns:
-        One row per layer and head, in their order.
     """
     places = rows[["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
     table = []
@@ -84,12 +74,12 @@ def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
 
 
 def pooled_table(rows: pd.DataFrame, quantity: str, by: str = "model") -> pd.DataFrame:
-    """Percentiles of a quantity pooled over layers and heads.
+    """Return percentiles of a quantity pooled over layers and heads.
 
     Args:
         rows: a table with the columns ``by`` and ``quantity``.
         quantity: the column.
-        by: what stays apart.
+        by: the column that separates the groups.
 
     Returns:
         One row per value of ``by``, in order of appearance.

@@ -1,4 +1,4 @@
-"""What a probe is: something that can be measured of a model besides the attention of a clean forward pass."""
+"""Probes: measurements of a model beyond the attention of a clean forward pass."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,16 +26,16 @@ class Subject:
         model: loaded; :attr:`~semdiag.capturing.loading.LoadedModel.external` if only its attention is known.
         batches: its inputs.
         labels: (N,) classes; None if unknown.
-        seed: of whatever is drawn.
+        seed: of all draws.
         batch_size: samples at a time.
         device: where to run.
         dtype: of the model and of its scores.
-        queries: drawn per sample and head; None: all are looked at.
-        few: of the inputs those that costly probes use; None: all.
+        queries: number drawn per sample and head; None means all.
+        few: number of samples for costly probes; None means all.
         after_point: called with the number of finished steps.
-        expect: called with the number of steps, where that turns out while measuring.
-        missing: why what is not available, by name; probes fill it.
-        said: what else is to be known of how the model was measured; probes fill it.
+        expect: called with the number of steps, if it becomes known only while measuring.
+        missing: by name, why something is not available; probes fill it.
+        said: other remarks on how the model was measured; probes fill it.
     """
 
     model: LoadedModel
@@ -53,40 +53,40 @@ class Subject:
     said: list[Remark] = field(default_factory=list)
 
     def note(self, name: str, why: str, where: str = "") -> None:
-        """Say what is not available of this model.
+        """Note that something is not available for this model.
 
         Args:
-            name: of what is not; the remark's code is ``no-NAME``.
-            why: ends a sentence: "not available, because …".
-            where: it is not; the code is then ``no-NAME-there``. Empty: nowhere.
+            name: of the measurement; the remark's code is ``no-NAME``.
+            why: completes the sentence "not available, because …".
+            where: restricts it to a part of the model; the code is then ``no-NAME-there``. Empty means everywhere.
         """
         what = f"{name} of {where}" if where else name
         code = f"no-{name.lower().replace(' ', '-')}{'-there' * bool(where)}"
         self.missing[what] = Remark("", f"{what} not available, because {why}", code)
 
     def remark(self, text: str, code: str) -> None:
-        """Say what is to be known of how this model was measured.
+        """Note something about how this model was measured.
 
         Args:
-            text: a sentence without its end.
+            text: a sentence without its full stop.
             code: of the remark.
         """
         self.said.append(Remark("", text, code))
 
     @property
     def remarks(self) -> pd.DataFrame:
-        """The table ``remarks`` of what is not available of this model, and what else is to be known."""
+        """The table ``remarks``: what is not available for this model, and further notes."""
         every = [*self.missing.values(), *self.said]
         return REMARKS.of_rows({"model": self.model.path, **each.to_dict(), "times": 1} for each in every)
 
     @property
     def tokens(self) -> Tensor:
-        """(N, L) int64, of an encoder of semdiag_models."""
+        """(N, L) int64, for an encoder of semdiag_models."""
         return torch.cat([batch for batch in self.batches if isinstance(batch, Tensor)])
 
     @property
     def first(self) -> tuple[list[Batch] | Tensor, Tensor | None]:
-        """The few inputs, and their labels."""
+        """The few inputs for costly probes, and their labels."""
         labels = None if self.labels is None else self.labels[: self.few]
         if self.model.external:
             return (list(first_samples(self.batches, self.few)) if self.few else self.batches), labels
@@ -95,13 +95,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What ``semdiag report`` was asked, as far as it concerns what is measured besides the clean pass."""
+    """Options of ``semdiag report`` that concern probes."""
 
     noise: tuple[float, ...]  # levels
     seed: int  # of whatever is drawn
-    k: int | None = None  # the smallest that was asked for; None: none
+    k: int | None = None  # the smallest requested; None means none
     thorough: bool = False  # whether minutes per model may be spent
-    rerun_seconds: float | None = None  # that a model from elsewhere may be run with masks
+    rerun_seconds: float | None = None  # for running an external model with masks; None means the default
 
 
 def _none(*known: Any) -> Any:
@@ -110,23 +110,23 @@ def _none(*known: Any) -> Any:
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe. It belongs to a question, whose record names it.
+    """A measurement that belongs to a question, whose record names it.
 
     Attributes:
         name: in words, for messages.
-        plan: the frozen dataclass that says what is asked of it; a survey finds the probe by the type of a plan.
+        plan: the frozen dataclass of its options; a survey finds the probe by the type of a plan.
         tables: that it makes.
-        measure: from subject, plan and what ``prepare`` made to tables by name. What cannot be measured of a model
-            is noted with :meth:`Subject.note`, or a
-            :class:`~semdiag.measuring.calls.scored_rows.NotAvailableError` is raised.
-        prepare: what must be there before the first model is measured, from plan and conditions, so that a wrong
+        measure: makes tables by name from subject, plan and the result of ``prepare``. If something cannot be
+            measured, it calls :meth:`Subject.note` or raises
+            :class:`~semdiag.measuring.calls.scored_rows.NotAvailableError`.
+        prepare: reads what is needed before the first model is measured, from plan and conditions, so that a wrong
             path does not cost minutes.
-        check: raises an :class:`~semdiag_models.InputError` if a model is none of which the plan can be measured,
-            from model, plan and what ``prepare`` made; called likewise before the first model is measured.
-        steps: of one encoder, from the plan, for the progress bar.
-        draws: whether it can do with queries that were drawn; others rest on every query.
-        reported: the plan that ``semdiag report`` measures; None: it leaves the probe out.
-        provenance: what is recorded, from the plan, the largest number of samples of a model, and the few of them.
+        check: raises an :class:`~semdiag_models.InputError` if the plan cannot be measured on a model, from model,
+            plan and the result of ``prepare``; also called before the first model is measured.
+        steps: number of steps for one encoder, from the plan, for the progress bar.
+        draws: whether it works on drawn queries; others need every query.
+        reported: the plan that ``semdiag report`` measures; None means that it skips the probe.
+        provenance: what to record, from the plan, the largest number of samples of a model, and the number of few.
     """
 
     name: str
@@ -142,14 +142,14 @@ class Probe:
 
 
 def plan_of(kind: type[P], plan: P | None) -> P:
-    """What is asked of a probe; by default the defaults of its plan.
+    """Return the plan of a probe, or its default plan for None.
 
     Args:
-        kind: of plan that the probe takes.
-        plan: what was given; None: the default.
+        kind: type of the probe's plan.
+        plan: the user's; None means the default.
 
     Raises:
-        InputError: if it is another probe's.
+        InputError: if it has another type.
 
     Example:
         >>> from dataclasses import dataclass

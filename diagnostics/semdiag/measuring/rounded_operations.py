@@ -1,7 +1,7 @@
-"""What a model computes in another number format, run in float64: results or operands are rounded on the way.
+"""Emulate a model in another number format in float64: round results or operands of its operations.
 
-In float64 a model shows which of its steps keep the model's precision and which it takes in float32 whatever that
-is (norms, rotary angles, softmax): only the former are rounded.
+Running in float64 shows which steps keep the model's precision, and which ones it always computes in float32
+(norms, rotary angles, softmax): only the former are rounded.
 """
 
 import copy
@@ -34,10 +34,9 @@ _PRODUCTS = {
 
 
 def operands_alone(kind: NumberFormat) -> bool:
-    """Whether a model in this format has the operands of its matrix products in it, and nothing else.
+    """Return whether, in this format, only the operands of matrix products are rounded.
 
-    Args:
-        kind: the format; of 8 bits it is so, of 16 bits every result is in the format.
+    This holds for 8-bit formats; in 16-bit formats every result is rounded.
     """
     return kind.digits < _NARROW
 
@@ -89,16 +88,16 @@ class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and round what it returns or writes."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         returned = [entry.alias_info for entry in func._schema.returns]
-        if _is_double(found) and returned[0] is None and _promotes(args):
-            return found.float()
-        if isinstance(found, tuple):
-            return tuple(self._of(values, alias) for values, alias in zip(found, returned, strict=True))
-        return self._of(found, returned[0]) if returned else found
+        if _is_double(result) and returned[0] is None and _promotes(args):
+            return result.float()
+        if isinstance(result, tuple):
+            return tuple(self._of(values, alias) for values, alias in zip(result, returned, strict=True))
+        return self._of(result, returned[0]) if returned else result
 
     def _of(self, values: Any, alias: Any) -> Any:
-        if not _is_double(values) or (alias is not None and not alias.is_write):  # a view: it was rounded before
+        if not _is_double(values) or (alias is not None and not alias.is_write):  # a view: already rounded
             return values
         size = values.abs()
         beyond = (size >= self._kind.overflow) & (size < _FORBIDDEN) | values.isinf()
@@ -107,7 +106,7 @@ class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, the float64 operands of every matrix product are rounded to a format.
+    """Rounds, inside the context, the float64 operands of every matrix product to a format.
 
     Args:
         kind: the format.
@@ -128,10 +127,10 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*given, **(kwargs or {}))
 
     def drawing(self, generator: torch.Generator) -> Self:
-        """Return a mode that rounds the same weights, and moves all other operands at random.
+        """Return a mode that rounds the same weights but moves all other operands at random.
 
         Args:
-            generator: draws how far they move, evenly within half a last place.
+            generator: draws the moves, uniformly within half a unit in the last place.
         """
         other = copy.copy(self)
         other._generator = generator

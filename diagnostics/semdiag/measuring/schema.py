@@ -1,4 +1,4 @@
-"""Every table that measurements may have besides those that all have, and every probe that fills them."""
+"""All optional tables of measurements, and the probes that fill them."""
 
 from functools import cache
 from importlib import import_module
@@ -14,17 +14,17 @@ from semdiag.measuring.tables import CALLS, HEADS, REMARKS, SKIPPED
 def probes() -> dict[type, Probe]:
     """Return the probe of every plan, in the order of the registry of questions.
 
-    This is the one place that looks up: saved measurements must know the tables of every question, whichever
-    questions a program has imported.
+    Only this function looks them up: saved measurements must know the tables of every question, even if the
+    program imported only some.
     """
     registry = import_module("semdiag.questions.registry")
-    found = [question.probe for question in registry.QUESTIONS.values()]
-    return {probe.plan: probe for probe in found if probe is not None}
+    every = [question.probe for question in registry.QUESTIONS.values()]
+    return {probe.plan: probe for probe in every if probe is not None}
 
 
 @cache
 def optional_tables() -> dict[str, Table]:
-    """Return the declared tables by name: what a forward pass always fills, what probes fill, what runs fill."""
+    """Return the declared tables by name: those of every forward pass, of probes, and of training runs."""
     probed = [table for probe in probes().values() for table in probe.tables]
     every = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES, *probed, *RUN_TABLES)
     return {table.name: table for table in every}

@@ -1,4 +1,4 @@
-"""Measuring several models under the same conditions."""
+"""Measure several models under the same conditions."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,12 +27,12 @@ from semdiag_models.device import find_device
 
 
 class Inputs(NamedTuple):
-    """What models are measured on.
+    """The inputs that models are measured on.
 
     Attributes:
         batches: of samples.
         labels: (N,) classes; None if unknown.
-        source: where they come from.
+        source: where they come from, in words.
         model: whose inputs they are.
     """
 
@@ -43,13 +43,13 @@ class Inputs(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Who is told how far a survey is.
+    """Callbacks that report the progress of a survey.
 
     Attributes:
-        announce: called before each stage (the clean pass over the inputs, then every probe) with the model's
-            path, and the probe's name, and the number of steps; 0 if that is not known.
+        announce: called before each stage (the clean pass over the inputs, then every probe) with the model's path
+            and the probe's name, and the number of steps, 0 if unknown.
         after_batch: called with the number of finished steps.
-        expect: called with the number of steps of the running stage, where that turns out later.
+        expect: called with the number of steps of the current stage, if it becomes known later.
     """
 
     announce: Callable[[str, int], None] = lambda model, samples: None
@@ -66,19 +66,20 @@ def survey(
     own: bool = False,
     expect: Callable[[int], None] = lambda steps: None,
     given: Inputs | None = None,
-    apart: Callable[[list[str], Conditions], list[Measurements]] | None = None,
+    elsewhere: Callable[[list[str], Conditions], list[Measurements]] | None = None,
 ) -> Measurements:
-    """Load and measure one model after the other.
+    """Load and measure several models.
 
     Args:
         models: checkpoints, or models already loaded.
         conditions: inputs, precision, counterfactuals.
         announce: see :class:`Progress`.
-        after_batch: likewise.
-        own: whether loaded models are nobody else's, and may be moved and converted in place.
-        expect: likewise.
-        given: inputs of all models; None: each has its own.
-        apart: measures the models of these paths elsewhere, each by :func:`survey_one`.
+        after_batch: see :class:`Progress`.
+        own: whether loaded models may be moved and converted in place, since nobody else uses them.
+        expect: see :class:`Progress`.
+        given: inputs of all models; None means that each has its own.
+        elsewhere: measures the models of these paths in other processes, each by :func:`survey_one`; None means
+            here.
 
     Returns:
         Measurements of all models.
@@ -90,39 +91,41 @@ def survey(
     loaded = load_all(models, conditions.config, conditions.head)
     device, conditions = _decided(loaded, conditions)
     for model in loaded if conditions.encoders_only else ():
-        _ = model.encoder  # which refuses any other
-    inputs = [given or Inputs(*inputs_of(model, conditions), model) for model in loaded] if apart is None else []
+        _ = model.encoder  # refuses any other
+    inputs = (
+        [given or Inputs(*inputs_of(model, conditions), model) for model in loaded] if elsewhere is None else []
+    )
     probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
     prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
     for model in loaded:
         for (probe, plan), known in zip(probes, prepared, strict=True):
             probe.check(model, plan, known)
     progress = Progress(announce, after_batch, expect)
-    if apart is not None:
-        parts = apart([model.path for model in loaded], conditions)
+    if elsewhere is not None:
+        parts = elsewhere([model.path for model in loaded], conditions)
     else:
         parts = []
-        for model, its_own in zip(loaded, inputs, strict=True):
+        for model, own_inputs in zip(loaded, inputs, strict=True):
             ours = own or not isinstance(models[len(parts)], LoadedModel)
-            parts.append(_surveyed(model, its_own, conditions, device, prepared, ours, progress))
+            parts.append(_surveyed(model, own_inputs, conditions, device, prepared, ours, progress))
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
     few = min(conditions.probe_samples or largest, largest)
     for probe, plan in probes:
         measured = any(not model.external for model in loaded) or len(getattr(joined, probe.tables[0].name))
-        if measured:  # what an external model gave instead is not what the plan asked for
+        if measured:  # external models may have measured something else
             joined.provenance.update(probe.provenance(plan, largest, few))
     return joined
 
 
 def survey_one(path: str, conditions: Conditions, progress: Progress) -> Measurements:
-    """Load and measure one model of a survey, whose conditions are decided.
+    """Load and measure one model of a survey whose conditions are resolved.
 
     Args:
-        path: of the model, as it was named.
-        conditions: of the survey, all models considered.
-        progress: who is told how far it is.
+        path: of the model, as the user named it.
+        conditions: of the survey, resolved for all models together.
+        progress: gets reports.
 
     Raises:
         InputError: if the inputs do not suit it, or no query has enough keys.
@@ -135,10 +138,10 @@ def survey_one(path: str, conditions: Conditions, progress: Progress) -> Measure
 
 
 def _decided(loaded: Sequence[LoadedModel], conditions: Conditions) -> tuple[torch.device, Conditions]:
-    """Where and in which precision all are measured; encoders draw their keys by the seed from now on."""
+    """Return device and conditions for all models; encoders draw their keys by the seed from now on."""
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
-    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+    if device.type == "mps" and conditions.dtype == "float64":  # not available there
         device = torch.device("cpu")
     for model in loaded:
         if isinstance(model.module, Encoder):
@@ -155,11 +158,14 @@ def _surveyed(
     ours: bool,
     progress: Progress,
 ) -> Measurements:
-    """Measure one model; ``prepared`` is what each probe has prepared, ``ours``: it may be moved and converted."""
+    """Measure one model.
+
+    ``prepared`` is what each probe has prepared; ``ours`` says that the model may be moved and converted.
+    """
     batches, labels, source, whose = inputs
     progress.announce(model.path, sum(map(samples_of, batches)))
     if model.external and ours:
-        placed(model.module, device, DTYPES[conditions.dtype])  # no copy, however large it is
+        placed(model.module, device, DTYPES[conditions.dtype])  # in place: it may be large
     part = measure(
         model,
         batches,
@@ -183,7 +189,7 @@ def _surveyed(
     for plan, known in zip(conditions.plans, prepared, strict=True):
         probe = all_probes()[type(plan)]
         if diverged:
-            subject.note(probe.name, "its attention scores are not finite numbers")
+            subject.note(probe.name, "its attention scores are not finite")
             continue
         if conditions.queries is not None and not probe.draws:
             subject.note(probe.name, "it needs every query, but --queries drew only some")
@@ -198,17 +204,13 @@ def _surveyed(
 
 
 def has_diverged(part: Measurements) -> bool:
-    """Whether a model's scores, or how far they lie apart, are no longer numbers: what probes say would be none.
-
-    Args:
-        part: measurements of the model.
-    """
+    """Return whether a model's scores or their ranges are not finite, which makes probes meaningless."""
     queries = part.queries[part.queries["kept"] > 0]  # a query that keeps no key has no dispersion
     return len(part.non_finite) > 0 or not np.isfinite(queries["dispersion"]).all()
 
 
 def _counterfactual(model: LoadedModel, batches: Sequence[Batch], conditions: Conditions) -> tuple[int, ...]:
-    """The k asked of a model: none of one that drops keys by itself; those of a default as far as inputs go."""
+    """Return the k to measure: none if the model drops keys itself; defaults are limited to the length."""
     if model.external:
         return conditions.k
     if model.encoder.config.attention != "full":
@@ -218,11 +220,11 @@ def _counterfactual(model: LoadedModel, batches: Sequence[Batch], conditions: Co
 
 
 def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
-    """Find the inputs that a model is measured on.
+    """Return the inputs to measure a model on.
 
     Args:
         model: of any kind.
-        conditions: which inputs, how many, and in batches of which size.
+        conditions: which inputs, how many, and the batch size.
 
     Returns:
         Batches, labels (None if unknown), and a description of where they come from.
@@ -234,7 +236,7 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
     if given is not None and model.external:
         return _cut(read_batches(given, model, size, conditions.texts), conditions.first, f"{given} (given)")
     if conditions.texts != AS_THEY_ARE:
-        raise InputError("--max-length, --tokenizer and --labels are about the texts of models from elsewhere.")
+        raise InputError("--max-length, --tokenizer and --labels are for texts of external models.")
     if given is not None and given.suffix == ".txt":
         tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
         return split(tokens, size), labels, source
@@ -243,7 +245,7 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
     if model.batches is not None:
         if _counted(model.batches):
             return _cut(split(model.batches, size), conditions.first, "came with the model")
-        first = list(first_samples(each(model.batches, size), conditions.samples))  # there may be no end of them
+        first = list(first_samples(each(model.batches, size), conditions.samples))  # they may be endless
         return first, None, f"came with the model, the first {sum(map(samples_of, first))} samples"
     if model.external:
         raise InputError(
@@ -255,7 +257,7 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
 
 
 def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Batch], None, str]:
-    """The first samples of inputs without labels, and where they come from."""
+    """Return the first samples of inputs without labels, and where they come from."""
     held = sum(map(samples_of, batches))
     if first is None or first == held:
         return batches, None, source
@@ -265,7 +267,7 @@ def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Bat
 
 
 def _counted(batches: Any) -> bool:
-    """Whether it says how many it has, which a generator does not, nor a loader of a stream."""
+    """Return whether the batches know their number, unlike a generator or a loader of a stream."""
     try:
         return len(batches) >= 0
     except TypeError:
@@ -273,59 +275,61 @@ def _counted(batches: Any) -> bool:
 
 
 _TEXTS = "texts, one a line (.txt), "
-_SHORT = 8  # times shorter than what the model takes: texts that say nothing of long ones
+_SHORT = 8  # texts this many times shorter than the model's limit are remarked on
 
 
 def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[Remark]:
-    """Say that an encoder sees inputs of another length than it was trained on, if so."""
+    """Return a remark if an encoder's inputs have another length than in training."""
     if not isinstance(model.module, Encoder):
         return []
     config = model.module.config
     own = config.length if model.training is None or config.pad_as_token else model.training.length
     given = sorted({longest(batch) for batch in batches})
-    said = ", ".join(map(str, given))
-    text = f"the inputs are {said} tokens long, and the model was trained on {own}"
+    lengths = ", ".join(map(str, given))
+    text = f"the inputs are {lengths} tokens long, but the model was trained on {own}"
     return [] if given == [own] else [Remark("", text, "input-length")]
 
 
 def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditions) -> list[Remark]:
-    """Say how many texts were cut, if any was, and whether all are short for the model."""
+    """Return remarks on texts that were cut, and on texts that are all short for the model."""
     given = conditions.inputs
     if given is None or given.suffix not in SUFFIXES or not model.external:
         return []
-    samples, found = sum(map(samples_of, batches)), []
+    samples, remarks = sum(map(samples_of, batches)), []
     cut, most = cut_texts(given, model, samples, conditions.texts)
     if cut:
-        why = "as --max-length says" if most == conditions.texts.max_length else "the most that the model takes"
-        found.append(Remark("", f"texts were cut to {most} tokens, {why}: {cut} of {samples}", "texts-cut"))
+        why = "by --max-length" if most == conditions.texts.max_length else "the model's limit"
+        remarks.append(Remark("", f"texts were cut to {most} tokens, {why}: {cut} of {samples}", "texts-cut"))
     takes, longest_text = tokeniser_of(given, model, conditions.texts).takes, max(map(longest, batches))
     if takes is not None and longest_text * _SHORT <= takes:
         text = f"the texts have at most {longest_text} of the {takes:,} tokens that the model takes"
-        found.append(Remark("", f"{text}: they say nothing of long ones", "short-texts"))
-    return found
+        remarks.append(Remark("", f"{text}: they say nothing about long ones", "short-texts"))
+    return remarks
 
 
 def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[Remark]:
-    """Say what a reader should know of a model and its inputs, whatever is measured.
+    """Return remarks on a model and its inputs that matter whatever is measured.
 
     Args:
-        model: as it was loaded.
+        model: as loaded.
         batches: its inputs.
         seed: of keys that are redrawn.
     """
-    found = _other_length(model, batches)
+    remarks = _other_length(model, batches)
     if places := model.contradicted_by:
-        found.append(Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
+        remarks.append(
+            Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ")
+        )
     if model.not_loaded:
-        found.append(Remark("", f"{model.not_loaded}: they are as they were at random", "weights-not-loaded"))
+        remarks.append(Remark("", f"{model.not_loaded}: they keep their random values", "weights-not-loaded"))
     if not model.external and model.encoder.config.attention == "redrawn":
-        text = f"keeps other random keys in every forward pass; measured with those of seed {seed}"
-        found.append(Remark("", text, "redrawn-keys"))
-    return found
+        text = f"draws new random keys in every forward pass; measured with those of seed {seed}"
+        remarks.append(Remark("", text, "redrawn-keys"))
+    return remarks
 
 
 def _with_remarks(remarks: pd.DataFrame, subject: Subject, texts_cut: list[Remark]) -> pd.DataFrame:
-    """The remarks, what no probe could measure, and which of all random keys were looked at."""
+    """Return all remarks on a measured model: on its calls, its inputs, and what probes could not measure."""
     more = texts_cut + remarks_on(subject.model, subject.batches, subject.seed)
     rows = [{"model": subject.model.path, **remark.to_dict(), "times": 1} for remark in more]
     return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)

@@ -1,4 +1,4 @@
-"""What a table of measurements is: its name, columns and their types, declared where it is measured."""
+"""Tables of measurements: name, columns and types, declared where they are measured."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,9 +20,14 @@ _KINDS = {
     "bool": "bool",
     "str": "text",
 }
-_READ_AS = {"text": ("text",), "bool": ("bool",), "int": ("int",), "float": ("float", "int")}  # by declared kind
+_READ_AS = {
+    "text": ("text",),
+    "bool": ("bool",),
+    "int": ("int",),
+    "float": ("float", "int"),
+}  # kinds accepted for a declared one
 _COUNT = 0, 2**31 - 1
-_RANGES: dict[str, tuple[float, float]] = {  # of columns that mean the same in every table
+_RANGES: dict[str, tuple[float, float]] = {  # for columns with the same meaning in every table
     **dict.fromkeys(
         ("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws", "drawn"), _COUNT
     ),
@@ -32,19 +37,19 @@ _RANGES: dict[str, tuple[float, float]] = {  # of columns that mean the same in 
     **dict.fromkeys(("dispersion", "residual", "residual_over_rounding", "rounding"), (0, float("inf"))),
     **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
 }
-_OLD = int(pd.__version__.partition(".")[0]) < 3  # which has no type for texts
-ALL = -1  # as layer or head: the row speaks about all of them
+_OLD = int(pd.__version__.partition(".")[0]) < 3  # older pandas has no type for texts
+ALL = -1  # as layer or head: the row is about all of them
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table, and what its columns hold.
+    """The declaration of a table.
 
     Attributes:
-        name: under which it stands in :class:`~semdiag.measuring.measurements.Measurements`, and of its file.
-        about: what a row is, and the columns that do not explain themselves, with units.
-        columns: pandas types by name, of the kinds bool, int, float and text; scores are in nats; layers,
-            heads and positions count from 0; layer or head is :data:`ALL` where a row speaks about all of them.
+        name: of the attribute of :class:`~semdiag.measuring.measurements.Measurements`, and of its file.
+        about: what a row is, and the columns that need explanation, with units.
+        columns: pandas types by name, of the kinds bool, int, float and text. Scores are in nats; layers, heads
+            and positions count from 0; layer or head is :data:`ALL` if a row is about all of them.
     """
 
     name: str
@@ -54,39 +59,31 @@ class Table:
     def __post_init__(self) -> None:
         unknown = set(self.columns.values()) - set(_KINDS)
         if unknown:
-            raise ValueError(f"The types of columns are {', '.join(_KINDS)}. Got {sorted(unknown)[0]}.")
+            raise ValueError(f"Columns must be of types {', '.join(_KINDS)}. Got {sorted(unknown)[0]}.")
 
     def empty(self) -> pd.DataFrame:
-        """The table without rows."""
+        """Return the table without rows."""
         return self.of_rows([])
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-        """The table with rows that have its columns.
-
-        Args:
-            rows: dictionaries; further entries are left out.
-        """
+        """Return the table with these rows; entries that are no column are ignored."""
         listed = list(rows)
         table = pd.DataFrame({column: [row[column] for row in listed] for column in self.columns})
         return self._typed(table)
 
     def of_parts(self, parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
-        """The table of parts that have its columns, one below the other.
-
-        Args:
-            parts: data frames; further columns are left out. None: the empty table.
-        """
+        """Return the concatenation of parts, without columns that are not declared; empty without parts."""
         listed = list(parts)
         if not listed:
             return self.empty()
         return self._typed(pd.concat(listed, ignore_index=True)[list(self.columns)])
 
     def _typed(self, table: pd.DataFrame) -> pd.DataFrame:
-        with np.errstate(over="ignore"):  # of a diverged model: what float32 cannot hold is infinite
+        with np.errstate(over="ignore"):  # in diverged models, float32 overflows to infinity
             return typed(table, self.columns)
 
     def check(self, table: pd.DataFrame, where: str) -> None:
-        """Refuse a table read from a file that lacks a column or has one of another kind.
+        """Refuse a table from a file that lacks a column or has one of another type.
 
         Args:
             table: as read.
@@ -100,16 +97,16 @@ class Table:
                 raise InputError(f"{where} lacks the column {column}. Measure again with this version of semdiag.")
             if len(table) and _kind(table[column]) not in _READ_AS[_KINDS[wanted]]:
                 raise InputError(
-                    f"{where} holds {table[column].dtype} in the column {column}, where {wanted} belongs."
+                    f"{where} has {table[column].dtype} in the column {column}, which should be {wanted}."
                 )
             if len(table):
                 _check_values(column, wanted, table[column], where)
 
 
 def typed(table: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """A table whose columns have the types that are declared; a missing text stays missing.
+    """Return a table with the declared column types; missing texts stay missing.
 
-    Before pandas 3 texts are of the type object, and ``astype("str")`` would write None out.
+    Before pandas 3, texts have type object, and ``astype("str")`` would write None as text.
 
     Args:
         table: with these columns.
@@ -127,17 +124,13 @@ def typed(table: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
 
 
 def column_types(table: pd.DataFrame) -> dict[str, str]:
-    """The types of a table's columns by name, as they are declared: texts are ``str`` in every pandas.
-
-    Args:
-        table: measurements.
-    """
-    found = {str(name): str(kind) for name, kind in table.dtypes.items()}
-    return {name: "str" if _OLD and kind == "object" else kind for name, kind in found.items()}
+    """Return the types of a table's columns by name, in declared form: texts are ``str`` in every pandas."""
+    kinds = {str(name): str(kind) for name, kind in table.dtypes.items()}
+    return {name: "str" if _OLD and kind == "object" else kind for name, kind in kinds.items()}
 
 
 def _check_values(name: str, wanted: str, column: "pd.Series[Any]", where: str) -> None:
-    """Refuse what no measurement writes: a missing whole number, a count below 0, a share above 1."""
+    """Refuse impossible values: a missing whole number, a count below 0, a share above 1."""
     if wanted in ("bool", "int32", "int64") and column.isna().any():
         raise InputError(f"{where} has no value in a row of the column {name}.")
     least, most = _RANGES.get(name, (None, None))
@@ -146,7 +139,7 @@ def _check_values(name: str, wanted: str, column: "pd.Series[Any]", where: str) 
 
 
 def _kind(column: "pd.Series[Any]") -> str:
-    """``bool``, ``int``, ``float`` or ``text``, of any precision, missing entries or not; else what it is."""
+    """Return ``bool``, ``int``, ``float`` or ``text``, in any precision and with gaps; else pandas' name."""
     types = pd.api.types
     tests = {"bool": types.is_bool_dtype, "int": types.is_integer_dtype, "float": types.is_float_dtype}
     for kind, is_of in tests.items():
@@ -154,16 +147,16 @@ def _kind(column: "pd.Series[Any]") -> str:
             return kind
     if isinstance(column.dtype, pd.StringDtype):
         return "text"
-    found = types.infer_dtype(column.astype(object), skipna=True)
-    return "text" if found in ("string", "empty") else found  # before pandas 3 a text that is always missing
+    inferred = types.infer_dtype(column.astype(object), skipna=True)
+    return "text" if inferred in ("string", "empty") else inferred  # before pandas 3, texts that are all missing
 
 
 def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
-    """The rows of one model; not copied where they stand together, as those of joined measurements do.
+    """Return the rows of one model, without a copy if they are contiguous, as in joined measurements.
 
     Args:
         table: with the column ``model``.
-        model: one of its values; no rows if it is none.
+        model: one of its values; without any rows, the result is empty.
     """
     own = (table["model"] == model).to_numpy(bool)
     first, count = int(own.argmax()) if own.size else 0, int(own.sum())
@@ -174,19 +167,19 @@ def read_parquet(path: Path) -> pd.DataFrame:
     """Read a table from a regular file.
 
     Raises:
-        InputError: if it is none, or would take too much memory.
+        InputError: if it is no regular file, or would take too much memory.
         ValueError: if it is damaged.
     """
-    import pyarrow as pa  # what measures one model must not need it
+    import pyarrow as pa  # slow to import; not needed to measure one model
     import pyarrow.parquet as pq
 
-    # From memory: threads that wait for Python to read from a file end the process if it is damaged and we leave.
+    # Read from memory: on a damaged file, threads that wait for Python file reads would end the process.
     with open_file(path) as whole, pa.BufferReader(whole.read()) as file:
         known = pq.ParquetFile(file).metadata
         columns = [known.schema.column(c) for c in range(known.num_columns)]
         if any(column.max_repetition_level for column in columns):
-            raise ValueError("It has columns of lists.")  # as many values as it likes in one row
-        # Not .column(c): where a chunk's metadata is damaged, pyarrow ends the process there
+            raise ValueError("It has columns of lists.")  # one row could hold any number of values
+        # Not .column(c): on damaged metadata of a chunk, it ends the process
         groups = [known.row_group(g) for g in range(known.num_row_groups)]
         rows = max(known.num_rows, sum(group.num_rows for group in groups))
         stored = sum(group.total_byte_size for group in groups)
@@ -201,7 +194,7 @@ def read_parquet(path: Path) -> pd.DataFrame:
 
 
 def _characters(texts: "pyarrow.Table") -> int:
-    """Bytes of texts once they are written out: a file keeps one that is repeated a million times once."""
+    """Return the bytes of texts when expanded: a file stores a text once, however often it is repeated."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

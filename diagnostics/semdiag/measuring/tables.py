@@ -1,4 +1,4 @@
-"""The tables that every measurement has, and what a model's attention calls say of themselves."""
+"""The tables of every measurement, and those about a model's attention calls."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from semdiag.measuring.table import Table
 
 _PLACE = {"model": "str", **dict.fromkeys(("sample", "layer", "head"), "int32")}
-# What every measurement has; the columns without which nothing can be drawn.
+# Tables of every measurement, with their required columns.
 CORE = (
     Table(
         "models",
@@ -37,26 +37,26 @@ CORE = (
     ),
 )
 TABLES = tuple(table.name for table in CORE)
-# Columns of the models that older folders and models of other kinds lack, and what that means.
-UNLESS_SAID: dict[str, Any] = {
+# Values of columns of ``models`` that older folders and models of other kinds lack.
+DEFAULTS: dict[str, Any] = {
     "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual",
     "drawn": 0, "share": 1.0, "share_kept": 1.0, "residual_over_rounding": math.nan, "rounding": math.nan,
 }  # fmt: skip
-# Columns of other tables that older folders lack.
+# Values of columns of other tables that older folders lack.
 LATER: dict[str, dict[str, Any]] = {
     "remarks": {"code": "", "severity": "note"},
     "rerun": {"kept": math.nan, "keys": math.nan},
     "calls": {"residual_over_rounding": math.nan, "rounding": math.nan},
 }
-# Of these, what numbers are worked out from.
+# Those of them that enter calculations.
 SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
 RESIDUALS = "residual", "residual_over_rounding", "rounding"
 CALLS = Table(
     "calls",
     (
-        "One row per place where attention happens (a module, and which of its calls in a forward): how "
-        "it was captured, its mask, heads, number of calls and largest residual: relative to the largest output, "
-        "and in units of what rounding can do, which itself is given relative to the largest output."
+        "One row per attention layer (a module, and which of its calls in a forward pass): how it was captured, "
+        "its mask, heads, number of calls and largest residual, relative to the largest output and in units of "
+        "the possible effect of rounding, which itself is relative to the largest output."
     ),
     {
         "model": "str",
@@ -71,9 +71,9 @@ CALLS = Table(
 HEADS = Table(
     "heads",
     (
-        "One row per head of a layer, means over its queries: entropy of the attention weights (nats; of a "
-        "learnt sink, too), and the weight on the first key that is no padding. Beside them, shares of the "
-        "queries: first_key, that keep this key, and first_key_kK, that have it among their K largest scores."
+        "One row per head of a layer, means over its queries: entropy of the attention weights (nats; a learned "
+        "sink included), and the weight on the first key that is not padding. Further, shares of the queries: "
+        "first_key, that keep this key; first_key_kK, that have it among their K largest scores."
     ),
     {
         "model": "str",
@@ -84,19 +84,19 @@ HEADS = Table(
 REMARKS = Table(
     "remarks",
     (
-        "One row per thing to know about a captured attention, as a mask that adds -10,000. code: its kind; "
-        "severity: warning if it spoils an answer or is about what was asked for, else note."
+        "One row per remark on captured attention, such as a mask that adds -10,000. code: its kind; severity: "
+        "warning if it invalidates an answer or concerns the user's request, else note."
     ),
     {**dict.fromkeys(("model", "module", "text", "code", "severity"), "str"), "times": "int64"},
 )
-# Of a model that no weights make right on every input of its task: the mask keeps apart what decides the label.
+# A remark on models whose mask separates the tokens that decide the label.
 OUT_OF_REACH_CODE = "out-of-reach"
 OUT_OF_REACH = (
-    "no weights make a model with this mask right on every input of its task: pooling and head are additive, and "
-    "no output sees all the tokens that decide the label together"
+    "with this mask, no weights can be right on every input of the task: pooling and head are additive, and no "
+    "output sees all the tokens that together decide the label"
 )
 SKIPPED = Table(
     "skipped",
-    "One row per operation that looks like attention and was not captured, with the reason.",
+    "One row per operation that looks like attention but was not captured, with the reason.",
     {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
 )

@@ -1,4 +1,4 @@
-"""Which tables of a model hold its tokens: those in which a forward pass looks up the very ids of its batch."""
+"""Find the tables that hold a model's tokens: those in which a forward pass looks up its batch's ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _NO_TOKENS = (*MASK_NAMES, "labels", "position_ids", "token_type_ids")
 
 
 def token_ids(batch: Batch) -> dict[str | int, Tensor]:
-    """What of a batch may be token ids: tensors (B, L) of whole numbers, unless a name says that they are not.
+    """Return what may be token ids in a batch: tensors (B, L) of whole numbers, unless the name says otherwise.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
@@ -40,13 +40,7 @@ def token_ids(batch: Batch) -> dict[str | int, Tensor]:
 
 
 def named_embedding(model: nn.Module) -> nn.Module | None:
-    """The module that a model itself names as the embedding of its inputs, as those of transformers do.
-
-    Args:
-        model: any.
-
-    Returns:
-        The module; None if the model names none.
+    """Return the module that a model names as its input embedding, as transformers' models do; None if none.
 
     Example:
         >>> named_embedding(nn.Embedding(3, 2)) is None
@@ -60,17 +54,17 @@ def named_embedding(model: nn.Module) -> nn.Module | None:
 
 
 class TokenTables(TorchFunctionMode):
-    """Sees, inside its context, which tables are asked for the tokens of a batch.
+    """Records, inside its context, in which tables the tokens of a batch are looked up.
 
-    A table is one of tokens if what is looked up in it are the batch's ids, samples first or second, alone or with
-    others before or after them. Ids that are the same in every sample and rise by the same step, as positions do,
-    tell only where they are looked up without having been copied.
+    A table holds tokens if the batch's ids are looked up in it, with samples on the first or second axis, alone or
+    with other ids before or after them. Ids that rise by the same step in every sample, like positions, count only
+    if the very tensor is looked up.
 
     Args:
-        ids: of the batch, by place, from :func:`token_ids`.
+        ids: of the batch, by name or position, from :func:`token_ids`.
 
     Attributes:
-        tables: by place of the ids, the tables in which they were looked up.
+        tables: by name or position of the ids, the tables in which they were looked up.
 
     Example:
         >>> tokens, positions, ids = nn.Embedding(5, 2), nn.Embedding(3, 2), torch.tensor([[4, 0, 4]])
@@ -87,14 +81,7 @@ class TokenTables(TorchFunctionMode):
         self._axes: list[tuple[Tensor, int]] = []
 
     def axis(self, table: Tensor) -> int | None:
-        """Axis of the samples when tokens were last looked up in a table.
-
-        Args:
-            table: (V, d), the very tensor.
-
-        Returns:
-            0 or 1; None if no tokens were.
-        """
+        """Return the axis of samples at the last look-up of tokens in a table (V, d): 0 or 1; None if never."""
         return next((axis for known, axis in reversed(self._axes) if known is table), None)
 
     def __torch_function__(
@@ -104,7 +91,7 @@ class TokenTables(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the function, and look at what is looked up."""
+        """Run the function, and record table look-ups."""
         kwargs = kwargs or {}
         if func is F.embedding:
             named = dict(zip(("input", "weight"), args, strict=False)) | kwargs
@@ -116,17 +103,17 @@ class TokenTables(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _axis_of(ids: Tensor, asked: Tensor) -> int | None:
-    """Axis of the samples of what was looked up, (B, L') or (L', B), if ids (B, L) are among it."""
-    if asked.ndim != 2:
+def _axis_of(ids: Tensor, looked_up: Tensor) -> int | None:
+    """Return the axis of samples in looked-up ids (B, L') or (L', B) that contain ``ids`` (B, L); else None."""
+    if looked_up.ndim != 2:
         return None
     steps = ids.diff(dim=1)
     like_positions = not (ids != ids[:1]).any() and not (steps != steps[:, :1]).any()
-    if like_positions and asked.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr():
+    if like_positions and looked_up.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr():
         return None
-    for axis, turned in enumerate((asked, asked.T)):
+    for axis, turned in enumerate((looked_up, looked_up.T)):
         if len(turned) == len(ids) and turned.shape[1] >= ids.shape[1] > 0:
             parts = turned.unfold(1, ids.shape[1], 1)  # (B, places, L)
-            if (parts == ids.to(asked.device)[:, None]).all(2).all(0).any():
+            if (parts == ids.to(looked_up.device)[:, None]).all(2).all(0).any():
                 return axis
     return None

@@ -1,7 +1,4 @@
-"""What the shell offers for the word being typed; nothing here imports torch, so the names stand here again.
-
-A test compares them with the registries.
-"""
+"""Shell completion. It must not import torch, so names are repeated here; a test compares the registries."""
 
 import os
 from collections.abc import Callable
@@ -13,12 +10,12 @@ ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn",
 PARTS = ("loss", "dispersion")  # of a landscape
 LISTS = ("tasks", "attentions", "metrics")
 STATISTICS = ("mean", "p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100")
-# What a rule of semdiag check begins with.
+# Starts of rules of semdiag check.
 RULES = (
     *(f"{metric}.{statistic}" for metric in ("dispersion", "separation", "load") for statistic in STATISTICS),
     "accuracy", "residual",
 )  # fmt: skip
-_MOST = 200  # runs that are offered
+_MOST = 200  # number of runs offered
 
 
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -35,19 +32,19 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Complete a model: the folders of runs among the checkpoints, and whatever lies where the word leads.
+    """Complete a model: run folders among the checkpoints, and any path that starts with the word.
 
     Args:
-        incomplete: the word so far; the beginning of a path or of a run's name.
+        incomplete: the word so far, the start of a path or of a run's name.
     """
     folder = Path(os.environ.get("SEMDIAG_CHECKPOINTS", "checkpoints"))
     runs = sorted(file.parent for file in folder.rglob("last.pt"))[:_MOST]
-    found = [str(run) for run in runs if run.name.startswith(incomplete) or str(run).startswith(incomplete)]
+    matching = [str(run) for run in runs if run.name.startswith(incomplete) or str(run).startswith(incomplete)]
     parent, start = os.path.split(incomplete)
     try:
         there = sorted(Path(parent or ".").iterdir())
     except OSError:
-        return found
+        return matching
     beside = [path for path in there if path.name.startswith(start) and (start or path.name[0] != ".")]
     paths = [os.path.join(parent, path.name) + os.sep * path.is_dir() for path in beside]
-    return [*found, *(path for path in paths if path.rstrip(os.sep) not in found)]
+    return [*matching, *(path for path in paths if path.rstrip(os.sep) not in matching)]

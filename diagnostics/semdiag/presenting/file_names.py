@@ -1,10 +1,10 @@
-"""Names of files that are made from those of models."""
+"""File names made from model names."""
 
 import os
 import re
 from pathlib import Path
 
-_LONGEST = 80  # letters of a name: folders of a file system have 255 bytes, and a letter up to four
+_LONGEST = 80  # characters of a name: file systems allow 255 bytes, and a character takes up to four
 
 
 def file_safe(model: str) -> str:

@@ -1,4 +1,4 @@
-"""The answer to a question at one glance: a word, a number with its denominator, and what it counts."""
+"""An answer at a glance: a word, a number with its denominator, and what it counts."""
 
 import re
 from collections.abc import Callable
@@ -15,21 +15,21 @@ class Answer(StrEnum):
     HOLDS = "holds"
     DOES_NOT = "does not hold"
     OPEN = "cannot tell"
-    PLAUSIBLE = "plausible"  # sparse attention: it would do
-    COSTS = "not without loss"  # sparse attention: it would not
-    CHANGES = "not without change"  # likewise, of outputs without a known loss
+    PLAUSIBLE = "plausible"  # sparse attention suffices
+    COSTS = "not without loss"  # sparse attention does not suffice
+    CHANGES = "not without change"  # the same for outputs without a known loss
     MEASURED = "measured"  # the question has no yes or no
 
 
 @dataclass(frozen=True)
 class Glance:
-    """An answer at one glance.
+    """An answer at a glance.
 
     Attributes:
         answer: in a word.
-        number: with its denominator, like ``3 of 3 pairs``; empty where there is none.
+        number: with its denominator, like ``3 of 3 pairs``; empty if there is none.
         words: what the number counts.
-        claim: whether the answer is about a claim of the paper, and so says nothing good or bad of a model.
+        claim: whether the answer is about a claim of the paper, and so says nothing good or bad about a model.
     """
 
     answer: Answer

@@ -1,4 +1,4 @@
-"""Values of options: text to numbers, names and paths."""
+"""Parse values of options: text to numbers, names and paths."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
 
 
 def length_range(text: str | None) -> tuple[int | None, int | None]:
-    """Read ``"40"`` or ``"5:20"``: the shortest length, where one is given, and the longest.
+    """Read ``"40"`` or ``"5:20"``: the shortest length, if given, and the longest.
 
     Raises:
         InputError: if it is neither.
@@ -40,7 +40,7 @@ def length_range(text: str | None) -> tuple[int | None, int | None]:
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read ``"4,8,16"``: different whole numbers in rising order.
+    """Read ``"4,8,16"``: different whole numbers in ascending order.
 
     Raises:
         InputError: if a part is not a whole number.
@@ -73,7 +73,7 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
     """
     from semdiag_models import InputError
 
-    found: dict[str, Any] = {"targets": {}}
+    values: dict[str, Any] = {"targets": {}}
     for text in texts:
         task, _, number = text.rpartition("=")
         try:
@@ -82,10 +82,10 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
             said = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
             raise InputError(f"{said}. Got {text!r}.") from None
         if task:
-            found["targets"][task] = value
+            values["targets"][task] = value
         else:
-            found["target"] = value
-    return found
+            values["target"] = value
+    return values
 
 
 def names(text: str) -> tuple[str, ...]:

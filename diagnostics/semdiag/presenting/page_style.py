@@ -1,8 +1,8 @@
-"""How semdiag's pages look: colours by day and by night, type, headings."""
+"""The style of semdiag's pages: light and dark colours, type, headings."""
 
 from importlib.resources import files
 
 
 def page_style() -> str:
-    """Return the style sheet that all pages begin with."""
+    """Return the style sheet with which all pages begin."""
     return files("semdiag.presenting").joinpath("page.css").read_text(encoding="utf-8").rstrip("\n")

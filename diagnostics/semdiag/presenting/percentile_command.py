@@ -1,4 +1,4 @@
-"""The command that prints percentiles of one quantity of every query."""
+"""A command that prints percentiles of a quantity of every query."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def percentile_command(metric: str, description: str, summary: "Callable[[Findings], Summary]") -> Command:
-    """Make the command that measures a metric, prints its percentiles and writes its figures and tables.
+    """Return a command that measures a metric, prints its percentiles and writes its figures and tables.
 
     Args:
-        metric: its name: the command's, and that of its section in reports.
+        metric: its name, also of the command and of its section in reports.
         description: the command's help.
         summary: of findings, as ``--json`` prints it.
     """
@@ -88,8 +88,8 @@ _TITLES = {
 _NOTHING_DROPPED = (
     "every query keeps every key, so no key is separated from others. Add --k 8 to ask what a top-k would drop."
 )
-_MOST = 24  # rows of heads, above which only the furthest out are shown
-_FURTHEST = 5  # at either end
+_MOST = 24  # with more rows of heads, only the most extreme are shown
+_FURTHEST = 5  # at each end
 
 
 def _rows(result: dict[str, Any], part: str, every: bool, suffix: str = "") -> tuple[list[dict[str, Any]], int]:
@@ -113,7 +113,7 @@ def _median(row: dict[str, Any], part: str) -> float:
 
 
 def _by_median(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
-    """Return the heads whose median is known, the smallest first."""
+    """Return the heads with known median, the smallest first."""
     known = [row for row in heads if row.get(part, row)["p50"] is not None]
     return sorted(known, key=lambda row: _median(row, part))
 
@@ -126,7 +126,7 @@ def _furthest(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
 
 
 def extremes(result: dict[str, Any], part: str) -> str:
-    """Return which head has the largest median of a quantity, and which the smallest.
+    """Return a sentence on the heads with the largest and the smallest median of a quantity.
 
     Args:
         result: of a model, as the summary has it.

@@ -20,15 +20,15 @@ class Shared(Protocol):
     """The values of the options that the measuring commands share.
 
     Attributes:
-        values: by name; a command that does not take an option has none for it.
-        typed: names of the options of the command, shared or its own, that are not left at their defaults.
+        values: by name; options that the command does not take are absent.
+        typed: names of options, shared or the command's own, that differ from their defaults.
     """
 
     values: dict[str, Any]
     typed: frozenset[str]
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
-        """Return the conditions under which to measure; ``more`` are fields that the command decides."""
+        """Return the conditions for measuring; ``more`` are fields that the command sets."""
 
     def measured(
         self,
@@ -58,8 +58,8 @@ class Command:
     Attributes:
         run: called with its own options and ``shared``, a :class:`Shared`; its docstring is the help.
         leave_out: shared options that it does not take.
-        sampling: whether it can do with queries that were drawn.
-        defaults: of shared options, where they differ from the usual ones.
+        sampling: whether it works on drawn queries.
+        defaults: of shared options, if they differ from the usual ones.
     """
 
     run: Callable[..., None]
@@ -79,8 +79,8 @@ def command(
 class Question:
     """A question that semdiag answers.
 
-    Its parts stand in its folder and are imported when first asked for, so that the registry costs nothing. Each
-    is named ``module:attribute``, the module relative to the folder; empty: the question has no such part.
+    Its parts are in its folder and are imported on first use, so that the registry costs nothing. Each is named
+    ``module:attribute``, with the module relative to the folder; empty means that there is no such part.
 
     Attributes:
         name: of its command, its summary and its section of a report.
@@ -115,7 +115,7 @@ class Question:
 
     @cached_property
     def summary(self) -> "Callable[[Findings], Summary] | None":
-        """Return what ``--json`` prints of it."""
+        """Return the function that makes what ``--json`` prints."""
         part: Callable[[Findings], Summary] | None = self._part(self.summarised_by)
         return part
 

@@ -20,8 +20,8 @@ class Shown:
     """A figure in a section.
 
     Attributes:
-        draw: from findings to the figure; its name is the figure's.
-        alt: what it shows, for readers who do not see it; ``{shown}`` becomes its legend and panels' titles.
+        draw: makes the figure from findings; its name is the figure's.
+        alt: what it shows, for readers who cannot see it; ``{shown}`` becomes its legend and panel titles.
         reading: two sentences: what to look at, what it means.
     """
 
@@ -31,7 +31,7 @@ class Shown:
 
     @property
     def figure(self) -> str:
-        """Return the figure's name, which is that of its files."""
+        """Return the figure's name, which its files also have."""
         return self.draw.__name__
 
 
@@ -69,19 +69,19 @@ class Section:
     """A part of a report.
 
     Attributes:
-        name: of the command that measures it, where there is one.
-        needs: tables of measurements, of which one at least must have rows; none: it needs no table of its own.
-        headings: under which its figures stand.
-        external: likewise for external models, of which nothing but the attention is known; none if they have no
-            such section.
-        measured: what must hold besides.
-        glance: its answer at one glance, for the first screen; None: it has no tile there.
-        glanced: the anchor of the heading that it answers; empty: the first.
+        name: of the command that measures it, if there is one.
+        needs: tables of measurements, at least one of which must have rows; none if it needs no table of its own.
+        headings: with its figures.
+        external: headings for external models, of which only the attention is known; none if they have no such
+            section.
+        measured: a further condition.
+        glance: its answer at a glance, for the first screen; None means no tile there.
+        glanced: the anchor of the heading that it answers; empty means the first.
         in_short: its sentences for the first screen.
-        details: its sentences model by model and pair by pair; None: it has none.
-        verdicts: what became of the claims it speaks about; None: it judges none.
-        tables: by file name without suffix, to be written as CSV; the second argument says whether the section is
-            the report's only one.
+        details: its sentences by model and pair; None if it has none.
+        verdicts: of the claims that it judges; None if it judges none.
+        tables: by file name without suffix, to write as CSV; the second argument says whether the section is the
+            report's only one.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Tables of sections."""
+"""Tables of report sections."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,11 +23,11 @@ def with_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_table(name: str, question: Callable[[Findings], pd.DataFrame]) -> Tables:
-    """Return the tables of a section with one table, the facts of each model in front.
+    """Return the tables of a section with a single table, preceded by the facts of each model.
 
     Args:
         name: of the file, without suffix.
-        question: that the table answers.
+        question: answered by the table.
     """
     return lambda findings, alone: {name: with_facts(findings, findings(question))}
 

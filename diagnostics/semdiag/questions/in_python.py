@@ -211,7 +211,7 @@ def lipschitz(
 
 
 def _plan(kind: type[Any], plan: Any, how: dict[str, Any]) -> Any:
-    """The plan, or one made of the options that are its fields, which are taken out of ``how``."""
+    """Return the plan, or one made from options that are its fields; these are removed from ``how``."""
     named = {field.name for field in fields(kind)} & how.keys() - {"seed"}
     if not named:
         return kind() if plan is None else plan
@@ -234,7 +234,7 @@ def _asked(
     seed: int = 0,
     **unknown: Any,
 ) -> Measurements:
-    """The attention of a clean pass, and what one probe makes of the model."""
+    """Return measurements of a clean pass, with the tables of one probe."""
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     probe = probes().get(type(plan))
     if probe is None:
@@ -258,13 +258,13 @@ def _asked(
     if labels is not None and loaded.external and not compared:
         raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.")
     own_labels = None if loaded.external else labels
-    found = measure(loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype)
+    measured = measure(loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype)
     subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
     try:
         tables = probe.measure(subject, plan, prepared)
     except NotAvailableError as reason:
         raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
-    samples = int(found.models["samples"].max())
+    samples = int(measured.models["samples"].max())
     known = {"seed": seed, "samples": samples, **probe.provenance(plan, samples, samples)}
-    remarks = pd.concat([found.remarks, subject.remarks], ignore_index=True)
-    return found.replace({**found.provenance, **known}, remarks=remarks, **tables)
+    remarks = pd.concat([measured.remarks, subject.remarks], ignore_index=True)
+    return measured.replace({**measured.provenance, **known}, remarks=remarks, **tables)

@@ -1,1 +1,1 @@
-"""The page and the gate: loops over the registry."""
+"""The page of a report, and the gate of ``semdiag check``: loops over the registry."""

@@ -16,7 +16,7 @@ def capture_sentences(findings: Findings) -> list[str]:
         findings: of any number of models.
 
     Returns:
-        One sentence for all models, then one per model that was not seen whole.
+        One sentence for all models, then one per model that was captured incompletely.
     """
     measurements = findings.measurements
     models = measurements.models

@@ -1,4 +1,4 @@
-"""Swap two folders in one step, where the system can."""
+"""Swap two folders atomically, if the system supports it."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ def exchange(one: Path, other: Path) -> bool:
         other: a folder on the same file system.
 
     Returns:
-        Whether they did; if not, nothing has changed: the system or the file system cannot, or one is not there.
+        Whether they were swapped; if not, nothing has changed: the system does not support it, or one is missing.
     """
     if os.name == "nt":
         return False

@@ -1,4 +1,4 @@
-"""The folder of a report: what may be replaced, and how."""
+"""Replace the folder of a report safely."""
 
 import os
 import re
@@ -14,16 +14,16 @@ from semdiag_models.reading import read_json
 
 
 def check_folder(folder: Path, keep_queries: bool) -> None:
-    """Refuse to replace anything but an earlier report, and to lose measurements kept there.
+    """Refuse to replace anything but an earlier report, or to lose measurements in it.
 
-    What a killed process left there is cleaned up first.
+    Remains of a killed process are cleaned up first.
 
     Args:
-        folder: of a report to be written.
-        keep_queries: whether it will hold its own measurements.
+        folder: for the new report.
+        keep_queries: whether the new report will contain its measurements.
 
     Raises:
-        InputError: if the folder holds something else than a report, or cannot be made.
+        InputError: if the folder contains anything but a report, or cannot be created.
     """
     folder = Path(os.path.realpath(folder))
     there = next(parent for parent in folder.parents if parent.exists())
@@ -39,10 +39,10 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
     try:
         if not any(folder.iterdir()):
             return
-        found = read_json(folder / "summary.json")
+        content = read_json(folder / "summary.json")
     except (OSError, InputError):
-        found = None
-    if not has_schema(found, "report"):
+        content = None
+    if not has_schema(content, "report"):
         raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
     if (folder / "data" / "queries.parquet").exists() and not keep_queries:
         raise InputError(
@@ -53,7 +53,7 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, which replaces ``folder`` when all is written, and leaves nothing on failure.
+    """Yield a new folder that replaces ``folder`` once everything is written, and leaves nothing on failure.
 
     Args:
         folder: passed by :func:`check_folder`.
@@ -79,31 +79,31 @@ def _tidy(folder: Path) -> None:
     if not folder.parent.is_dir():
         return
     for path in sorted(folder.parent.iterdir()):
-        found = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
-        if found is None or _runs(int(found[1])):
+        match = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
+        if match is None or _runs(int(match[1])):
             continue
-        if found[2] == "old" and not folder.exists():
+        if match[2] == "old" and not folder.exists():
             path.rename(folder)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _runs(process: int) -> bool:
-    """Return whether a process of this number is running, whose folder must be left alone."""
+    """Return whether the process with this number is running, so that its folder must be left alone."""
     if process == os.getpid() or os.name == "nt":
         return False
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         return True
     return True
 
 
 def _swap(building: Path, folder: Path) -> None:
-    """Replace an older folder by the finished one; on failure keep or restore the older one."""
+    """Replace the older folder by the finished one; on failure keep or restore the older one."""
     if folder.exists() and exchange(building, folder):
-        return  # the older one has the name of what is thrown away
+        return  # the older one now has the name that will be deleted
     old = building.with_suffix(".old")
     if folder.exists():
         folder.rename(old)

@@ -1,4 +1,4 @@
-"""Results in Python: the summary, the page, one figure."""
+"""Results in Python: summary, page, single figures."""
 
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ from semdiag_models.errors import unknown_name
 
 
 class Summary(dict[str, Any]):
-    """The summary of a report as plain values; shown as its verdict in sentences."""
+    """The summary of a report as plain values, displayed as its verdict in sentences."""
 
     def __repr__(self) -> str:
         return "\n".join(self["verdict"])
 
 
 def summary(found: Measurements | Findings) -> Summary:
-    """Say what was found: the verdict in words, a row per model, what became of the claims.
+    """Return the results: the verdict in words, a row per model, the verdicts on claims.
 
     Args:
-        found: what :func:`semdiag.measure` and the probes return.
+        found: from :func:`semdiag.measure` or a probe.
 
     Returns:
         A dictionary as in a report's ``summary.json``, ready for JSON: ``verdict``, ``glances``, ``results``, ….
@@ -46,15 +46,15 @@ def report(found: Measurements | Findings, folder: Path | str, keep_queries: boo
     """Write the report: a page with the verdict, figures, tables and caveats.
 
     Args:
-        found: what :func:`semdiag.measure` and the probes return.
-        folder: made if absent; an older report there is replaced.
-        keep_queries: whether every query is kept in ``data/``, to redraw the report from.
+        found: from :func:`semdiag.measure` or a probe.
+        folder: created if missing; an older report there is replaced.
+        keep_queries: whether to keep every query in ``data/``, to redraw the report from.
 
     Returns:
         The page ``folder/index.html``.
 
     Raises:
-        InputError: if the folder holds something else than a report, or cannot be written.
+        InputError: if the folder contains anything but a report, or cannot be written.
     """
     command = f"semdiag.report(found, {str(folder)!r})"
     return write_report(_findings(found), Path(folder), command, keep_queries=keep_queries)
@@ -64,15 +64,15 @@ def plot(found: Measurements | Findings, figure: str) -> Figure:
     """Draw one figure of a report.
 
     Args:
-        found: what :func:`semdiag.measure` and the probes return.
-        figure: its name, like ``dispersion_by_layer``; that of its file in a report.
+        found: from :func:`semdiag.measure` or a probe.
+        figure: its name, like ``dispersion_by_layer``, which its file in a report also has.
 
     Returns:
         The figure; a notebook shows it, ``.savefig`` writes it.
 
     Raises:
         InputError: if no figure has this name; the message lists all.
-        NothingToDrawError: if nothing of what it shows was measured; the message says what is missing.
+        NothingToDrawError: if what it shows was not measured; the message says what is missing.
     """
     if figure not in figures():
         raise unknown_name("figure", figure, figures())

@@ -1,4 +1,4 @@
-"""The page of a report: the template filled with numbers and words."""
+"""Render the page of a report from its template."""
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -19,8 +19,8 @@ from semdiag_models.plain_text import visible
 class Picture(TypedDict):
     """A figure on the page: files by format, size in CSS pixels, or why it is missing.
 
-    ``narrow`` is the file for telephones, where the panels stand one above the other; ``shows`` is what its
-    legend and the titles of its panels say, empty if it has neither.
+    ``narrow`` is the file for telephones, with stacked panels; ``shows`` has the texts of its legend and panel
+    titles, empty if it has neither.
     """
 
     files: dict[str, str]
@@ -40,7 +40,7 @@ def render_page(
     theory: Sequence[str] = (),
     outliers: Sequence[tuple[str, str | None, str]] = (),
 ) -> str:
-    """Fill the template; every value is escaped, and what a browser or terminal would obey is made visible.
+    """Fill the template; every value is escaped, and control characters are made visible.
 
     Args:
         whole: the report's summary.
@@ -49,7 +49,7 @@ def render_page(
         non_finite: the table of measurements with this name.
         keep_queries: whether the measurements themselves are beside the page.
         theory: names of the tables of the theory beside the page.
-        outliers: heads that stand out: name, the page that shows it (None: there is none), and by what.
+        outliers: heads that stand out: name, the page that shows it (None if there is none), and the reason.
 
     Returns:
         The page.
@@ -94,18 +94,18 @@ def render_page(
 
 
 def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
-    """Return the heading of a section that its answer at one glance is about."""
+    """Return the heading that a section's answer at a glance is about."""
     anchor = sections()[name].glanced
     return next((heading for heading in headings if heading.anchor == anchor), headings[0])
 
 
 def _title(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the title of the browser's tab: the one model, or how many."""
+    """Return the title of the browser's tab: the one model, or the number of models."""
     return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
 
 
 def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
-    """Return the question above the page's answer: of runs how fast they learn, else that of the first section."""
+    """Return the question above the page's answer: for runs how fast they learn, else the first section's."""
     names = [name for name, _ in parts]
     if "convergence" in names:
         return "How fast does it learn?"
@@ -119,7 +119,7 @@ def _lead(whole: dict[str, Any]) -> str:
 
 
 def _about(whole: dict[str, Any]) -> str:
-    """Return one line: what was measured, on what, when and with which version."""
+    """Return one line on what was measured, on which inputs, when and with which version."""
     rows = whole["results"]
     model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
     counts = sorted({int(row["samples"]) for row in rows})
@@ -147,5 +147,5 @@ def _settings(named: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value of the template, escaped unless a macro made it."""
+    """Return a value for the template, escaped unless a macro made it."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,4 +1,4 @@
-"""The report: a folder with a page, figures, percentile tables and a summary, drawn from findings alone."""
+"""Write a report from findings: a folder with a page, figures, percentile tables and a summary."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ from semdiag.reporting.page import Picture, render_page
 from semdiag.reporting.summary import summary
 from semdiag_models import InputError
 
-_PIXELS_PER_INCH = 96  # of CSS
+_PIXELS_PER_INCH = 96  # in CSS
 _ON_SCREEN = ("png", "svg")
-LOOK = "look.html"  # the page of one text, beside that of the report
+LOOK = "look.html"  # the page of one text, beside the report
 
 
 class Progress(Protocol):
     """Receives the progress of a report."""
 
     def announce(self, stage: str, steps: int) -> None:
-        """Begin a stage of so many steps."""
+        """Start a stage with a number of steps."""
 
     def advance(self, steps: int) -> None:
-        """Count so many finished steps."""
+        """Count finished steps."""
 
 
 _NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
@@ -57,23 +57,23 @@ def write_report(
 
     Args:
         findings: of one or several models.
-        folder: made if absent.
-        command: that was typed, to be shown.
+        folder: created if missing.
+        command: as typed, to be shown.
         formats: of the figures: png, svg, pdf; none for a report without figures.
         keep_queries: whether to add the measurements themselves, so that everything can be redrawn.
-        sections: which parts, of :func:`~semdiag.questions.registry.sections`; by default all for
-            which something was measured.
-        progress: told how many figures there will be, and of each that is drawn.
-        look: the page of :func:`~semdiag.questions.look.page.render_look` on one text, to stand beside the report,
-            which links to it; None: there is none.
+        sections: names among :func:`~semdiag.questions.registry.sections`; by default all for which something was
+            measured.
+        progress: gets the number of figures, and each one that is drawn.
+        look: the page of :func:`~semdiag.questions.look.page.render_look` on one text, to write beside the report,
+            which links to it; None if there is none.
 
     Returns:
         The page ``folder/index.html``.
 
     Raises:
         ValueError: if a section is unknown.
-        InputError: if the folder holds something else than a report, cannot be written, there is no model, or
-            a format is unknown.
+        InputError: if the folder contains anything but a report, cannot be written, there is no model, or a format
+            is unknown.
     """
     if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
@@ -96,9 +96,11 @@ def measured_sections(findings: Findings) -> list[str]:
     Returns:
         Names of :func:`~semdiag.questions.registry.sections`, in order.
     """
-    found = [name for name, section in every_section().items() if section.applies(findings)]
-    first = "k-sweep" if external(findings.measurements.models).all() else None  # what is asked of one's own model
-    return sorted(found, key=lambda name: name != first)
+    names = [name for name, section in every_section().items() if section.applies(findings)]
+    first = (
+        "k-sweep" if external(findings.measurements.models).all() else None
+    )  # the main question about a user's own model
+    return sorted(names, key=lambda name: name != first)
 
 
 def _write(
@@ -145,7 +147,7 @@ def _write(
 
 
 def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
-    """Return the sentences of the first screen: of every section, of the capture, and warnings.
+    """Return the sentences of the first screen: from every section, on the capture, and warnings.
 
     Args:
         findings: of any number of models.
@@ -166,7 +168,7 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
 
 
 def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
-    """Return the tables that are written as CSV; percentiles of δ are in every report."""
+    """Return the tables to write as CSV; percentiles of δ are in every report."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if len(findings.measurements.projections):
         tables["projections"] = findings.measurements.projections

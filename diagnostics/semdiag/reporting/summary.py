@@ -1,4 +1,4 @@
-"""The summary of a report as plain values: the verdict, a row per model, what became of the claims."""
+"""The summary of a report as plain values: the verdict, a row per model, the verdicts on claims."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +20,12 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
 
     Args:
         findings: of any number of models.
-        sections: of the report; the dispersion stands in every report.
+        sections: of the report; every report includes the dispersion.
 
     Returns:
-        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` % training accuracy, ``smaller`` (whether
-        δ_h < δ_s, where it is the top-k half of a pair), ``capture`` (what was seen of its attention, layer by
-        layer), ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
+        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` % training accuracy, ``smaller`` (whether δ_h
+        < δ_s, if it is the top-k model of a pair), ``capture`` (what was captured of its attention, by layer),
+        ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
     """
     measurements = findings.measurements
     answers = {pair.gate.pair.other: pair.answer for pair in findings(pair_comparisons)}
@@ -71,8 +71,8 @@ def summary(
         figures: files by figure, relative to the report.
 
     Returns:
-        A dictionary for JSON: no NaN or infinity; the key ``findings`` is there only if a section
-        judges claims.
+        A dictionary for JSON, without NaN or infinity; it has the key ``findings`` only if a section judges
+        claims.
     """
     whole: dict[str, Any] = {
         "schema": schema("report"),

@@ -1,1 +1,1 @@
-"""Attention: its kinds, how each selects keys, and the products over all or the selected ones."""
+"""Attention: its kinds, how each selects keys, and the products over all or selected keys."""

@@ -1,4 +1,4 @@
-"""Which keys a query attends to in routing attention: those in its clusters."""
+"""Routing attention: a query attends to the keys in its clusters."""
 
 import torch
 import torch.nn.functional as F
@@ -9,15 +9,15 @@ from semdiag_models.attention.hashed_selection import distinct
 
 @torch.no_grad()
 def same_clusters(q: Tensor, keys: Tensor, centroids: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Positions of the keys in each query's clusters.
+    """Return positions of the keys in each query's clusters.
 
-    A centroid's cluster are the k queries and the k keys with the largest cosines to it, all if there are fewer;
-    its queries attend to its keys. A query in several clusters attends to the keys of all, each once. A query in
-    none attends to nothing: no value is mixed into its token.
+    A centroid's cluster consists of the k queries and the k keys with the largest cosines to it, or all if there
+    are fewer; its queries attend to its keys. A query in several clusters attends to the keys of all, each once. A
+    query in no cluster attends to nothing: its mixed value is zero.
 
     Source: Roy et al., Efficient content-based sparse attention with routing transformers (2021). Deviations: one
-    softmax over the union where a query is in several clusters; scores are those of q and k as they are, and only
-    the routing looks at unit vectors; not causal.
+    softmax over the union if a query is in several clusters; scores use q and k as they are, and only routing
+    normalises them; not causal.
 
     Args:
         q: queries (B, H, L, D).
@@ -47,18 +47,18 @@ def same_clusters(q: Tensor, keys: Tensor, centroids: Tensor, valid: Tensor | No
 
 
 def cosines_to(centroids: Tensor, x: Tensor) -> Tensor:
-    """Cosines of vectors and centroids: (H, C, D), (…, H, L, D) -> (…, H, L, C)."""
+    """Return the cosines between vectors and centroids: (H, C, D), (…, H, L, D) -> (…, H, L, C)."""
     return F.normalize(x, dim=-1) @ F.normalize(centroids, dim=-1).transpose(1, 2)
 
 
 @torch.no_grad()
 def follow(centroids: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, decay: float) -> None:
-    """One step of k-means on unit vectors, as a moving average; the centroids are changed in place.
+    """Make one step of k-means on unit vectors, as a moving average, in place.
 
-    Every valid query and key belongs to the centroid of the largest cosine. A centroid μ moves towards the mean
-    direction m of its own: μ ← normalised (decay · μ + (1 − decay) · m); one without any stays.
+    Every valid query and key belongs to the centroid with the largest cosine. A centroid μ moves towards the mean
+    direction m of its members: μ ← normalised (decay · μ + (1 − decay) · m); without members it stays.
 
-    Source: Roy et al. (2021), eq. 8. Deviation: the mean direction in the place of the sum, so that a step
+    Source: Roy et al. (2021), eq. 8. Deviation: the mean direction instead of the sum, so that a step
     does not grow with the batch; centroids stay on the sphere.
 
     Args:
@@ -66,7 +66,7 @@ def follow(centroids: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, dec
         q: queries (B, H, L, D).
         keys: keys (B, H, L, D).
         valid: (B, L) bool, tokens that count; None means all.
-        decay: what a centroid keeps of its place, in [0, 1].
+        decay: weight of the old centroid, in [0, 1].
     """
     both = F.normalize(torch.cat([q, keys], 2), dim=-1)  # (B, H, 2L, D)
     member = F.one_hot(cosines_to(centroids, both).argmax(-1), centroids.shape[1]).to(both.dtype)
@@ -79,7 +79,7 @@ def follow(centroids: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, dec
 
 
 def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tensor:
-    """Draw where the centroids of a block begin: uniform on the unit sphere, on the CPU.
+    """Draw the initial centroids of a block: uniform on the unit sphere, on the CPU.
 
     Args:
         seed: of the selection.
@@ -87,7 +87,7 @@ def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tenso
         shape: heads, clusters, entries of a vector.
 
     Returns:
-        Unit vectors in torch's default dtype; nothing but their shape inside ``torch.device("meta")``.
+        Unit vectors in torch's default dtype; without values inside ``torch.device("meta")``.
     """
     if torch.empty(()).is_meta:
         return torch.empty(shape)

@@ -1,4 +1,4 @@
-"""Attention over all keys, with dropout on the weights and without keeping L×L anything."""
+"""Attention over all keys, with dropout on the weights; nothing of size L×L is kept."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ _STRIP = 2**20  # scores held at a time: 4 MB in float32, about one core's share
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, dropout: float) -> Tensor:
-    """softmax(scale · q kᵀ) v, with dropout on the softmax weights.
+    """Return softmax(scale · q kᵀ) v, with dropout on the softmax weights.
 
-    Without dropout and on accelerators this is torch's ``scaled_dot_product_attention``. That function falls
-    back to whole L×L matrices when a CPU drops weights, so training on a CPU goes through strips that fit the
-    cache; the backward pass recomputes the weights from the scores and the drawn drop positions.
+    Without dropout and on accelerators this is torch's ``scaled_dot_product_attention``. That function falls back
+    to L×L matrices for dropout on a CPU, so training on a CPU works in strips that fit the cache; the backward
+    pass recomputes the weights from the scores and the drawn drop positions.
 
     Args:
         q: queries (B, H, Lq, D).

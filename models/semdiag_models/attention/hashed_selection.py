@@ -1,4 +1,4 @@
-"""Which keys a query attends to in LSH attention: those in its bucket of sign hashes."""
+"""LSH attention: a query attends to the keys in its bucket of sign hashes."""
 
 from functools import lru_cache
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @torch.no_grad()
 def same_bucket(q: Tensor, keys: Tensor, directions: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Positions of the keys in each query's bucket, all rounds together.
+    """Return positions of the keys in each query's bucket, all rounds together.
 
-    In every round queries and keys are each sorted by their hashes (equal ones by position) and cut into buckets
-    of k; the queries of a bucket attend to the keys of the bucket of that number. A last bucket that would be
-    short takes the last k keys. So every query keeps exactly k keys a round, or all if there are fewer.
+    In every round, queries and keys are each sorted by their hashes (equal ones by position) and cut into buckets
+    of k; the queries of a bucket attend to the keys of the bucket with the same number. A short last bucket takes
+    the last k keys. So every query keeps exactly k keys per round, or all if there are fewer.
 
     Source: Kitaev et al., Reformer (2020): sort, cut into chunks, union over rounds; queries and keys sorted
-    each by themselves as in Daras et al., SMYRF (2020). Deviations: buckets look at no neighbouring bucket; a key
-    found in several rounds counts once; a query may attend to itself; the hash functions are drawn once.
+    separately as in Daras et al., SMYRF (2020). Deviations: no attention to neighbouring buckets; a key found in
+    several rounds counts once; a query may attend to itself; the hash functions are drawn once.
 
     Args:
         q: queries (B, H, L, D).
@@ -37,7 +37,7 @@ def same_bucket(q: Tensor, keys: Tensor, directions: Tensor, valid: Tensor | Non
     if valid is not None:
         codes = codes.masked_fill(~valid[:, None, None, :], 2 ** directions.shape[2])
     order = codes.argsort(dim=-1, stable=True)
-    rank = order[0].argsort(dim=-1)  # of each query
+    rank = order[0].argsort(dim=-1)  # rank of each query
     count = count[:, None, None, None]
     start = torch.minimum(rank // k * k, count - k).clamp(min=0)
     place = start[..., None] + torch.arange(k, device=q.device)  # (B, H, R, L, k), in the order of the keys
@@ -49,7 +49,7 @@ def same_bucket(q: Tensor, keys: Tensor, directions: Tensor, valid: Tensor | Non
 
 
 def bucket_codes(x: Tensor, directions: Tensor) -> Tensor:
-    """Sign hashes: bit n of a vector's code is 1 if its product with direction n is negative.
+    """Return sign hashes: bit n of a vector's code is 1 if its product with direction n is negative.
 
     Two vectors at angle θ agree in a bit with probability 1 − θ/π over normal directions.
 
@@ -81,7 +81,7 @@ def hash_directions(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Draw the hash functions of a model, on the CPU in float64, whatever the device.
+    """Draw a model's hash functions, on the CPU in float64 whatever the device.
 
     Args:
         seed: of the draw.
@@ -98,7 +98,7 @@ def hash_directions(
 
 
 def distinct(positions: Tensor) -> Tensor:
-    """Leave out what a row repeats.
+    """Remove repetitions from each row.
 
     Args:
         positions: (B, H, L, K) int64 key positions below L, -1 for none.
@@ -118,9 +118,9 @@ def distinct(positions: Tensor) -> Tensor:
 
 
 def _lengthened(q: Tensor, keys: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One more entry: 0 for queries; for keys what makes all as long as the longest valid one of the head.
+    """Append one entry: 0 for queries; for keys what gives them all the length of the head's longest valid key.
 
-    The angle between query and key then falls as their product rises, for every query.
+    The angle between query and key then decreases as their product increases.
 
     Source: Neyshabur and Srebro, On symmetric and asymmetric LSHs (2015). Deviation: none.
     """

@@ -1,4 +1,4 @@
-"""The kinds of attention, and what everything else needs to know of each: one table."""
+"""The kinds of attention and their properties, in one table."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +14,8 @@ class AttentionKind:
             the ``largest`` or ``smallest`` scores, or those that are ``hashed`` into the query's bucket or
             ``clustered`` with it.
         local: whether the fixed set lies around the query; global tokens go with these kinds alone.
-        drawn: whether something is drawn once, from a seed of the selection: the fixed set, the hash functions,
-            the first centroids.
+        drawn: whether something is drawn once, from the selection's seed: the fixed set, the hash functions, the
+            first centroids.
     """
 
     meaning: str
@@ -25,17 +25,17 @@ class AttentionKind:
 
     @property
     def dense(self) -> bool:
-        """Whether a query attends to every key that is allowed."""
+        """Whether a query attends to every allowed key."""
         return self.keeps == "all"
 
     @property
     def input_dependent(self) -> bool:
-        """Whether the kept keys follow from queries and keys, and so change with the input."""
+        """Whether the kept keys depend on queries and keys, and so on the input."""
         return self.keeps in ("largest", "smallest", "hashed", "clustered")
 
     @property
     def follows_scores(self) -> bool:
-        """Whether the scores alone say which keys are kept: the k largest or smallest."""
+        """Whether the scores alone decide which keys are kept: the k largest or smallest."""
         return self.keeps in ("largest", "smallest")
 
     @property
@@ -45,7 +45,7 @@ class AttentionKind:
 
     @property
     def ranks_scores(self) -> bool:
-        """Whether its scores rank all allowed keys, the wanted first, so that any k can be asked of them."""
+        """Whether its scores rank all allowed keys, best first, so that counterfactuals exist for any k."""
         return self.keeps in ("all", "largest")
 
 

@@ -1,4 +1,4 @@
-"""What a mask lets a model see together, and the tasks that it cannot represent for it, whatever its weights."""
+"""Receptive fields under a mask, and tasks that a model with this mask cannot represent, whatever its weights."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,23 +15,23 @@ from semdiag_models.tasks import Task
 from semdiag_models.tasks.bracket_expressions import MODULUS
 from semdiag_models.tasks.stack_manipulation import POP, PUSH_0
 
-LONGEST = 256  # inputs above are not looked at
-_TRIED = 1000  # sets of inputs
+LONGEST = 256  # longer inputs are not examined
+_TRIED = 1000  # sets of inputs tried
 Witness = list[tuple[list[int], int]]  # inputs, and for each a label that is not its own
 
 
 def receptive_fields(config: ModelConfig) -> Tensor:
-    """Which tokens of the input each pooled output can depend on.
+    """Return which tokens of the input each pooled output can depend on.
 
-    A block adds to the residual stream of a position what its queries mix, so after B blocks a position depends on
-    what it reaches in at most B steps. Where the kept keys follow from the input, or are drawn anew, any key may
-    be kept, and one step reaches everything.
+    A block adds to a position's residual stream what its query mixes, so after B blocks a position depends on what
+    it reaches in at most B steps. If the kept keys depend on the input, or are redrawn, any key may be kept, and
+    one step reaches everything.
 
     Args:
         config: the architecture; its length is that of the inputs.
 
     Returns:
-        (P, L) bool: a row per position that is pooled (all, global tokens included; with CLS pooling CLS alone).
+        (P, L) bool: a row per pooled position (all, including global tokens; with CLS pooling only CLS).
 
     Example:
         >>> receptive_fields(ModelConfig(3, 2, 6, "block", k=3, blocks=2)).int()[0].tolist()
@@ -49,7 +49,7 @@ def receptive_fields(config: ModelConfig) -> Tensor:
 
 
 def _steps(config: ModelConfig, layer: int) -> Tensor:
-    """(P, P): 1 where a position sees another in one block, itself by the residual stream."""
+    """Return (P, P): 1 if a position sees another in one block; it sees itself by the residual stream."""
     positions = config.length + config.extra_tokens
     if ATTENTIONS[config.attention].keeps != "fixed":
         return torch.ones(positions, positions)
@@ -69,23 +69,24 @@ def _steps(config: ModelConfig, layer: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def cannot_represent(task: Task, config: ModelConfig, length: int | None = None) -> bool:
-    """Whether no weights whatever make a model with this mask right on every input of the task.
+    """Return whether no weights can make a model with this mask right on every input of the task.
 
-    Pooling and head are additive: a logit is a sum of terms of which each depends on one receptive field. Take
+    Pooling and head are additive: a logit is a sum of terms, each of which depends on one receptive field. Take
     inputs x_s with labels y_s, and other labels y'_s ≠ y_s, so that for every field and class the restrictions of
-    the inputs with label y_s = c are those with y'_s = c. Then Σ_s logit_{y_s}(x_s) = Σ_s logit_{y'_s}(x_s); but a
-    model that is right on all of them has every term on the left larger. Such inputs are looked for, and checked.
+    the inputs with label y_s = c are those with y'_s = c. Then Σ_s logit_{y_s}(x_s) = Σ_s logit_{y'_s}(x_s); but
+    for a model that is right on all of them, every term on the left is larger. The function searches for such
+    inputs and checks them.
 
     Source: this project. Deviation: not in the paper.
 
     Args:
         task: of :data:`~semdiag_models.tasks.TASKS`.
         config: the architecture.
-        length: of the inputs, where what follows in the model's length is padding; None: the model's.
+        length: of the inputs, if the rest of the model's length is padding; None means the model's.
 
     Returns:
-        True: it cannot. False: nothing was found that says so; of listops, of inputs above 256 tokens and of masks
-        that are not fixed nothing is looked for.
+        True if it cannot. False if no proof was found; listops, inputs above 256 tokens and masks that are not
+        fixed are not searched.
 
     Example:
         >>> from semdiag_models import find_task
@@ -114,7 +115,7 @@ def _contradicts(task: Task, inputs: Witness, fields: set[tuple[int, ...]]) -> b
 
 
 def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witness]:
-    """Zeros but for two bits, of which the label is the sum modulo 2."""
+    """Yield inputs of zeros except for two bits, whose sum modulo 2 is the label."""
     for a, b in places:
         inputs: Witness = []
         for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -133,7 +134,7 @@ def _even_pairs(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
-    """Two pairs of twins, one of which hides a token: whatever one pair shows, the other may show elsewhere."""
+    """Yield two pairs of inputs that differ in whether a token is missing, seen by different positions."""
     half = length // 2
 
     def hidden(at: int, bit: int, other: int, value: int) -> Iterator[list[int]]:
@@ -154,7 +155,7 @@ def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _stack_manipulation(task: Task, length: int) -> Iterator[Witness]:
-    """Which of two bits at the bottom comes to the top is decided by the last two actions."""
+    """Yield inputs in which the last two actions decide which of two bottom bits comes to the top."""
     bits = 3 + (length - 5) % 2
     fill = (length - bits - 2) // 2
     if fill < 0:
@@ -167,7 +168,7 @@ def _stack_manipulation(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
-    """Steps forward at both ends, up to four at each: every sum of two residues."""
+    """Yield inputs with up to four steps forward at each end, for every sum of two residues."""
     ends = MODULUS - 1
     if length < 2 * ends:
         return
@@ -177,13 +178,13 @@ def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _filler(length: int) -> str:
-    """An expression of that many characters, of value 0."""
+    """Return an expression of this many characters with value 0."""
     short = {1: "0", 2: "-0", 3: "(0)", 4: "(-0)"}
     return short[length] if length in short else f"(0+{_filler(length - 4)})"
 
 
 def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
-    """The sum of a digit at the front and one at the end."""
+    """Yield sums of a digit at the start and one at the end."""
     if length >= 9:
         digits = range(MODULUS)
         middle = _filler(length - 8)
@@ -191,7 +192,7 @@ def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _solve_equation(task: Task, length: int) -> Iterator[Witness]:
-    """What has to be added to a digit at the front for the sum behind the equals sign."""
+    """Yield equations for the summand to a digit at the start, with the sum after the equals sign."""
     if length >= 11:
         digits = range(MODULUS)
         middle = _filler(length - 10)

@@ -1,4 +1,4 @@
-"""Attention over k selected keys per query: cost and memory grow with k, forward and backward."""
+"""Attention over k selected keys per query: cost and memory are proportional to k, forward and backward."""
 
 from types import ModuleType
 from typing import Any
@@ -12,9 +12,9 @@ from semdiag_models.dropout import dropout as drop
 
 
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, dropout: float) -> Tensor:
-    """softmax over the selected keys of scale · q kᵀ, times v, with dropout on the weights.
+    """Return the softmax of scale · q kᵀ over the selected keys, times v, with dropout on the weights.
 
-    Exactly the dense masked computation: keys outside the selection have weight and gradient zero there too.
+    This equals the dense masked computation, where keys outside the selection have zero weight and gradient.
 
     Args:
         q: queries (B, H, L, D).
@@ -40,10 +40,10 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: 
 
 
 def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor) -> Tensor:
-    """:func:`selected_attention` without dropout, in elementary operations.
+    """Return :func:`selected_attention` without dropout, in elementary operations.
 
-    It copies the selected keys, (B, H, L, K, D), and is slower; but it can be differentiated any number of
-    times, forward (``torch.func.jvp``) and backward, and runs under ``torch.func.vmap``.
+    It copies the selected keys, (B, H, L, K, D), and is slower, but supports repeated differentiation, forward
+    (``torch.func.jvp``) and backward, and ``torch.func.vmap``.
 
     Args:
         q: queries (B, H, L, D).
@@ -57,7 +57,7 @@ def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sele
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 1, 4, 2, dtype=torch.float64)
-        >>> selected = torch.tensor([[[[0], [2], [1], [-1]]]])  # one key a query: its value is taken as it is
+        >>> selected = torch.tensor([[[[0], [2], [1], [-1]]]])  # one key per query: the output is its value
         >>> mixed = plain_selected_attention(q, k, v, 1.0, selected)
         >>> torch.equal(mixed[0, 0, :3], v[0, 0, [0, 2, 1]]), bool(mixed[0, 0, 3].any())
         (True, False)
@@ -73,7 +73,7 @@ def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sele
 
 
 class _Compiled(torch.autograd.Function):
-    """:class:`_Selected` by compiled kernels, of q, k and v (B, H, L, D)."""
+    """:class:`_Selected` with compiled kernels, for q, k and v (B, H, L, D)."""
 
     @staticmethod
     def forward(
@@ -120,10 +120,10 @@ class _Selected(torch.autograd.Function):
 
 
 def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """rows[i] · table[index[i, j]] for all i, j: (N, D), (M, D), (N, K) -> (N, K).
+    """Return rows[i] · table[index[i, j]] for all i, j: (N, D), (M, D), (N, K) -> (N, K).
 
-    These dots are what the gradient of a weighted bag sum with respect to its weights consists of; calling
-    that kernel spares the (N, K, D) copy of the gathered rows.
+    These products are the gradient of a weighted bag sum in its weights; calling that kernel avoids the (N, K, D)
+    copy of the gathered rows.
     """
     n, k = index.shape
     starts = torch.arange(0, n * k, k, device=index.device)
@@ -135,12 +135,12 @@ def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """Σ_j weights[i, j] table[index[i, j]]: (N, K), (M, D), (N, K) -> (N, D); (N, K, D) is never stored."""
+    """Return Σ_j weights[i, j] table[index[i, j]]: (N, K), (M, D), (N, K) -> (N, D); (N, K, D) is never stored."""
     return F.embedding_bag(index, table, per_sample_weights=weights.contiguous(), mode="sum")
 
 
 def _by_key(index: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """The pairs (i, j) sorted by index[i, j], as flat positions, and where each key's begin: (N·K,), (M,).
+    """Return the pairs (i, j) sorted by index[i, j], as flat positions, and where each key begins: (N·K,), (M,).
 
     Sorting turns a scatter into a gather over ragged bags: no atomics, the same order of additions in every run.
     """
@@ -155,8 +155,8 @@ def _scatter_sum(weights: Tensor, rows: Tensor, order: Tensor, starts: Tensor) -
 
 
 def _counts(index: Tensor, n: int) -> Tensor:
-    """How often each of 0 … n - 1 occurs: (M,) -> (n,)."""
+    """Return how often each of 0 … n - 1 occurs: (M,) -> (n,)."""
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         return torch.bincount(index, minlength=n)
-    # bincount looks for the largest entry first, and waits for the device to find it; it cannot be compiled.
+    # bincount first finds the largest entry, which waits for the device; it cannot be compiled.
     return torch.zeros(n, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))

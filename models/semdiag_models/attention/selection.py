@@ -1,4 +1,4 @@
-"""Which keys a query attends to, for each kind of attention."""
+"""Select the keys that a query attends to, for each kind of attention."""
 
 from functools import lru_cache
 
@@ -29,10 +29,9 @@ def select_keys(
     centroids: Tensor | None = None,
     apart: bool = False,
 ) -> Tensor | None:
-    """Positions of the keys that each query attends to.
+    """Return the positions of the keys that each query attends to.
 
-    The queries that attend to all valid keys (``everywhere``) have an empty row: nothing of size L×L is made
-    for them.
+    Queries that attend to all valid keys (``everywhere``) have an empty row, so that nothing of size L×L is made.
 
     Args:
         attention: a key of ``ATTENTIONS``.
@@ -41,20 +40,20 @@ def select_keys(
         keys: keys (B, H, L, D).
         scale: factor on the scores.
         valid: (B, L) bool, keys that may be attended to; None means all.
-        everywhere: how many tokens in front and how many at the end attend to all valid keys, and, in banded and
-            block-local attention, are attended to by all; the bands or blocks are those of the tokens in between.
-        priorities: of random attention, (H, L, L): each query keeps the k valid keys with the largest. Redrawn
-            attention draws its own where there are none.
-        directions: of LSH attention, its hash functions; see
+        everywhere: number of tokens at the start, and at the end, that attend to all valid keys and, in banded and
+            block-local attention, are attended to by all; bands or blocks cover the tokens in between.
+        priorities: for random attention, (H, L, L): each query keeps the k valid keys with the largest. Redrawn
+            attention draws its own if None.
+        directions: for LSH attention, its hash functions; see
             :func:`~semdiag_models.attention.hashed_selection.same_bucket`.
-        centroids: of routing attention, (H, C, D).
-        apart: of local, top-k and bottom-k attention, whether no other query attends to the tokens in front.
+        centroids: for routing attention, (H, C, D).
+        apart: for local, top-k and bottom-k attention, whether no other query attends to the tokens at the start.
 
     Returns:
-        None if every valid key is attended to; else (B, H, L, K) int64 positions, -1 where a query has fewer
-        than K valid candidates; K is k, for local attention the tokens of ``everywhere`` besides, and more where
-        a query is in several buckets or clusters. Banded and block-local positions come in increasing order,
-        top-k ones by falling, bottom-k ones by rising score, random ones by falling priority.
+        None if every valid key is attended to; else (B, H, L, K) int64 positions, -1 if a query has fewer than K
+        valid candidates. K is k, plus the tokens of ``everywhere`` for local attention, and more if a query is in
+        several buckets or clusters. Banded and block-local positions are ascending, top-k ones by descending and
+        bottom-k ones by ascending score, random ones by descending priority.
 
     Example:
         >>> q = torch.zeros(1, 1, 5, 2)
@@ -92,7 +91,7 @@ def select_keys(
 @torch.no_grad()
 def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, k: int) -> Tensor:
     batch, heads, length, _ = q.shape
-    rows, of_keys = (t.detach().reshape(batch * heads, length, -1) for t in (q, keys))  # also from tangents
+    rows, of_keys = (t.detach().reshape(batch * heads, length, -1) for t in (q, keys))  # also detaches tangents
     allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
     selected = torch.empty(batch * heads, length, k, dtype=torch.int64, device=q.device)
     alone = products.takes(rows[0], of_keys[0])
@@ -118,7 +117,7 @@ def _strip(device: torch.device) -> int:
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and positions of the k largest scores of each row (..., L, L), by kernels where there are some."""
+    """Return values and positions of the k largest scores of each row (..., L, L), by kernels if available."""
     kernels = kernels_for("largest_kernels", scores)
     best: tuple[Tensor, Tensor] = scores.topk(k, -1) if kernels is None else kernels.largest_scores(scores, k)
     return best
@@ -137,17 +136,17 @@ def _most_wanted(priorities: Tensor, valid: Tensor | None, batch: int, k: int) -
 
 @lru_cache(maxsize=4)
 def random_priorities(seed: int, blocks: int, heads: int, length: int, device: torch.device) -> Tensor:
-    """Draw what random attention keeps: for each block, head and query a random order of the keys.
+    """Draw a random order of the keys for each block, head and query, for random attention.
 
-    The k keys highest in a random order are a uniformly random k-subset, and so are the k highest valid ones
-    of the valid keys. The order is drawn on the CPU and does not depend on the device.
+    The k highest keys in a random order are a uniformly random k-subset, and so are the k highest valid keys among
+    the valid ones. The order is drawn on the CPU and does not depend on the device.
 
     Args:
         seed: of the orders.
         blocks: of the model.
         heads: per block.
-        length: positions, those of CLS included.
-        device: where the result is wanted.
+        length: number of positions, including CLS.
+        device: of the result.
 
     Returns:
         (blocks, H, L, L) int32, each row a permutation of 0 … L - 1.
@@ -166,9 +165,9 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
 def _local(
     attention: str, length: int, k: int, first: int, last: int, apart: bool, device: torch.device
 ) -> Tensor:
-    """(L, k + first + last): own band or block, and the tokens that all attend to, whose own rows are empty.
+    """Return (L, k + first + last): own band or block, and global tokens, whose own rows are empty.
 
-    Without those in front, (L, k + last), if they are apart.
+    If the tokens at the start are apart, they are left out: (L, k + last).
     """
     inner = length - first - last
     own = _banded(inner, min(k, inner)) if attention == "banded" else _block_local(inner, k)
@@ -182,13 +181,13 @@ def _local(
 
 @lru_cache(maxsize=32)
 def _banded(length: int, k: int) -> Tensor:
-    """(L, k): k consecutive keys, (k - 1) // 2 of them left of the query, shifted inward at the ends."""
+    """Return (L, k): k consecutive keys, (k - 1) // 2 of them left of the query, shifted inward at the ends."""
     start = (torch.arange(length) - (k - 1) // 2).clamp(0, length - k)
     return start[:, None] + torch.arange(k)
 
 
 @lru_cache(maxsize=32)
 def _block_local(length: int, k: int) -> Tensor:
-    """(L, k): the keys of the query's own block of k; the last block may be short (-1)."""
+    """Return (L, k): the keys of the query's own block of k; the last block may be short (-1)."""
     keys = (torch.arange(length) // k * k)[:, None] + torch.arange(k)
     return keys.masked_fill(keys >= length, -1)

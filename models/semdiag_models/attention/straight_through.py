@@ -1,4 +1,4 @@
-"""Top-k attention whose scores learn as if every key were kept."""
+"""Top-k attention whose scores get gradients as if every key were kept."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from semdiag_models.dropout import dropout as drop
 def straight_through_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor, dropout: float
 ) -> Tensor:
-    """Mix values with the weights of the selected keys, and differentiate the scores with those of all keys.
+    """Mix values with the weights of the selected keys, but differentiate the scores with the weights of all keys.
 
     With scores s = scale · q kᵀ, selected keys S, w the softmax of s over S (0 elsewhere), p the softmax of s over
     all valid keys, m the dropout (0, or 1/(1 - dropout)) and g the gradient of a query's output:
@@ -17,9 +17,9 @@ def straight_through_attention(
     - forward: Σ_j m_j w_j v_j, as in :func:`~semdiag_models.attention.selected_attention.selected_attention`;
     - gradient of v_j: m_j w_j g, that of the forward pass;
     - gradient of s: (diag(p) - p pᵀ) a with a_j = m_j ⟨g, v_j⟩ **for all valid keys j**, where the derivative of
-      the forward pass has w in the place of p. Keys outside S have a gradient, too.
+      the forward pass has w instead of p. Keys outside S also have a gradient.
 
-    In other words the weights are p + stop_gradient(w - p): the straight-through estimator of Bengio, Léonard and
+    In other words, the weights are p + stop_gradient(w - p): the straight-through estimator of Bengio, Léonard and
     Courville (2013) for the selection. Deviation: not in the paper.
 
     Args:

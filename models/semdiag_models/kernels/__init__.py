@@ -1,1 +1,1 @@
-"""Kernels that Numba compiles, in place of chains of torch operations."""
+"""Kernels that Numba compiles, to replace chains of torch operations."""

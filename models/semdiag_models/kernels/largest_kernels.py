@@ -1,7 +1,6 @@
-"""Kernels that Numba compiles: the largest scores of rows, which are read once and then stay in the nearest cache.
+"""Numba kernels for the largest scores of rows, which are read once and then stay in the nearest cache.
 
-Imported only where Numba is installed, and where rows are long. Of equal scores the one at the lower position
-comes first.
+Imported only if Numba is installed and rows are long. Of equal scores, the one at the lower position comes first.
 """
 
 from collections.abc import Callable
@@ -14,17 +13,17 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-_LEAST_GROUPS = 64  # of which a row's maxima are taken
-_GROUPS_PER_SCORE = 2  # ... and so many for each score that is asked for: then few others stand beside them
-_BISECTIONS = 24  # of a row's range, for a threshold: one that is too low costs time alone
-_STRIDES = 64  # ... of a row with infinite scores, whose range is found in strides: each four times the last
+_LEAST_GROUPS = 64  # fewest groups for a row's maxima
+_GROUPS_PER_SCORE = 2  # ... and groups per requested score, so that few others share a group with them
+_BISECTIONS = 24  # of a row's range, for a threshold: one that is too low only costs time
+_STRIDES = 64  # ... for rows with infinite scores: steps that grow fourfold
 _SPARE = 4  # groups beyond those needed whose maxima may reach the threshold
-_LANES = 8  # numbers that are compared at a time
+_LANES = 8  # numbers compared at a time
 
 INF, HALF, ONE = np.float32(np.inf), np.float32(0.5), np.float32(1.0)
 _FOUR = np.float32(4.0)
-ZERO: Any = np.float32(0.0)  # Numba tells the types of sums from where they begin
-# Positions without a sign: Numba looks up no negative ones then.
+ZERO: Any = np.float32(0.0)  # Numba infers the type of a sum from its start
+# Unsigned positions: Numba then skips the check for negative indices.
 U: Any = np.uint64
 NONE: Any = np.uint64(0)
 NEXT: Any = np.uint64(1)
@@ -37,35 +36,35 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def kernel(signature: str) -> Callable[[Function], Function]:
-    """Compile a function now, and keep it on disk. Sums are taken in any order; infinity and NaN stay themselves.
+    """Compile a function now, and cache it on disk. Sums may be reordered; infinity and NaN are respected.
 
-    It has this one signature: of several, two processes that compile at the same time may keep one in place of the
-    other, and all later ones would take it. What is kept counts until the function's own file changes.
+    It has a single signature: with several, two processes that compile at the same time could cache one instead of
+    the other, and all later ones would use it. The cache is valid until the function's file changes.
     """
 
     def compiled(function: Function) -> Function:
         try:
             return cast(Function, njit(signature, cache=True, nogil=True, **_OPTIONS)(function))
-        except RuntimeError:  # there is no folder to keep it in
+        except RuntimeError:  # there is no folder for the cache
             return cast(Function, njit(signature, nogil=True, **_OPTIONS)(function))
 
     return compiled
 
 
 def part(function: Function) -> Function:
-    """Compile a function into the kernels that call it."""
+    """Compile a function to be inlined into kernels."""
     return cast(Function, njit(**_OPTIONS)(function))
 
 
 def in_threads(function: Callable[[int, int], bool], number: int) -> bool:
-    """Call the function on parts of a range, in as many threads as torch has.
+    """Call a function on parts of a range, in as many threads as torch uses.
 
     Args:
         function: of the first number of a part, and the one to stop before.
-        number: how many there are.
+        number: size of the range.
 
     Returns:
-        Whether it is true of every part.
+        Whether it is true for every part.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -77,10 +76,10 @@ def in_threads(function: Callable[[int, int], bool], number: int) -> bool:
 
 @torch.library.custom_op("semdiag::largest_scores", mutates_args=())
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest scores of each row, in falling order, as ``torch.topk`` does: an operation that torch can trace.
+    """Return each row's largest scores in descending order, like ``torch.topk``; torch can trace this operation.
 
     Args:
-        scores: (..., n) float32 on a processor, -inf where there is no key.
+        scores: (..., n) float32 on the CPU, -inf where there is no key.
         count: at most n.
 
     Returns:
@@ -102,14 +101,14 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @largest_scores.register_fake
 def _memory(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Memory for what is found."""
+    """Return the memory for the results."""
     values = scores.new_empty(*scores.shape[:-1], count)
     return values, torch.empty_like(values, dtype=torch.int64)
 
 
 @part
 def groups_of(count: int) -> int:
-    """How many groups serve rows of which so many scores are wanted: a power of two."""
+    """Return the number of groups for rows of which this many scores are wanted: a power of two."""
     groups = _LEAST_GROUPS
     while groups < _GROUPS_PER_SCORE * count:
         groups *= 2
@@ -128,13 +127,13 @@ def _less(one: np.float32, other: np.float32) -> np.float32:
 
 @part
 def extremes(row: Floats, highest: Floats, lowest: Floats, memory: Floats) -> tuple[np.float32, np.float32]:
-    """Maxima of groups of every G-th score, G = len(highest), and the extremes of them all; NaN goes unnoticed.
+    """Write the maxima of groups of every G-th score, G = len(highest); return the extremes; NaN goes unnoticed.
 
     Args:
         row: the scores.
-        highest: the maxima are written here.
-        lowest: as long; its content is of no meaning afterwards.
-        memory: likewise.
+        highest: gets the maxima.
+        lowest: working memory of the same length.
+        memory: working memory of the same length.
 
     Returns:
         The largest score and the smallest, -inf and inf of none.
@@ -142,7 +141,7 @@ def extremes(row: Floats, highest: Floats, lowest: Floats, memory: Floats) -> tu
     groups, start = len(highest), 0
     highest[:] = -INF
     lowest[:] = INF
-    while start + 4 * groups <= len(row):  # four at a time: what is found is read and written less often
+    while start + 4 * groups <= len(row):  # four at a time: fewer reads and writes of the results
         a, b = row[start : start + groups], row[start + groups : start + 2 * groups]
         start += 2 * groups
         c, d = row[start : start + groups], row[start + groups : start + 2 * groups]
@@ -156,7 +155,7 @@ def extremes(row: Floats, highest: Floats, lowest: Floats, memory: Floats) -> tu
             highest[lane] = _more(highest[lane], a[lane])
             lowest[lane] = _less(lowest[lane], a[lane])
         start += groups
-    # In lanes again: one after the other, each would wait for the one before.
+    # In lanes again: sequentially, each would wait for the one before.
     half = groups // 2
     for lane in range(half):
         memory[lane] = _more(highest[lane], highest[half + lane])
@@ -182,7 +181,7 @@ def _reached(highest: Floats, bound: np.float32) -> Any:
 
 @part
 def _threshold(highest: Floats, low: np.float32, high: np.float32, wanted: int) -> Any:
-    """A number that at least ``wanted`` groups' maxima reach, so as many scores do, and hardly more."""
+    """Return a number that at least ``wanted`` groups' maxima reach, so as many scores do, and few more."""
     stride = ONE
     for _ in range(_STRIDES):
         if low > -INF:
@@ -205,7 +204,7 @@ def _threshold(highest: Floats, low: np.float32, high: np.float32, wanted: int) 
 
 @part
 def _candidates(row: Floats, highest: Floats, threshold: np.float32, lanes: Whole, where: Whole) -> Any:
-    """Positions, rising, of the scores that reach the threshold; returns how many. No branch to mispredict."""
+    """Write the ascending positions of scores that reach the threshold; return their number. Branch-free."""
     active = count = NONE
     for lane in range(len(highest)):
         lanes[active] = lane
@@ -225,14 +224,14 @@ def _candidates(row: Floats, highest: Floats, threshold: np.float32, lanes: Whol
 
 @part
 def _ranked(row: Floats, where: Whole, found: Floats, before: Floats, values: Floats, order: Whole) -> None:
-    """Each candidate goes where its rank says, the number of larger ones; of equals the first one first.
+    """Write each candidate at its rank, the number of larger ones; of equal ones the first comes first.
 
     Args:
         row: the scores.
-        where: rising positions of the candidates.
-        found: memory for as many.
-        before: likewise.
-        values: filled with -inf; the largest scores in falling order.
+        where: ascending positions of the candidates.
+        found: working memory of the same length.
+        before: working memory of the same length.
+        values: filled with -inf; gets the largest scores in descending order.
         order: their positions.
     """
     padded = (len(where) + _LANES - 1) // _LANES * _LANES
@@ -256,7 +255,7 @@ def _ranked(row: Floats, where: Whole, found: Floats, before: Floats, values: Fl
 
 @part
 def _inserted(row: Floats, where: Whole, values: Floats, order: Whole) -> None:
-    """As :func:`_ranked`, one after the other: for many candidates, most of them equal."""
+    """Do what :func:`_ranked` does by insertion: for many candidates, most of them equal."""
     held = 0
     for i in range(len(where)):
         value = row[where[i]]
@@ -287,19 +286,19 @@ def largest(
     values: Floats,
     order: Whole,
 ) -> None:
-    """The largest scores of a row.
+    """Write the largest scores of a row.
 
     Args:
-        row: the scores, of which none is NaN.
+        row: the scores, without NaN.
         low: the smallest of them.
         high: the largest.
-        highest: the maxima of its groups, all three as :func:`extremes` finds them.
+        highest: the maxima of its groups; all three from :func:`extremes`.
         where: memory for as many positions as there are scores.
         lanes: memory for as many as there are groups.
-        found: likewise.
-        before: likewise.
-        values: filled with -inf; the largest scores in falling order.
-        order: as long, or shorter; their positions. What stands at -inf is of no meaning.
+        found: memory of the same length.
+        before: memory of the same length.
+        values: filled with -inf; gets the largest scores in descending order.
+        order: as long, or shorter; gets their positions, arbitrary for -inf.
     """
     threshold = _threshold(highest, low, high, min(len(values), len(row)))
     chosen = where[: _candidates(row, highest, threshold, lanes, where)]
@@ -311,7 +310,7 @@ def largest(
 
 @kernel("boolean(int64, int64, float32[:, ::1], float32[:, ::1], int64[:, ::1])")
 def _read(first: int, last: int, scores: Floats, values: Floats, positions: NDArray[np.int64]) -> bool:
-    """Read the rows from ``first`` to ``last``; whether no score is NaN."""
+    """Process the rows from ``first`` to ``last``; return whether no score is NaN."""
     length, count = scores.shape[1], values.shape[1]
     groups = groups_of(count)
     highest, lowest = np.empty(groups, np.float32), np.empty(groups, np.float32)

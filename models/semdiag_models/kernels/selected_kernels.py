@@ -1,7 +1,7 @@
-"""Kernels that Numba compiles: attention over selected keys, forward and backward, a query at a time.
+"""Numba kernels for attention over selected keys, forward and backward, one query at a time.
 
-Imported only where Numba is installed, and where sequences are long. A query's few keys and values are read where
-they lie, in the nearest caches; nothing but the weights is kept for the backward pass.
+Imported only if Numba is installed and sequences are long. A query's few keys and values are read in place, from
+the nearest caches; only the weights are kept for the backward pass.
 """
 
 import math
@@ -25,11 +25,11 @@ def mix_selected(
     """Attend over selected keys.
 
     Args:
-        q: queries (B, H, L, D), float32 on a processor.
+        q: queries (B, H, L, D), float32 on the CPU.
         k: keys (B, H, L, D).
         v: values (B, H, L, D).
         selected: (B, H, L, K) int64 positions of the keys, distinct in a row; -1 stands for none.
-        kept: (B, H, L, K), factors on the weights.
+        kept: (B, H, L, K), factors on the weights, for dropout.
         scale: factor on the scores.
 
     Returns:
@@ -37,7 +37,7 @@ def mix_selected(
         (B, H, L, K).
 
     Raises:
-        IndexError: if there is no key at a position.
+        IndexError: if a position is out of range.
     """
     mixed, weights = _memory(q, k, v, selected, kept, scale)
     rows: list[Any] = [_by_matrix(t) for t in (selected, kept, weights, mixed)]
@@ -51,7 +51,7 @@ def mix_selected(
 def _memory(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, kept: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the mixed values and the weights."""
+    """Return the memory for the mixed values and the weights."""
     return q.new_empty(q.shape), q.new_empty(selected.shape)
 
 
@@ -59,7 +59,7 @@ def _memory(
 def mix_selected_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, kept: Tensor, weights: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, (B, H, L, D) each, given that of the mixed values; see :func:`mix_selected`."""
+    """Return the gradients of q, k and v, (B, H, L, D) each, for that of the mixed values."""
     grads: tuple[Tensor, Tensor, Tensor] = _gradients(grad, q, k, v, selected, kept, weights, scale)
     rows: list[Any] = [_by_matrix(t) for t in (selected, kept, weights, grad, *grads)]
     arguments = [q.shape[1], *_alike(q, k, v), *rows, scale]
@@ -71,12 +71,12 @@ def mix_selected_backward(
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, kept: Tensor, weights: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients."""
+    """Return the memory for the gradients."""
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
 def _alike(*tables: Tensor) -> Any:
-    """Memory of each table (B, H, L, D) from its start, and the strides of batch, head and token, alike in all."""
+    """Return tables (B, H, L, D) as flat memory, and their common strides of batch, head and token."""
     if any(t.stride() != tables[0].stride() or t.stride(3) != 1 for t in tables):
         tables = tuple(t.contiguous() for t in tables)
     strides = tables[0].stride()
@@ -120,7 +120,7 @@ def _mix(
     mixed: Floats,
     scale: float,
 ) -> bool:
-    """Mix for the matrices from ``first`` to ``last``, of B·H; whether all keys are there."""
+    """Mix for the matrices from ``first`` to ``last``, of B·H; return whether all positions are valid."""
     length, count, width = U(selected.shape[1]), U(selected.shape[2]), U(mixed.shape[2])
     step, out = U(strides[2]), mixed.reshape(-1)
     for matrix in range(U(first), U(last)):

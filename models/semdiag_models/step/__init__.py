@@ -1,1 +1,1 @@
-"""The trainer's step: loss and gradients by hand."""
+"""The trainer's step: hand-derived loss and gradients."""

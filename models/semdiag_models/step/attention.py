@@ -1,9 +1,9 @@
-"""Attention inside the trainer's step: forward, and backward from the gradient of its output.
+"""Attention in the trainer's step: forward, and backward from the gradient of its output.
 
-Short sequences are attended to through masked matrices that are kept for the backward pass: at such lengths a
-dense product costs less than gathering keys. They are laid out key by key, (keys, rows, queries), so that the
-softmax and the search for each query's k largest scores run along memory. Longer sequences go through the
-encoder's own attention, which never holds a length × length tensor, and torch's differentiation of it.
+Short sequences use masked matrices, which are kept for the backward pass: at such lengths a dense product is
+cheaper than gathering keys. The layout is (keys, rows, queries), so that the softmax and the search for each
+query's k largest scores run along memory. Longer sequences use the encoder's own attention, which never holds a
+length × length tensor, and torch's autograd for it.
 """
 
 import math
@@ -18,17 +18,17 @@ from semdiag_models.attention.kinds import ATTENTIONS
 from semdiag_models.encoder import Attention
 from semdiag_models.random_state import RandomState, drawing_from
 
-SHORT = 128  # tokens up to which masked matrices are used
-_FEW = 12  # keys up to which the largest scores are found by taking maxima one after another
+SHORT = 128  # up to so many tokens, masked matrices are used
+_FEW = 12  # up to so many keys, the largest scores are found by repeated maxima
 
 
 @dataclass
 class Members:
-    """Encoders of one configuration that attend together.
+    """Encoders with the same configuration of attention, computed together.
 
     Attributes:
         layers: the attention layer of each.
-        states: of the random generators of the whole stack, advanced by what is drawn; None: the global ones.
+        states: of the random generators of the whole stack, advanced by draws; None means the global ones.
         first: position of the first of these encoders among the states.
         block: number of the layers' block.
         memory: of the stack, by name, shape and layer.
@@ -41,24 +41,24 @@ class Members:
     memory: Callable[[str, tuple[int, ...], int], Tensor]
 
     def drawing(self, i: int, device: torch.device) -> AbstractContextManager[None]:
-        """Draw from the state of the i-th of them."""
+        """Draw, inside, from the state of the i-th of them."""
         return drawing_from(self.states, self.first + i, device)
 
     def kept(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Memory of these encoders and this block, in use until the backward pass."""
+        """Return memory for these encoders and this block, in use until the backward pass."""
         return self.memory(f"{name} {self.first}", shape, self.block)
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Memory that all blocks use, so that it stays in the processor's cache."""
+        """Return memory shared by all blocks, so that it stays in the CPU cache."""
         return self.memory(name, shape, 0)
 
 
 class LongAttention:
-    """Attention as the encoder computes it, differentiated by torch; it draws its own drops."""
+    """The encoder's attention, differentiated by torch; it draws its own drops."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._mixed: list[tuple[Tensor, Tensor]] = []  # q, k and v, and what came of them
+        self._mixed: list[tuple[Tensor, Tensor]] = []  # q, k and v, and their result
 
     def forward(self, qkv: Tensor, valid: Tensor | None, training: bool, drops: Sequence[Tensor] = ()) -> Tensor:
         """Mix the values.
@@ -84,7 +84,7 @@ class LongAttention:
         return outputs[0] if n == 1 else torch.cat(outputs)
 
     def backward(self, grad: Tensor, *d_qkv: Tensor) -> None:
-        """Write the gradients of q, k and v, given that of the mixed values.
+        """Write the gradients of q, k and v, from that of the mixed values.
 
         Args:
             grad: (G·B, L, H·D).
@@ -102,13 +102,13 @@ class ShortAttention:
 
     def __init__(self, members: Members) -> None:
         self._members, self._layer = members, members.layers[0]
-        self._fixed: dict[int, Tensor] = {}  # by length: keys that do not depend on the input
+        self._fixed: dict[int, Tensor] = {}  # by length: keys that are independent of the input
         self._saved: tuple[Tensor, ...] = ()
         self._drops: tuple[Tensor, Tensor] | None = None
-        self._of_all: Tensor | None = None  # the softmax over all keys, where the scores learn by it
+        self._of_all: Tensor | None = None  # the softmax over all keys, for straight-through gradients
 
     def forward(self, qkv: Tensor, valid: Tensor | None, training: bool, drops: Sequence[Tensor] = ()) -> Tensor:
-        """See :meth:`LongAttention.forward`.
+        """Mix the values, like :meth:`LongAttention.forward`.
 
         Args:
             qkv: (G·B, L, 3·H·D).
@@ -142,7 +142,7 @@ class ShortAttention:
         return mixed.view(rows, -1, length, layer.head_width).transpose(1, 2).reshape(rows, length, -1)
 
     def backward(self, grad: Tensor, *d_qkv: Tensor) -> None:
-        """See :meth:`LongAttention.backward`."""
+        """Write the gradients, like :meth:`LongAttention.backward`."""
         (q, k, v, weights), layer, self._saved = self._saved, self._layer, ()
         alone = layer.heads == 1
         if not alone:
@@ -155,7 +155,7 @@ class ShortAttention:
             where, kept = self._drops
             d_weights.view(-1).index_fill_(0, where, 0)
             weights.view(-1).index_copy_(0, where, kept)
-        d_scores = self._members.scratch("by row", tuple(weights.shape))  # whose content has been laid out by key
+        d_scores = self._members.scratch("by row", tuple(weights.shape))  # its content has been rearranged by key
         of_all = weights if self._of_all is None else self._of_all
         torch._softmax_backward_data(d_weights, of_all, 0, weights.dtype, grad_input=d_scores)
         torch.baddbmm(d_q, d_scores.permute(1, 2, 0), k, beta=0, alpha=layer.scale, out=d_q)
@@ -166,23 +166,23 @@ class ShortAttention:
                 to.copy_(by_head.view(to.shape))
 
     def _heads_first(self, x: Tensor) -> Tensor:
-        """(G·B, L, H·D) as (G·B, H, L, D)."""
+        """Return (G·B, L, H·D) as (G·B, H, L, D)."""
         return x.view(*x.shape[:2], self._layer.heads, -1).transpose(1, 2)
 
     def _by_key(self, a: Tensor, b: Tensor, factor: float) -> Tensor:
-        """factor · a[r] b[r]ᵀ for all rows r, laid out (keys, rows, queries)."""
+        """Return factor · a[r] b[r]ᵀ for all rows r, in the layout (keys, rows, queries)."""
         (rows, keys, _), queries = a.shape, b.shape[1]
         products = self._members.scratch("by row", (rows, keys, queries))
         torch.baddbmm(products, a, b.mT, beta=0, alpha=factor, out=products)
         return self._members.scratch("by key", (keys, rows, queries)).copy_(products.transpose(0, 1))
 
     def _by_head(self, qkv: Tensor) -> Tensor:
-        """q, k and v as (3, G·B, H, L, D)."""
+        """Return q, k and v as (3, G·B, H, L, D)."""
         layer = self._layer
         return qkv.view(*qkv.shape[:2], 3, layer.heads, layer.head_width).permute(2, 0, 3, 1, 4)
 
     def _places(self, drops: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        """Flat positions among the weights of all encoders, given those among each one's."""
+        """Return flat positions among the weights of all encoders, from positions within each."""
         if len(drops) == 1:
             return drops[0]
         _, rows, queries = shape
@@ -191,7 +191,7 @@ class ShortAttention:
         return torch.cat(places)
 
     def _masked(self, scores: Tensor, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """-∞ in the place of the scores of keys that a query does not attend to."""
+        """Replace the scores of keys that a query does not attend to by -∞."""
         layer, length = self._layer, len(scores)
         keeps = ATTENTIONS[layer.kind].keeps
         if valid is not None:
@@ -218,7 +218,7 @@ class ShortAttention:
         return scores
 
     def _kept(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """(L keys, G·B, H, L queries) bool: the keys that the encoders' own layers select."""
+        """Return (L keys, G·B, H, L queries) bool: the keys that the encoders' own layers select."""
         layers = self._members.layers
         n, kept = len(layers), []
         parts = zip(
@@ -238,20 +238,20 @@ class ShortAttention:
 
 
 def _largest(scores: Tensor, k: int, wanted: int, scratch: Callable[[str, tuple[int, ...]], Tensor]) -> Tensor:
-    """Put -∞ in the place of all scores but each query's k largest; -∞ among them stays.
+    """Replace all scores except each query's k largest by -∞, in place.
 
     Args:
         scores: (keys, rows, queries).
         k: keys to keep.
-        wanted: how many scores are kept or -∞ already.
-        scratch: gives memory by name and shape.
+        wanted: number of scores that are kept or already -∞.
+        scratch: returns memory by name and shape.
 
     Returns:
         The same memory.
     """
     if k <= _FEW:
-        # The distance to the largest is 0 there: k times, what is nearest goes to infinity. Only operations that
-        # are vectorised on a processor: comparisons, masks and topk take many times longer.
+        # Distances to the largest score; k times, the nearest is set to infinity. Only vectorised CPU operations:
+        # comparisons, masks and topk take many times longer.
         distance = scratch("by row", tuple(scores.shape))
         torch.sub(scores.amax(0), scores, out=distance)
         for step in range(k):

@@ -1,4 +1,4 @@
-"""What a step drops: all positions of all places, drawn at once."""
+"""Draw the dropout of a whole step at once, as positions."""
 
 from itertools import accumulate
 
@@ -15,12 +15,12 @@ class Drops:
     """Dropped elements of one step, as flat positions by place.
 
     Args:
-        p: probability of an element to be dropped; 0 drops nothing and draws nothing.
-        sizes: elements of one encoder at each place, in the order in which they are drawn.
-        weights: the same of each layer's attention weights, which come last.
-        states: of the random generators, one an encoder, advanced by what is drawn; None: the global ones.
-        encoders: how many; at a place their elements lie one after the other.
-        device: where the elements live.
+        p: probability that an element is dropped; 0 drops and draws nothing.
+        sizes: number of elements of one encoder at each place, in drawing order.
+        weights: the same for each layer's attention weights, which come last.
+        states: of the random generators, one per encoder, advanced by draws; None means the global ones.
+        encoders: their number; at each place their elements are concatenated.
+        device: of the elements.
 
     Attributes:
         weights: by layer, then by encoder: positions among the encoder's own attention weights.
@@ -48,7 +48,7 @@ class Drops:
                 positions = dropped_positions(ends[-1], p)
             parts = positions.tensor_split(torch.searchsorted(positions, torch.tensor(ends[:-1])).tolist())
             for j, part in enumerate(parts):
-                first = e * own[j] if j < len(own) else 0  # of the encoder's elements at this place
+                first = e * own[j] if j < len(own) else 0  # first of the encoder's elements here
                 part.sub_((ends[j - 1] if j else 0) - first)
             drawn.append([part.to(device) for part in parts])
         by_place = list(zip(*drawn, strict=True))
@@ -57,7 +57,7 @@ class Drops:
         self.weights = [list(parts) for parts in by_place[len(own) :]]
 
     def drop(self, x: Tensor, place: Place, out: Tensor | None = None) -> Tensor:
-        """Return x / (1 - p) with zeros where the step drops; in the same memory, or in ``out``."""
+        """Return x / (1 - p) with zeros where the step drops, in place or in ``out``."""
         drops = self._positions.get(place)
         if drops is None:
             return x

@@ -1,4 +1,4 @@
-"""Parameters and gradients of several encoders of a size, each in one buffer: a row an encoder."""
+"""Parameters and gradients of several equal-sized encoders, each in one buffer with a row per encoder."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,13 +11,13 @@ _ALIGNMENT = 16  # elements: parameters begin at multiples of 64 bytes
 
 
 class FlatParameters:
-    """Parameters of encoders as views of one buffer, and their gradients of another.
+    """Parameters of encoders as views of one buffer, and their gradients as views of another.
 
     Args:
         encoders: with parameters of the same names and shapes.
 
     Attributes:
-        parameters: (S, P), filled by :meth:`load` and handed back by :meth:`store`.
+        parameters: (S, P), filled by :meth:`load` and copied back by :meth:`store`.
         gradients: (S, P).
     """
 
@@ -32,19 +32,19 @@ class FlatParameters:
         self.parameters, self.gradients = weight.new_zeros(2, len(self.encoders), end)
 
     def views(self, name: str) -> tuple[Tensor, Tensor]:
-        """A parameter of all encoders and its gradient, in place; without the first dimension if there is one."""
+        """Return views of a parameter of all encoders and of its gradient; with one encoder, without its axis."""
         start, shape = self._places[name]
         end = start + shape.numel()
         size = () if len(self.encoders) == 1 else (len(self.encoders),)
         return self.parameters[:, start:end].view(*size, *shape), self.gradients[:, start:end].view(*size, *shape)
 
     def parts(self, rows: Tensor, i: int) -> Iterator[tuple[str, Tensor]]:
-        """Names and views of the i-th encoder's parameters in a buffer laid out as ``parameters`` is."""
+        """Yield names and views of the i-th encoder's parameters in a buffer with the layout of ``parameters``."""
         for name, (start, shape) in self._places.items():
             yield name, rows[i, start : start + shape.numel()].view(shape)
 
     def rows(self, name: str, count: int) -> tuple[slice, slice]:
-        """Where the first rows of a parameter of all encoders lie in a buffer laid out as ``parameters`` is."""
+        """Return the index of a parameter's first rows, of all encoders, in buffers like ``parameters``."""
         start, shape = self._places[name]
         return slice(None), slice(start, start + count * shape[1:].numel())
 

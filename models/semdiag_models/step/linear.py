@@ -1,4 +1,4 @@
-"""A linear layer inside the trainer's step, forward and backward."""
+"""A linear layer in the trainer's step, forward and backward."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Linear:
-    """A linear layer of the stack and its gradients: matrices with one encoder, batches of them with several.
+    """A linear layer of the stack and its gradients: matrices for one encoder, batches of them for several.
 
     Args:
-        stack: whose layer it is.
+        stack: that contains the layer.
         name: of the layer in the encoder, or in its block.
-        block: number of the block; None: it is in no block.
-        parts: equal ones side by side that the gradient of the output comes in.
+        block: number of the block; None if it is in no block.
+        parts: number of equal parts in which the gradient of the output arrives.
     """
 
     def __init__(self, stack: "Stack", name: str, block: int | None = None, *, parts: int = 1) -> None:
@@ -43,7 +43,7 @@ class Linear:
         return torch.matmul(x, self._transposed, out=self._output(x)).add_(self._row)
 
     def backward(self, x: Tensor, *grads: Tensor) -> Tensor:
-        """Keep the gradients of W and b, given those of the output's parts; return that of x."""
+        """Store the gradients of W and b, from those of the output's parts; return that of x."""
         out = self._d_input(x)
         d_x: Tensor | None = None
         for grad, (weight, d_weight, d_bias) in zip(grads, self._parts, strict=True):
@@ -57,9 +57,9 @@ class Linear:
         return d_x
 
     def _output(self, x: Tensor) -> Tensor:
-        """Memory for the output."""
+        """Return the memory for the output."""
         return self._stack.memory(self._name, (*x.shape[:-1], self._weight.shape[-2]), self._block)
 
     def _d_input(self, x: Tensor) -> Tensor:
-        """Memory for the gradient of x."""
+        """Return the memory for the gradient of x."""
         return self._stack.memory(f"d {self._name}", x.shape)

@@ -1,4 +1,4 @@
-"""The least memory that training a model takes, counted before any of it is allocated."""
+"""A lower bound of the memory for training a model, computed before allocation."""
 
 from semdiag_models.attention.kinds import ATTENTIONS
 from semdiag_models.model_config import ModelConfig
@@ -6,14 +6,11 @@ from semdiag_models.step.attention import SHORT
 from semdiag_models.training_config import TrainingConfig
 
 _FLOAT, _INDEX = 4, 8  # bytes
-_COPIES = 2, 5  # of the parameters: with gradients; by hand also as one buffer, its gradients, and scaled
+_COPIES = 2, 5  # copies of the parameters: with gradients; in hand-derived steps also buffers
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Numbers that an encoder learns.
-
-    Args:
-        model: architecture.
+    """Return the number of an encoder's parameters.
 
     Example:
         >>> from semdiag_models import Encoder
@@ -29,15 +26,15 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
-    """Return the bytes of main memory that training takes at least.
+    """Return a lower bound of the main memory for training, in bytes.
 
-    Counted: parameters with gradients and the optimiser's two moments, positions, samples, and what one batch's
-    backward pass needs of every block. Not counted: everything else, so this refuses nothing that would fit.
+    It counts parameters with gradients and the optimiser's two moments, positions, samples, and what one batch's
+    backward pass needs from every block. It counts nothing else, so that nothing that fits is refused.
 
     Args:
         model: architecture.
         training: data and optimisation.
-        on_cpu: whether the steps run there; else only parameters, positions and samples are counted.
+        on_cpu: whether steps run on the CPU; else only parameters, positions and samples are counted.
 
     Example:
         >>> training = TrainingConfig("even-pairs", 40, epochs=1)
@@ -49,9 +46,9 @@ def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool =
     copies = _COPIES[by_hand] if on_cpu else 1
     copies += 2 * (on_cpu and training.optimizer != "sgd")
     needed = _FLOAT * copies * parameter_count(model)
-    needed += _FLOAT * 2 * length * model.width  # positions, and their angles while they are made
+    needed += _FLOAT * 2 * length * model.width  # positions, and their angles during construction
     needed += _FLOAT * model.blocks * model.heads * model.head_width * (model.clusters or 0)
-    if training.text is None:  # of a text, windows share memory
+    if training.text is None:  # windows of a text share memory
         needed += _INDEX * model.length * (training.train_samples + training.holdout_samples)
     if not on_cpu:
         return needed
@@ -64,7 +61,7 @@ def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool =
 
 
 def _square(model: ModelConfig, length: int) -> int:
-    """Bytes of scores or orders between all tokens of one sample that are there at once."""
+    """Return the bytes of scores or orders between all tokens of one sample that exist at the same time."""
     kind = ATTENTIONS[model.attention]
     entries = {
         "all": model.dropout > 0,  # one strip of one head

@@ -1,9 +1,9 @@
-"""Loss and gradients of a training step, derived by hand, of one encoder or of several of a size at once.
+"""Hand-derived loss and gradients of a training step, for one encoder or several of the same size at once.
 
-:class:`Encoder` says what the network computes, and torch can differentiate it. Here the same loss and the same
-gradients take fewer passes over memory: parameters and gradients are flat buffers, matrix products write to where
-their result is wanted, biases, residual branches and the factors of dropout ride on them, and the dropped
-elements of all places are drawn at once.
+:class:`Encoder` defines what the network computes, and torch can differentiate it. Here the same loss and
+gradients take fewer passes over memory: parameters and gradients are flat buffers, matrix products write directly
+to their destination, biases, residual branches and dropout factors are fused into them, and the dropped elements
+of all places are drawn at once.
 """
 
 import math
@@ -24,11 +24,13 @@ from semdiag_models.step.flat_parameters import FlatParameters
 from semdiag_models.step.linear import Linear
 
 _Attention = ShortAttention | LongAttention
-ALIKE = (  # fields of the configuration that fix the sizes and everything but attention
+ALIKE = (  # fields that determine sizes and everything but attention
     *("vocabulary_size", "classes", "length", "blocks", "width", "mlp_width", "heads", "head_width", "activation"),
     *("dropout", "first_norm_eps", "pad_as_token", "global_tokens", "norm", "pooling"),
 )
-_ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of the output's gradient and the input
+_ACTIVATION_BACKWARD: dict[
+    str, Callable[[Tensor, Tensor], Tensor]
+] = {  # functions of the output's gradient and the input
     "relu": lambda grad, x: torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad),
     "gelu": torch.ops.aten.gelu_backward,
     "mish": torch.ops.aten.mish_backward,
@@ -36,13 +38,13 @@ _ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of th
 
 
 class Stack(FlatParameters):
-    """Encoders of one size whose parameters lie in one buffer, a row an encoder.
+    """Encoders of the same size with their parameters in one buffer, a row per encoder.
 
-    Source of the gradients: the chain rule; tests hold them against torch's, in float64.
+    Source of the gradients: the chain rule; tests compare them with torch's in float64.
 
     Args:
-        encoders: alike in everything but attention (its kind, k, seed, temperature) and values.
-        states: of the random generators, one an encoder, advanced by what is drawn; None: the global ones.
+        encoders: equal in everything but attention (kind, k, seed, temperature) and parameter values.
+        states: of the random generators, one per encoder, advanced by draws; None means the global ones.
 
     Raises:
         InputError: if the encoders differ in more than attention.
@@ -54,7 +56,7 @@ class Stack(FlatParameters):
             values = {getattr(encoder.config, field) for encoder in encoders}
             if len(values) > 1:
                 raise InputError(
-                    f"Models trained at once must be alike in all but their attention. Got {field} of "
+                    f"Models trained at once must be equal in all but their attention. Got {field} of "
                     f"{' and '.join(sorted(map(str, values)))}: train them one by one."
                 )
         if not first.config.cls_as_key:
@@ -62,7 +64,7 @@ class Stack(FlatParameters):
         super().__init__(encoders)
         self.config, self._states = first.config, states
         self._kept: dict[tuple[str, int], Tensor] = {}
-        self._shaped: dict[tuple[str, int, tuple[int, ...]], Tensor] = {}  # views of what is kept
+        self._shaped: dict[tuple[str, int, tuple[int, ...]], Tensor] = {}  # views of kept memory
         self._head = Linear(self, "head")
         self._table, self._d_table = self.views("embedding.weight")
         blocks = range(self.config.blocks)
@@ -72,7 +74,7 @@ class Stack(FlatParameters):
         )
         short = self.config.length + self.config.extra_tokens <= SHORT
         kind = ShortAttention if short else LongAttention
-        # Neighbours with the same attention attend together: slices of the stack; their attention by layer.
+        # Neighbours with the same attention are computed together: slices of the stack, their attention by layer.
         alike = [list(group) for _, group in groupby(range(len(encoders)), key=lambda i: encoders[i].config)]
         self._groups = [slice(group[0], group[-1] + 1) for group in alike]
         self._attention = [
@@ -82,29 +84,29 @@ class Stack(FlatParameters):
             ]
             for i in blocks
         ]
-        self._draws_weights = short  # else attention draws the drops of its weights itself
+        self._draws_weights = short  # else attention draws its own drops
         self._saved: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # from the forward pass
 
     def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
         """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode.
 
         Args:
-            tokens: (S, B, L) int64 token ids, a batch an encoder.
-            padded: whether PAD may occur among them; None looks.
+            tokens: (S, B, L) int64 token ids, one batch per encoder.
+            padded: whether PAD may occur among them; None checks.
 
         Returns:
             Logits (S, B, classes).
         """
         with self._undifferentiated():
-            return self._forward(tokens, padded, training=False).clone()  # of memory that is used again
+            return self._forward(tokens, padded, training=False).clone()  # the memory is reused
 
     def differentiate(self, tokens: Tensor, labels: Tensor, padded: bool | None = None) -> Tensor:
-        """Compute each encoder's mean cross-entropy, with dropout, and keep its gradient in ``gradients``.
+        """Compute each encoder's mean cross-entropy, with dropout, and store its gradient in ``gradients``.
 
         Args:
-            tokens: (S, B, L) int64 token ids, a batch an encoder.
+            tokens: (S, B, L) int64 token ids, one batch per encoder.
             labels: (S, B) int64.
-            padded: whether PAD may occur among the tokens; None looks.
+            padded: whether PAD may occur among the tokens; None checks.
 
         Returns:
             Losses in nats, (S,).
@@ -116,7 +118,7 @@ class Stack(FlatParameters):
             return -log_p.gather(-1, labels[..., None]).mean((1, 2))
 
     def _undifferentiated(self) -> AbstractContextManager[object]:
-        """Without torch's differentiation, and where no part of the step wants it, without its bookkeeping."""
+        """Turn autograd off, inside, and also its bookkeeping if no part of the step needs it."""
         return torch.inference_mode() if self._draws_weights else torch.no_grad()
 
     def _forward(self, tokens: Tensor, padded: bool | None, *, training: bool) -> Tensor:
@@ -133,7 +135,7 @@ class Stack(FlatParameters):
         x = self._embed(first.positions_of(given))
         for i in range(c.blocks):
             eps = c.first_norm_eps if i == 0 else 1e-5
-            if c.norm == "pre":  # the residual stream is not needed again, and stays where it is
+            if c.norm == "pre":  # the residual stream is not needed again; update it in place
                 x.add_(self._attend(i, self._norm(x, "attention", i, eps)))
                 x.add_(self._mlp(i, self._norm(x, "mlp", i)))
             else:
@@ -147,7 +149,7 @@ class Stack(FlatParameters):
         c = self.config
         d_pooled = self._head.backward(self._pooled, d_logits.view(*self._lead, *d_logits.shape[1:]))
         d_pooled = d_pooled.view(-1, 1, c.width)
-        grad = self.memory("gradient", (*self._rows, c.width))  # of the residual stream, from here on down
+        grad = self.memory("gradient", (*self._rows, c.width))  # of the residual stream, from here downwards
         by_token = grad.view(-1, self._length, c.width)
         if c.cls_tokens:
             by_token.zero_()[:, :1] = d_pooled
@@ -167,11 +169,11 @@ class Stack(FlatParameters):
 
     @property
     def _lead(self) -> tuple[int, ...]:
-        """Dimensions in front of matrices: none with one encoder."""
+        """Leading dimensions of matrices: none for a single encoder."""
         return self._rows[:-1]
 
     def memory(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Tensor:
-        """Uninitialised memory: the same again in the next step; outside training, in the next layer, too."""
+        """Return uninitialised memory, reused in the next step; outside training also in the next layer."""
         key = (name, layer * self._training)
         view = self._shaped.get((*key, shape))
         if view is None:
@@ -183,7 +185,7 @@ class Stack(FlatParameters):
         return view
 
     def _draw(self, p: float) -> Drops:
-        """Draw all that is dropped in a step."""
+        """Draw all dropped elements of a step."""
         c, rows = self.config, self._batch * self._length
         sizes: dict[Place, int] = {("embedded", 0): rows * c.width}
         for i in range(c.blocks):
@@ -212,7 +214,7 @@ class Stack(FlatParameters):
         torch.mul(d_table.view_as(table), math.sqrt(width), out=self._d_table)
 
     def _table_rows(self) -> Tensor:
-        """Rows of the tokens in the tables of all encoders, one below the other."""
+        """Return the tokens' rows in the concatenated embedding tables of all encoders."""
         if self._table.ndim == 2:
             return self._ids.flatten()
         stack, vocabulary, _ = self._table.shape
@@ -220,7 +222,7 @@ class Stack(FlatParameters):
         return (self._ids.view(stack, -1) + own[:, None]).flatten()
 
     def _norm(self, x: Tensor, name: str, i: int, eps: float = 1e-5) -> Tensor:
-        """Rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
+        """Return rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
         y = torch.sub(x, x.mean(-1, keepdim=True), out=self.memory(f"{name} norm", x.shape, i))
         spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -228,7 +230,7 @@ class Stack(FlatParameters):
         return y
 
     def _norm_backward(self, grad: Tensor, name: str, i: int) -> Tensor:
-        """The gradient of what was normalised."""
+        """Return the gradient of a norm's input."""
         y, scale = self._saved[f"{name} norm", i]
         shift, unit = torch.zeros_like(scale), torch.ones_like(scale)
         d_y: Tensor = torch.ops.aten.native_layer_norm_backward(
@@ -237,7 +239,7 @@ class Stack(FlatParameters):
         return d_y.mul_(scale)
 
     def _attend(self, i: int, x: Tensor) -> Tensor:
-        """Dropout(attention(x))."""
+        """Return Dropout(attention(x))."""
         qkv = self._qkv[i].forward(x)
         parts = []
         for attention, members, (part,) in self._by_group(i, qkv):
@@ -260,7 +262,7 @@ class Stack(FlatParameters):
         return slice(members.start * self._batch, members.stop * self._batch)
 
     def _by_group(self, i: int, *tensors: Tensor) -> Iterator[tuple[_Attention, slice, list[Tensor]]]:
-        """Layer i's attention, the encoders that share it, and their samples (G·B, L, …) of the tensors."""
+        """Yield layer i's attention, the slice of its encoders, and their samples of the tensors, (G·B, L, …)."""
         by_sample = [t.view(-1, self._length, t.shape[-1]) for t in tensors]
         if len(self._groups) == 1:
             yield self._attention[i][0], self._groups[0], by_sample
@@ -270,9 +272,9 @@ class Stack(FlatParameters):
             yield attention, members, [t[samples] for t in by_sample]
 
     def _mlp(self, i: int, x: Tensor) -> Tensor:
-        """Dropout(mlp(x))."""
+        """Return Dropout(mlp(x))."""
         before = self._drops.drop(self._expand[i].forward(x), ("hidden", i))
-        relu = self.config.activation == "relu"  # whose gradient can be told from its output
+        relu = self.config.activation == "relu"  # its gradient follows from its output
         hidden = before.relu_() if relu else ACTIVATION_FUNCTIONS[self.config.activation](before)
         self._saved["mlp", i] = x, before, hidden
         return self._drops.drop(self._contract[i].forward(hidden), ("mlp", i))
@@ -284,5 +286,5 @@ class Stack(FlatParameters):
         return self._expand[i].backward(x, self._drops.drop(d_before, ("hidden", i)))
 
     def _dropped(self, grad: Tensor, place: Place) -> Tensor:
-        """The gradient before dropout, in memory of its own: that of the residual stream goes on as it is."""
+        """Return the gradient before dropout in new memory: that of the residual stream stays unchanged."""
         return self._drops.drop(grad, place, self.memory("dropped", grad.shape))

@@ -1,1 +1,1 @@
-"""Grids of runs: read, planned, run on processes or Ray."""
+"""Grids of runs: read, plan, and train them in processes or on Ray."""

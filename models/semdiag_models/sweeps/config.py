@@ -1,4 +1,4 @@
-"""The file of a sweep: what is in it, where it stands, and all that is wrong with it."""
+"""Read the file of a sweep: its settings, their positions, and all problems."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,22 +15,22 @@ from semdiag_models.tasks import Text, find_task
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
 MOST_RUNS = 100_000  # of one file
-_MOST_PROBLEMS = 1000  # that are looked for
+_MOST_PROBLEMS = 1000  # that are collected
 _RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
 _TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
 _DECISIVE = ("task", "attention")  # without them the other keys cannot be checked
-_TOGETHER = (  # legal only with others
+_TOGETHER = (  # valid only with others
     *_DECISIVE, "length", "least_length", "k", "global_tokens", "selection_seed", "snapshots", "hash_rounds",
     "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
-_LISTS = ("snapshots", "frozen")  # whose values are lists, and do not multiply the runs
+_LISTS = ("snapshots", "frozen")  # their values are lists that do not multiply the runs
 _OWN = (
     "vocabulary_size",
     "classes",
     "listops",
     "text",
     "cls_as_key",
-)  # of the records, and not for the user to say
+)  # record fields that users cannot set
 KEYS = tuple(
     dict.fromkeys(
         [
@@ -44,7 +44,7 @@ KEYS = tuple(
 
 @dataclass(frozen=True)
 class Setting:
-    """One value, and where it stands: ``grid.attention[2].k (line 9)``."""
+    """One value, and its position: ``grid.attention[2].k (line 9)``."""
 
     value: Any
     place: str
@@ -55,12 +55,12 @@ Settings = dict[str, Setting]
 
 @dataclass(frozen=True)
 class SweepFile:
-    """A file that could be read.
+    """A sweep file that could be read.
 
     Attributes:
         path: as the user named it.
         grids: for each grid, the settings of its runs.
-        problems: what is wrong, with its place.
+        problems: each with its position.
     """
 
     path: Path
@@ -71,9 +71,8 @@ class SweepFile:
 def read_sweep_file(path: Path) -> SweepFile:
     """Read a TOML file: settings of all runs, then ``[grid]``, or several ``[[grid]]``.
 
-    A key at the top holds for every run. In a grid every list multiplies the runs, and an entry of a list may be
-    a table of several keys that belong together, whose own lists multiply in turn. The list that stands first
-    varies slowest.
+    A key at the top applies to every run. In a grid, every list multiplies the runs; an entry of a list may be a
+    table of several keys that belong together, whose own lists multiply in turn. The first list varies slowest.
 
     Args:
         path: the file.
@@ -115,11 +114,11 @@ class _Reader:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, each once."""
+        """All problems, each once."""
         return list(self._noted)
 
     def common(self, table: dict[str, Any]) -> Settings:
-        """The settings of all runs."""
+        """Return the settings of all runs."""
         settings: Settings = {}
         for key, value in table.items():
             place = self._place(key, "", key)
@@ -130,7 +129,7 @@ class _Reader:
         return settings
 
     def combinations(self, table: dict[str, Any], name: str) -> Iterator[Settings]:
-        """Every combination of a grid's entries."""
+        """Yield every combination of a grid's entries."""
         axes = [list(self._axis(key, value, name)) for key, value in table.items()]
         for parts in product(*axes):
             settings: Settings = {}
@@ -142,7 +141,7 @@ class _Reader:
             yield settings
 
     def _axis(self, key: str, value: Any, name: str) -> Iterator[Settings]:
-        """The entries of one key of a grid, each the settings it makes."""
+        """Yield the entries of one key of a grid, each the settings it makes."""
         entries = _entries(key, value)
         if not entries:
             self.note(f"{self._place(key, name, f'{name}.{key}')}: the list is empty.")
@@ -152,7 +151,7 @@ class _Reader:
             if not isinstance(entry, dict):
                 if self._legal(key, entry, place):
                     yield {key: Setting(entry, place)}
-                elif key not in _DECISIVE:  # the other keys can still be checked without it
+                elif key not in _DECISIVE:  # other keys can be checked without it
                     yield {}
                 continue
             columns = []
@@ -163,7 +162,7 @@ class _Reader:
             yield from (dict(choice) for choice in product(*columns))
 
     def _legal(self, key: str, value: Any, place: str) -> bool:
-        """Whether the key is known and the value has its type; else it is noted."""
+        """Return whether the key is known and the value has its type; note a problem otherwise."""
         try:
             if key not in KEYS:
                 raise unknown_name("key", key, KEYS)
@@ -174,23 +173,23 @@ class _Reader:
         return True
 
     def note(self, problem: str) -> None:
-        """Remember a problem; of very many, the first are enough.
+        """Note a problem.
 
         Raises:
-            InputError: if there are more.
+            InputError: if there are too many.
         """
         self._noted[problem] = None
         if len(self._noted) > _MOST_PROBLEMS:
             raise InputError(f"The file has more than {_MOST_PROBLEMS} problems. The first: {self.problems[0]}")
 
     def _place(self, key: str, table: str, path: str) -> str:
-        """The path, with the line on which its key stands, as far as a search of the text finds it."""
+        """Return the path with the line of its key, as far as a text search finds it."""
         number = self._lines.get((table, key))
         return path if number is None else f"{path} (line {number})"
 
 
 def _lines_of_keys(text: str) -> dict[tuple[str, str], int]:
-    """The first line of every key of the top and of the grids, by table and key."""
+    """Return the first line of every key at the top and in the grids, by table and key."""
     found: dict[tuple[str, str], int] = {}
     seen, within = -1, ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -203,7 +202,7 @@ def _lines_of_keys(text: str) -> dict[tuple[str, str], int]:
 
 
 def _count(table: dict[str, Any]) -> int:
-    """How many combinations a table's lists make."""
+    """Return the number of combinations of a table's lists."""
     count = 1
     for key, value in table.items():
         count *= sum(_count(entry) if isinstance(entry, dict) else 1 for entry in _entries(key, value))
@@ -211,14 +210,14 @@ def _count(table: dict[str, Any]) -> int:
 
 
 def _entries(key: str, value: Any) -> list[Any]:
-    """The values of a key; a list of epochs is one value of ``snapshots``, one of names of ``frozen``."""
+    """Return the values of a key; for ``snapshots`` and ``frozen``, a list of plain values is one value."""
     if key in _LISTS and not (isinstance(value, list) and any(isinstance(v, list) for v in value)):
         return [value]
     return value if isinstance(value, list) else [value]
 
 
 def _check_alone(key: str, value: Any) -> None:
-    """Refuse a value that is wrong whatever the other keys say.
+    """Refuse a value that is wrong regardless of other keys.
 
     Raises:
         InputError: if its type is wrong, or it is outside the field's own range or registry.
@@ -245,5 +244,5 @@ def _check_alone(key: str, value: Any) -> None:
 
 
 def places(settings: Settings, names: Iterable[str]) -> str:
-    """Where these settings stand, in one phrase; unset ones stand nowhere."""
+    """Return the positions of these settings in one phrase; unset ones have none."""
     return ", ".join(dict.fromkeys(settings[name].place for name in names if name in settings))

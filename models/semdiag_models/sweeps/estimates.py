@@ -1,4 +1,4 @@
-"""How long the runs of a sweep will take."""
+"""Estimate how long the runs of a sweep will take."""
 
 import statistics
 import time
@@ -19,20 +19,20 @@ from semdiag_models.sweeps.records import read_history
 from semdiag_models.sweeps.runs import at_its_end, inspect
 from semdiag_models.training import Trainer
 
-STEPS = 3  # to time, after one that is not
-_HELD_OUT = 25  # samples to evaluate, besides those of the steps
-_COLD = 20.0  # seconds: what took less is timed once more, without what a first time costs
-_WHOLE, _LARGEST = 2**28, 2**30  # bytes up to which a model is timed whole, or one block of it
+STEPS = 3  # timed steps, after an untimed one
+_HELD_OUT = 25  # further samples to evaluate
+_COLD = 20.0  # seconds: anything faster is timed again, without warm-up costs
+_WHOLE, _LARGEST = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is left of one run.
+    """The remaining work of one run.
 
     Attributes:
-        epochs: left to train; fewer if the accuracy to stop at is reached before.
-        epoch_seconds: of one, evaluation included.
-        source: ``history`` of runs of this sweep alike in all that costs time, or ``measured``: a few steps.
+        epochs: left to train; fewer if the target accuracy is reached before.
+        epoch_seconds: per epoch, including evaluation.
+        source: ``history`` of runs of this sweep with the same cost, or ``measured`` on a few steps.
     """
 
     epochs: int
@@ -41,7 +41,7 @@ class Estimate:
 
     @property
     def hours(self) -> float:
-        """At most, on one thread."""
+        """Upper limit in hours, on one thread."""
         return self.epochs * self.epoch_seconds / 3600
 
 
@@ -52,17 +52,17 @@ def estimate(
     tell: Callable[[str], None] = lambda line: None,
     records: Path | None = None,
 ) -> list[Estimate]:
-    """Estimate every run, from the histories of runs that are there, and else by timing a few steps.
+    """Estimate every run, from histories of existing runs or else by timing a few steps.
 
     Args:
         runs: of the sweep.
         folder: of the sweep; it need not exist.
         device: where the steps are timed.
         tell: called with what is being timed.
-        records: folder of finished runs, which count as done; None: there is none.
+        records: folder of finished runs, which count as done; None means none.
 
     Returns:
-        One estimate a run, in order. Runs alike in all but seed, activation and labels share their cost.
+        One estimate per run, in order. Runs that differ only in seed, activation and labels share their cost.
     """
     epochs: list[int] = []
     spent: dict[tuple[object, ...], list[float]] = defaultdict(list)
@@ -85,7 +85,7 @@ def estimate(
 
 
 def _past(folder: Path, run: SweepRun, records: Path | None) -> tuple[int | None, Iterable[float]]:
-    """Finished epochs, None if there is nothing left to do, and the seconds of each."""
+    """Return the number of finished epochs, None if nothing is left to do, and the seconds of each."""
     recorded = None if records is None else read_history(records, run)
     if recorded is not None and at_its_end(recorded, run.training):
         return None, recorded.get("seconds", ())
@@ -98,9 +98,9 @@ def _past(folder: Path, run: SweepRun, records: Path | None) -> tuple[int | None
 
 
 def _cost(run: SweepRun) -> tuple[object, ...]:
-    """All that decides what an epoch costs, but for percents: equal for all seeds and all tasks of one length."""
+    """Return what determines an epoch's cost up to a few per cent: equal across seeds and tasks of a length."""
     model = replace(run.model, activation="relu", selection_seed=0)
-    if run.training.text is None:  # a vocabulary of few symbols costs nothing
+    if run.training.text is None:  # a small vocabulary costs nothing
         model = replace(model, vocabulary_size=2, classes=2)
     training = run.training
     sizes = training.train_samples, training.holdout_samples, training.batch_size
@@ -108,7 +108,7 @@ def _cost(run: SweepRun) -> tuple[object, ...]:
 
 
 def _timed(trainer: Trainer) -> tuple[float, float]:
-    """Seconds of a step and of the evaluation of a sample, in a short training."""
+    """Return the seconds of a step, and of evaluating a sample, in a short training."""
     moments: list[float] = []
     trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
     evaluated = trainer.training.train_samples + trainer.training.holdout_samples
@@ -117,16 +117,16 @@ def _timed(trainer: Trainer) -> tuple[float, float]:
 
 
 def time_epoch(run: SweepRun, device: str) -> float:
-    """Seconds of one epoch of a run on one thread: median step and evaluation of a few samples, multiplied.
+    """Return the seconds of one epoch of a run on one thread, extrapolated from a few steps and evaluations.
 
-    Of a large model one block is timed, and all are taken to cost as much.
+    For a large model, one block is timed, and all are assumed to cost the same.
 
     Args:
         run: what to time; nothing is written.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
 
     Raises:
-        InputError: if even one block takes more than 1 GiB: a look ahead should not fill the machine.
+        InputError: if even one block takes more than 1 GiB: an estimate should not fill the machine.
     """
     training, where, threads = run.training, find_device(device), torch.get_num_threads()
     batch = min(training.batch_size, training.train_samples)
@@ -152,7 +152,7 @@ def time_epoch(run: SweepRun, device: str) -> float:
         torch.set_num_threads(1)
         began = time.perf_counter()
         step, sample = _timed(Trainer(model, few, where))
-        if time.perf_counter() - began < _COLD:  # kernels may have been compiled in it, and are not again
+        if time.perf_counter() - began < _COLD:  # it may have included the compilation of kernels
             step, sample = _timed(Trainer(model, few, where))
     finally:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""The runs of a sweep: every combination checked, named, and known again by the hash of its configuration."""
+"""The runs of a sweep: every combination checked, named, and identified by the hash of its configuration."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from semdiag_models.sweeps.config import Settings, SweepFile, places, read_sweep
 from semdiag_models.tasks import Classification, ListOps, Text, find_task, open_text, task_of
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
-CONTINUABLE = ("epochs", "until", "snapshots")  # may differ from what a run was begun with
+CONTINUABLE = ("epochs", "until", "snapshots")  # may differ when a run continues
 _TREES = tuple(field.name for field in fields(ListOpsTrees))
 _TEXT = ("text", "holdout_text", "tokenizer", "vocabulary")
 _IN_THE_NAME = (
@@ -25,7 +25,7 @@ _IN_THE_NAME = (
     "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay",
     "score_gradient",
 )  # fmt: skip
-_LONGEST_NAME = 90  # without the hash; what does not fit is left out
+_LONGEST_NAME = 90  # without the hash; the rest is cut off
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SweepRun:
 
 
 class SweepError(InputError):
-    """All that is wrong with a sweep's file; ``problems`` holds one line each, ``summary`` their number."""
+    """Raised for a sweep file with problems; ``problems`` has a line for each, ``summary`` their number."""
 
     def __init__(self, path: Path, problems: list[str]) -> None:
         self.problems = problems
@@ -54,7 +54,7 @@ class SweepError(InputError):
 
 
 def read_sweep(path: Path) -> list[SweepRun]:
-    """Read a sweep's file, and check every run in it before any is begun.
+    """Read a sweep's file, and check every run in it before any starts.
 
     Args:
         path: a TOML file; see :func:`semdiag_models.sweeps.config.read_sweep_file`.
@@ -63,7 +63,7 @@ def read_sweep(path: Path) -> list[SweepRun]:
         The runs in the file's order, each once.
 
     Raises:
-        SweepError: if anything is wrong; it holds every problem and its place.
+        SweepError: if anything is wrong; it lists every problem with its position.
         InputError: if the file cannot be read.
     """
     file = read_sweep_file(path)
@@ -89,10 +89,10 @@ def read_sweep(path: Path) -> list[SweepRun]:
 
 
 def identity(model: ModelConfig, training: TrainingConfig) -> str:
-    """Hash of what a run computes, 8 hexadecimal digits.
+    """Return a hash of what a run computes, 8 hexadecimal digits.
 
-    Fields at their defaults do not count, so a field that semdiag gains later changes no hash; nor do the
-    epochs, the accuracy to stop at and the snapshots, with which a run can go on.
+    Fields at their defaults do not count, so that new fields of later versions change no hash; nor do epochs,
+    target accuracy and snapshots, with which a run can be continued.
 
     Example:
         >>> model = ModelConfig(3, 2, 40)
@@ -110,7 +110,7 @@ def identity(model: ModelConfig, training: TrainingConfig) -> str:
 def _not_default(record: ModelConfig | TrainingConfig) -> dict[str, Any]:
     values = record.to_dict()
     for field in fields(record):
-        # Of snapshots the empty list has been part of all hashes so far.
+        # For compatibility: the empty list of snapshots has always been part of the hash.
         compared = values[field.name] if field.name == "snapshots" else getattr(record, field.name)
         if field.default is not MISSING and compared == field.default:
             del values[field.name]
@@ -120,7 +120,7 @@ def _not_default(record: ModelConfig | TrainingConfig) -> dict[str, Any]:
 
 
 def name_run(model: ModelConfig, training: TrainingConfig) -> str:
-    """A folder's name: task, attention, seed, what differs from the recipe, and the hash.
+    """Return a folder's name: task, attention, seed, what differs from the recipe, and the hash.
 
     Example:
         >>> model, training = configure(find_task("parity"), {"activation": "gelu", "heads": 4, "seed": 7})
@@ -155,7 +155,7 @@ def _word(name: str, value: object) -> str:
 
 
 class _Expansion:
-    """Turns settings into runs; a problem that many combinations share is noted once, with all its places."""
+    """Turns settings into runs; a problem shared by many combinations is noted once, with all positions."""
 
     def __init__(self, file: SweepFile) -> None:
         self._folder = file.path.parent
@@ -164,17 +164,17 @@ class _Expansion:
         self._drawn: dict[tuple[str, ListOpsTrees | None, int], str | None] = {}
 
     def problems(self) -> list[str]:
-        """What is wrong, each once."""
+        """Return what is wrong, each once."""
         return list(self._noted)
 
     def note(self, problem: str) -> None:
-        """Remember a problem."""
+        """Note a problem."""
         self._noted[problem] = None
 
     def run(self, settings: Settings) -> SweepRun | None:
-        """Build a run, or note why there is none."""
+        """Build a run, or note why it cannot be built."""
         run = self._try(settings)
-        if run is None:  # a second problem may stand behind the first
+        if run is None:  # a second problem may hide behind the first
             for without in (("global_tokens",), ("attention", "k", "global_tokens")):
                 self._try({name: setting for name, setting in settings.items() if name not in without})
             if "k" in settings and "attention" in settings and settings["attention"].value != "full":
@@ -233,7 +233,7 @@ class _Expansion:
         return self._texts[key]
 
     def _require_samples(self, run: SweepRun) -> None:
-        """Refuse lengths for which the task has no string, by drawing one."""
+        """Refuse lengths for which the task has no string, by trying to draw one."""
         training = run.training
         if training.text is not None:
             return

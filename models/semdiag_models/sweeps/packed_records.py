@@ -1,4 +1,4 @@
-"""Records of a finished study as two tables: what was run, and how each epoch went."""
+"""Records of a finished study as two tables: the runs, and their histories."""
 
 import json
 from functools import lru_cache
@@ -13,7 +13,7 @@ _LARGEST = 64 * MEBIBYTE
 
 
 def pack(folder: Path, schema: str) -> int:
-    """Replace the record files of a folder by two tables, once every record has been read back unchanged.
+    """Replace the record files of a folder by two tables, after verifying that every record reads back unchanged.
 
     ``runs.parquet`` has a row per run: its name, and the record without its history as JSON. ``histories.parquet``
     has a row per run and epoch.
@@ -26,7 +26,7 @@ def pack(folder: Path, schema: str) -> int:
         The number of packed runs.
 
     Raises:
-        InputError: if a file is no record, or a record would not come back as it is; nothing is changed then.
+        InputError: if a file is no record, or a record would not read back unchanged; nothing is changed then.
     """
     import pandas as pd
 
@@ -52,7 +52,9 @@ def pack(folder: Path, schema: str) -> int:
         back = _read(*written)
         wrong = [name for name, record in records.items() if not _same(_record(back, name), record)]
         if wrong:
-            raise InputError(f"{folder}: the record {wrong[0]} would not come back as it is. Nothing was changed.")
+            raise InputError(
+                f"{folder}: the record {wrong[0]} would not read back unchanged. Nothing was changed."
+            )
         for path, name in zip(written, (RUNS, HISTORIES), strict=True):
             path.replace(folder / name)
     finally:
@@ -71,7 +73,7 @@ def read_packed(folder: Path, name: str) -> dict[str, Any] | None:
         name: of the run.
 
     Returns:
-        The record, as its file held it; None if there is none.
+        The record as its file had it; None if there is none.
 
     Raises:
         InputError: if a table is damaged.
@@ -91,7 +93,7 @@ _Tables = tuple[dict[str, str], dict[str, dict[str, list[float]]]]
 
 
 def _tables(folder: Path) -> _Tables:
-    """Return the records without histories, and the histories, by run; nothing where there are no tables."""
+    """Return the records without histories, and the histories, by run; empty without tables."""
     paths = folder / RUNS, folder / HISTORIES
     if not all(path.exists() for path in paths):
         return {}, {}
@@ -112,7 +114,7 @@ def _read(runs: Path, histories: Path) -> _Tables:
         with open_file(path, _LARGEST) as file:
             try:
                 tables.append(pd.read_parquet(file))
-            except Exception as error:  # of damaged files the library raises whatever its reader stumbles over
+            except Exception as error:  # on damaged files the library raises anything
                 raise InputError(f"{path} cannot be read as a table ({type(error).__name__}).") from None
     try:
         heads = {
@@ -138,5 +140,5 @@ def _record(tables: _Tables, name: str) -> dict[str, Any]:
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two records are equal, entry by entry, whole numbers and others told apart."""
+    """Return whether two records are equal, entry by entry, including number types."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

@@ -8,19 +8,19 @@ from typing import Any
 from semdiag_models.errors import InputError
 from semdiag_models.sweeps.runs import train_order
 
-_AT_ONCE = 10_000  # runs that wait in Ray's own queue
+_AT_ONCE = 10_000  # runs waiting in Ray's own queue
 
 
 class RayWorkers:
-    """Tasks of one CPU, and of a share of a GPU, wherever the cluster has room.
+    """Ray tasks with one CPU and a share of a GPU each, wherever the cluster has room.
 
     The folders must be on a file system that all machines share, and semdiag installed on all of them.
 
     Args:
-        address: of a running cluster, or ``auto``: the one running here, or else a new one on this machine.
-        gpus_per_run: share of a GPU that a run takes; 0 for none.
-        jobs: largest number of runs at once; None for as many as there is room for.
-        carry_out: what is done with an order.
+        address: of a running cluster, or ``auto`` for the one running here, else a new one on this machine.
+        gpus_per_run: share of a GPU per run; 0 for none.
+        jobs: largest number of runs at once; None for as many as fit.
+        carry_out: executes an order.
 
     Raises:
         InputError: if Ray is not installed, or no cluster answers at the address.
@@ -65,18 +65,18 @@ class RayWorkers:
         """See :class:`semdiag_models.sweeps.workers.Workers`."""
         try:
             return self._ray.get(handle)
-        except self._ray.exceptions.RayTaskError:  # of ours
+        except self._ray.exceptions.RayTaskError:  # raised by our function
             raise
-        except self._ray.exceptions.RayError:  # of a worker or a machine
+        except self._ray.exceptions.RayError:  # a worker or machine failed
             return None
 
     def close(self) -> None:
-        """See :class:`semdiag_models.sweeps.workers.Workers`; a cluster that was there before stays."""
+        """See :class:`semdiag_models.sweeps.workers.Workers`; a cluster that existed before stays."""
         self._ray.shutdown()
 
 
 def _carry_out_in(folder: str, carry_out: Callable[[Any], Any], order: Any) -> Any:
-    """Do it where the command was started, if there is such a folder, so that names of files mean the same."""
+    """Execute an order in the folder where the command was started, if it exists, so that paths stay valid."""
     if os.path.isdir(folder):
         os.chdir(folder)
     return carry_out(order)

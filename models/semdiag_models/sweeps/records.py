@@ -1,4 +1,4 @@
-"""Small files that outlive the runs of a sweep: what was trained, how it went, and a hash of what came out."""
+"""Small files that outlive a sweep's runs: what was trained, its history, and a hash of the result."""
 
 import json
 import math
@@ -16,16 +16,16 @@ from semdiag_models.training_config import TrainingConfig
 from semdiag_models.writing import write_text
 
 SCHEMA = "semdiag.run/1"
-_DIGITS = 7  # of the numbers in a history: float32 has no more
+_DIGITS = 7  # significant digits in a history: float32 has no more
 
 
 def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
     """Write a finished run's record, ``NAME.json``, whole or not at all.
 
-    Records are made to be shared: of absolute paths in the command only the last part is kept.
+    Records are meant to be shared: absolute paths in the command are reduced to their last part.
 
     Args:
-        folder: of the records; made if it is not there.
+        folder: of the records; created if missing.
         run: what was trained.
         saved: its last checkpoint.
     """
@@ -47,7 +47,7 @@ def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
 
 
 def _without_folders(command: str) -> str:
-    """A command whose absolute paths, after ``--option=`` too, are their last parts."""
+    """Reduce absolute paths in a command, also after ``--option=``, to their last parts."""
     words = []
     for word in shlex.split(command):
         option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
@@ -67,10 +67,10 @@ def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
         run: what should have been trained.
 
     Returns:
-        A list for each column, an entry an epoch; None if there is no record.
+        A list per column with an entry per epoch; None if there is no record.
 
     Raises:
-        InputError: if the record is damaged, or one of another configuration.
+        InputError: if the record is damaged, or is of another configuration.
     """
     path = folder / f"{run.name}.json"
     content = read_json(path) if path.exists() else read_packed(folder, run.name)
@@ -84,7 +84,7 @@ def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
         history: dict[str, list[float]] = content["history"]
         whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
         if not whole or not all(_is_number(value) for column in history.values() for value in column):
-            raise ValueError("its history is not one of numbers, a column a quantity")
+            raise ValueError("its history is not a list of numbers per quantity")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
     if identity(model, training) != identity(run.model, run.training):

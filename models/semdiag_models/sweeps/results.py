@@ -15,10 +15,10 @@ SCHEMA = "semdiag.sweep/1"
 
 
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
-    """The results as plain values, as they stand in JSON.
+    """Return the results as plain values for JSON.
 
     Args:
-        rows: one a run.
+        rows: one per run.
         provenance: where they come from.
     """
     return {"schema": SCHEMA, "provenance": provenance, "results": [row.to_dict() for row in rows]}
@@ -29,7 +29,7 @@ def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any
 
     Args:
         folder: of the sweep.
-        rows: one a run.
+        rows: one per run.
         provenance: stored in the JSON.
     """
     table = io.StringIO()

@@ -1,4 +1,4 @@
-"""One run of a sweep: how far its folder is, and training it to its end in a process of its own."""
+"""One run of a sweep: its progress, and training it to its end in a process of its own."""
 
 import os
 from contextlib import ExitStack
@@ -38,12 +38,12 @@ class RunResult:
         status: a key of ``STATUSES``.
         task: what was learned.
         attention: kind, with k and global tokens in columns of their own.
-        epochs: finished ones, of those that were asked for.
-        epochs_to_target: first epoch with at least the target's training accuracy; None if there was none.
+        epochs: finished ones, among those requested.
+        epochs_to_target: first epoch that reaches the target's training accuracy; None if none does.
         train_accuracy: after the last epoch, in [0, 1].
         holdout_accuracy: after the last epoch.
         best_holdout_accuracy: after the best epoch.
-        seconds: of all epochs, evaluation included; sums over interruptions.
+        seconds: of all epochs, including evaluation; summed over interruptions.
         problem: what went wrong, or that there are more epochs, in one line.
     """
 
@@ -64,20 +64,20 @@ class RunResult:
     problem: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain values."""
+        """Return the row as plain values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker needs to know: everything can be sent to another process.
+    """What a worker process needs to train runs; everything in it can be pickled.
 
     Attributes:
-        runs: what to train; several, alike in size, in the same steps.
-        folder: in which each has a folder of its name; absolute.
+        runs: to train; several of the same size share their steps.
+        folder: of the run folders, which have the runs' names; absolute.
         device: ``cpu``, ``cuda`` or ``mps``.
         provenance: stored in every snapshot.
-        parent: process with which the training ends, if it should end with one.
+        parent: id of the process with which training ends; None means that it does not.
     """
 
     runs: tuple[SweepRun, ...]
@@ -89,28 +89,28 @@ class Order:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: a status, and in one line why, if it is not ``done``."""
+    """How an attempt ended: a status, and one line with the reason unless it is ``done``."""
 
     status: str
     problem: str = ""
-    retry: bool = False  # whether another attempt could end better
+    retry: bool = False  # whether another attempt may succeed
 
 
 def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
-    """How far a run is.
+    """Return the progress of a run.
 
-    Snapshots are written whole or not at all, so a crash leaves a folder with an older ``last.pt`` or without
-    one; a file that still cannot be read, after a disk failed, counts as not there.
+    Snapshots are written whole or not at all, so a crash leaves an older ``last.pt`` or none; a file that still
+    cannot be read, after a disk failure, counts as missing.
 
     Args:
         folder: the run's; it need not exist.
-        run: what should be in it.
+        run: expected in it.
 
     Returns:
-        ``done``, ``begun`` or ``waiting``, and what ``last.pt`` holds.
+        ``done``, ``begun`` or ``waiting``, and the content of ``last.pt``.
 
     Raises:
-        InputError: if the folder holds another run: it is left alone.
+        InputError: if the folder holds another run, which is left alone.
     """
     last = folder / "last.pt"
     if not last.exists():
@@ -125,20 +125,17 @@ def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
 
 
 def at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> bool:
-    """Whether a run with this history has all its epochs, or the accuracy to stop at."""
+    """Return whether a run with this history has all its epochs, or has reached the target accuracy."""
     accuracies = history.get("train_accuracy", [])
     converged = training.until is not None and bool(accuracies) and accuracies[-1] >= training.until
     return len(accuracies) >= training.epochs or converged
 
 
 def train_order(order: Order) -> list[Outcome]:
-    """Train runs from where they are to their ends, on one CPU thread; for a process of its own.
-
-    Args:
-        order: what, where and on which device.
+    """Train runs to their ends from their current state, on one CPU thread, in a process of its own.
 
     Returns:
-        How each ended; nothing is raised, so that one run's error stops no other.
+        How each ended; nothing is raised, so that one run's error does not stop the others.
     """
     torch.set_num_threads(1)
     ended, left = [Outcome("done") for _ in order.runs], []
@@ -157,7 +154,7 @@ def train_order(order: Order) -> list[Outcome]:
             ended[left[member][0]] = Outcome("diverged", str(error))
     except InputError as error:
         ended = [Outcome("failed", str(error)) if i in dict(left) else outcome for i, outcome in enumerate(ended)]
-    except Exception as error:  # a full disk, no memory, an error of ours: recorded, and tried again
+    except Exception as error:  # full disk, no memory, a bug of ours: record it, and try again
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         failed = Outcome("failed", problem, retry=True)
         ended = [failed if i in dict(left) else outcome for i, outcome in enumerate(ended)]
@@ -165,7 +162,7 @@ def train_order(order: Order) -> list[Outcome]:
 
 
 def _train(order: Order, left: list[tuple[int, bool]]) -> None:
-    """Train the runs at these positions, each with whether it has begun."""
+    """Train the runs at these positions; the values say whether each has begun."""
     device, runs = find_device(order.device), []
     with ExitStack() as undo:
         for i, begun in left:
@@ -182,7 +179,7 @@ def _train(order: Order, left: list[tuple[int, bool]]) -> None:
 
 
 def _end_with_parent(order: Order, runs: list[SeedRun]) -> None:
-    """Leave when the sweep was killed, so that the next one finds the folders free."""
+    """Exit if the sweep was killed, so that the next one finds the folders unlocked."""
     if order.parent is not None and os.getppid() != order.parent:
         for run in runs:
             run.trainer.release()
@@ -190,7 +187,7 @@ def _end_with_parent(order: Order, runs: list[SeedRun]) -> None:
 
 
 def epochs_so_far(folder: Path) -> int:
-    """Finished epochs of a run that may be in training, from ``history.csv``."""
+    """Return the finished epochs of a run that may be training, from ``history.csv``."""
     try:
         return read_bytes(folder / "history.csv", LARGEST_JSON).count(b"\n") - 1
     except InputError:
@@ -200,17 +197,14 @@ def epochs_so_far(folder: Path) -> int:
 def result(
     run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None
 ) -> RunResult:
-    """Read a run's row from its folder, or, if that is not finished, from its record.
+    """Return a run's row, from its folder or, if that is not finished, from its record.
 
     Args:
         run: what was trained.
         folder: the run's.
         target: training accuracy in (0, 1].
-        outcome: of the attempt just made; without one, the folder alone decides.
-        records: folder of :func:`semdiag_models.sweeps.records.write_record`, which gets that of a finished run.
-
-    Returns:
-        The row.
+        outcome: of the latest attempt; None means that the folder alone decides.
+        records: folder for :func:`semdiag_models.sweeps.records.write_record`, which gets a finished run's record.
     """
     problem = "" if outcome is None else outcome.problem
     recorded: dict[str, list[float]] | None = None
@@ -228,7 +222,7 @@ def result(
     if outcome is not None and status != "done":
         status = outcome.status
     epochs, asked = len(history.get("epoch", ())), run.training.epochs
-    if epochs > asked:  # the file has asked for more before
+    if epochs > asked:  # the file requested more before
         history = {name: values[:asked] for name, values in history.items()}
         problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {asked}"
     train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
@@ -254,7 +248,7 @@ def result(
 def _record(
     records: Path, run: SweepRun, saved: Checkpoint | None, recorded: dict[str, list[float]] | None
 ) -> None:
-    """Write the record of a finished run, unless one that is recorded goes as far."""
+    """Write the record of a finished run, unless an existing one goes as far."""
     known = 0 if recorded is None else len(recorded["epoch"])
     if saved is not None and known < saved.epoch:
         write_record(records, run, saved)

@@ -1,4 +1,4 @@
-"""Many runs or models at once: processes on this machine, or whatever else fulfils the same contract."""
+"""Train or measure several things at once: in processes on this machine, or anything with the same contract."""
 
 import os
 import signal
@@ -15,34 +15,34 @@ from semdiag_models.step.stack import ALIKE
 from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 
-TICK = 1.0  # seconds between two looks at who is ready
+TICK = 1.0  # seconds between polls
 KILLED = Outcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
 
 
 class Workers(Protocol):
-    """Processes that carry orders out: that train runs, or measure models."""
+    """Processes that execute orders: they train runs, or measure models."""
 
-    capacity: int  # orders to hand over at once
+    capacity: int  # largest number of pending orders
 
     def submit(self, order: Any) -> Any:
-        """Hand an order over; return what stands for it."""
+        """Submit an order; return a handle."""
 
     def wait(self, handles: list[Any], seconds: float) -> list[Any]:
-        """Wait until one of the orders ends, or the time is over; return those that have ended."""
+        """Wait until an order ends, or the time is over; return the handles of ended orders."""
 
     def outcomes(self, handle: Any) -> Any:
-        """What came of an ended order; None if its process did not live to say."""
+        """Return the result of an ended order; None if its process died."""
 
     def close(self) -> None:
-        """End all processes at once; what they saved stays. Closing twice is closing once."""
+        """End all processes at once; what they saved stays. Further calls do nothing."""
 
 
 class LocalWorkers:
-    """Processes of this machine, through joblib's loky; they ignore Ctrl-C, which the sweep answers for them.
+    """Processes on this machine, through joblib's loky; they ignore Ctrl-C, which the sweep handles.
 
     Args:
         jobs: processes, each with one CPU thread.
-        carry_out: what is done with an order, a dataclass with a field ``parent``: the process with which it ends.
+        carry_out: executes an order, a dataclass with a field ``parent``: the process with which it ends.
     """
 
     def __init__(self, jobs: int, carry_out: Callable[[Any], Any] = train_order) -> None:
@@ -50,7 +50,7 @@ class LocalWorkers:
         self._begun = False
 
     def _executor(self) -> Any:
-        """The pool; a new one if a process of the last was killed, which breaks it for all."""
+        """Return the pool, or a new one if a killed process broke it."""
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return get_reusable_executor(
             max_workers=self.capacity, timeout=3600, env=one_thread, initializer=_ignore_interrupts
@@ -85,18 +85,18 @@ def _ignore_interrupts() -> None:
 
 
 def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
-    """Train many runs, several at once, each from where it is.
+    """Train many runs, several at once, each from its current state.
 
-    Runs whose process dies, or that stop with an error that may pass, are tried again; attempts after which they
-    have new epochs do not count. Leaving the iteration ends all processes.
+    Runs whose process dies, or that stop with a transient error, are tried again; attempts that finish new epochs
+    do not count. Leaving the iteration ends all processes.
 
     Args:
-        orders: the runs, in the order in which to begin them.
-        workers: who trains them.
-        retries: further attempts of a run, besides the first.
+        orders: the runs, in starting order.
+        workers: train them.
+        retries: further attempts per run.
 
     Yields:
-        A run and how it ended; or None, about once a second, when there is time to show progress.
+        A run and how it ended; or None, about once a second, to show progress.
     """
     waiting, attempts = deque(orders), Counter[str]()
     running: dict[Any, tuple[Order, list[int]]] = {}
@@ -128,14 +128,14 @@ def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[t
 
 
 def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
-    """Put runs that can be trained in the same steps into groups, in their order.
+    """Group runs that can share their training steps, in order.
 
     Args:
         runs: of a sweep.
-        most: runs of a group.
+        most: largest size of a group.
 
     Returns:
-        The groups; runs differ within one in seed, attention and the scale of queries and keys alone.
+        The groups; within one, runs differ only in seed, attention and the scale of queries and keys.
     """
     alike: dict[Any, list[SweepRun]] = {}
     for run in runs:
@@ -145,5 +145,5 @@ def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -63,7 +63,7 @@ def find_task(name: str) -> Task:
 
 
 def task_of(training: TrainingConfig) -> Classification:
-    """What a run learns.
+    """Return what a run learns.
 
     Args:
         training: data and optimisation of the run.

@@ -86,7 +86,7 @@ def _write_leaves(
 
 
 def _apply(operator: Integers, left: Integers, right: Integers, symbols: tuple[str, ...]) -> Integers:
-    """Values of ``left operator right`` modulo 5, elementwise; what is neither plus nor minus is times."""
+    """Return values of ``left operator right`` modulo 5, elementwise; what is neither plus nor minus is times."""
     plus, minus = operator == symbols.index("+"), operator == symbols.index("-")
     return np.where(plus, left + right, np.where(minus, left - right, left * right)) % MODULUS
 

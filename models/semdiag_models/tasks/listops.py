@@ -149,7 +149,7 @@ class ListOps(Task):
 
 
 def _first_occurrences(tokens: Integers) -> Integers:
-    """Indices of the rows that equal no earlier row, ascending."""
+    """Return indices of the rows that equal no earlier row, ascending."""
     first: dict[bytes, int] = {}
     for i, row in enumerate(tokens):
         first.setdefault(row.tobytes(), i)

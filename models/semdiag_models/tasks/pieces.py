@@ -111,7 +111,7 @@ def _sentencepiece() -> Any:
 
 
 def _refusal(message: str, vocabulary: int) -> str:
-    """SentencePiece's refusal of a vocabulary in our words."""
+    """Return sentencePiece's refusal of a vocabulary in our words."""
     if most := re.search(r"to a value <= (\d+)", message):
         return f"--vocabulary {vocabulary} is more than this text supports. Use --vocabulary {most[1]} or less."
     if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):

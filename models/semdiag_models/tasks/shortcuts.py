@@ -78,7 +78,7 @@ def shortcut(task: Task, length: int) -> Shortcut:
 
 
 def _right(tokens: NDArray[np.int64], labels: NDArray[np.int64], symbols: int, classes: int) -> NDArray[np.int64]:
-    """(L, L), i ≤ j: samples on which the best rule on the tokens at i and j is right; the diagonal: at one."""
+    """Count the samples on which the best rule on the tokens at i ≤ j is right, (L, L); at i = j on one."""
     samples, length = tokens.shape
     seen = np.zeros((samples, length, symbols), np.float32)
     np.put_along_axis(seen, tokens[:, :, None], 1.0, 2)

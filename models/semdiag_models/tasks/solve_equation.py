@@ -67,7 +67,7 @@ class SolveEquation(Task):
 
 
 def _next_digit(tokens: Integers, position: Integers) -> Integers:
-    """Position of the first digit at or after a position, cyclically, row by row."""
+    """Return the position of the first digit at or after a position, cyclically, row by row."""
     length = tokens.shape[1]
     twice = np.where(np.tile(tokens, 2) < MODULUS, np.arange(2 * length), 2 * length)
     nearest = np.minimum.accumulate(twice[:, ::-1], axis=1)[:, ::-1]

@@ -215,7 +215,7 @@ def perplexity(loss: float) -> float:
 
 
 def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: int) -> float:
-    """Held-out perplexity of the training labels' frequencies, each counted once more: the baseline.
+    """Return the held-out perplexity of the training labels' frequencies, each counted once more: the baseline.
 
     Args:
         train_labels: (n,) int64.
@@ -230,7 +230,7 @@ def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: in
 
 
 def _unchanged(file: str, sha256: str | None) -> list[str]:
-    """The lines of a run's text, if it is still there and the same."""
+    """Return the lines of a run's text, if it is still there and the same."""
     path = Path(file)
     if not path.exists():
         raise InputError(f"The text {file} of this run is not here. Any other text works with --inputs FILE.txt.")

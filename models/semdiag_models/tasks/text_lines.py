@@ -39,7 +39,7 @@ def read_lines(path: Path) -> tuple[list[str], str]:
 
 
 def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
-    """Part training and held-out lines: the last tenth, and at least one line, is held out.
+    """Split training and held-out lines: the last tenth, and at least one line, is held out.
 
     Args:
         path: named in the message.

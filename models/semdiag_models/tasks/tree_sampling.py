@@ -45,7 +45,7 @@ class TreeLaw:
     max_arity: int
 
     def powers(self, length_law: Floats) -> Floats:
-        """Laws of the total length of 0 … max_arity trees, shape (max_arity + 1, longest + 1)."""
+        """Return laws of the total length of 0 … max_arity trees, shape (max_arity + 1, longest + 1)."""
         powers = np.zeros((self.max_arity + 1, self.longest + 1))
         powers[0, 0] = 1
         for k in range(1, self.max_arity + 1):
@@ -116,7 +116,7 @@ class TreeWriter:
         return values
 
     def _draw_argument_lengths(self, depth: int, length: Integers) -> Integers:
-        """Lengths of the arguments of operators at one depth, (operators, max_arity), zeros in front."""
+        """Return lengths of the arguments of operators at one depth, (operators, max_arity), zeros in front."""
         law = self.law
         first = self.length_laws[depth + 1]
         powers = law.powers(first)
@@ -153,7 +153,7 @@ class TreeWriter:
 
 
 def _apply(operator: Integers, arguments: Integers, present: NDArray[np.bool_]) -> Integers:
-    """Values of operators, given the values of all their arguments in order and where these stand."""
+    """Return values of operators, given the values of all their arguments in order and where these stand."""
     count = present.sum(1)
     table = np.full(present.shape, 10)  # above every digit: absent arguments sort last
     table[present] = arguments

@@ -113,7 +113,7 @@ def test_what_a_tokenizer_cannot_do_is_told_in_a_line(tmp_path):
 def test_a_decoder_without_a_beginning_is_told_in_a_line(tmp_path):
     made = tokeniser(tmp_path / "words")
     made._config = type("Config", (), {"is_encoder_decoder": True})()
-    with pytest.raises(InputError, match="does not say how its decoder begins"):
+    with pytest.raises(InputError, match="lacks decoder_start_token_id"):
         made(["w1 w2"])
     made._config = type("Config", (), {"is_encoder_decoder": "x"})()
     assert set(made(["w1 w2"])) >= {"input_ids"}

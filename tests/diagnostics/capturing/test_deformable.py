@@ -9,7 +9,7 @@ from torch import nn
 from semdiag.capturing.attention_calls import watch_attention
 
 WIDTH, SIDE, POINTS = 8, 5, 3
-REASON = "its keys are parameters, and its values are sampled between places (deformable attention)"
+REASON = "its keys are parameters, and its values are interpolated between positions (deformable attention)"
 
 
 class Deformable(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.following.products import UNKNOWN
+from semdiag.capturing.provenance.products import UNKNOWN
 from semdiag_models import InputError
 
 HEADS, LENGTH, WIDTH, K = 2, 9, 12, 3

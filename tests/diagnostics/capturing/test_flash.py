@@ -198,5 +198,5 @@ def test_the_interface_of_the_installed_transformers_has_no_option_that_is_not_u
 def test_pages_of_a_cache_are_refused_by_name():
     q = torch.zeros(1, 2, 3, 4)
     given = InterfaceCall("", torch.nn.Identity(), "flash", q, q, q, {"cache": object()})
-    with pytest.raises(flash.NotFollowedError, match="its keys stand in the pages of a cache"):
+    with pytest.raises(flash.NotFollowedError, match="its keys are in the pages of a cache"):
         flash.flash_call(given, q.transpose(1, 2))

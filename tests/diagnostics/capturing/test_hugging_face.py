@@ -376,5 +376,5 @@ def test_sinks_of_an_unknown_form_are_in_the_audit():
     ids = torch.randint(5, 50, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), watch_attention(model, lambda call: None) as audit:
         model(input_ids=ids, use_cache=False)
-    assert {seen.reason for seen in audit.skipped} == {"its sinks are of a form that is not known"}
+    assert {seen.reason for seen in audit.skipped} == {"its sinks have an unknown form"}
     assert sum(audit.skipped.values()) == 2

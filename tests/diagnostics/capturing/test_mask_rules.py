@@ -188,9 +188,9 @@ def test_a_window_keeps_as_many_keys_as_top_k():
         (lambda: TopK(2, by="median"), "by is one of weight, best, mean"),
         (lambda: TopK(2, shared="model"), "shared one of head, group, layer"),
         (lambda: TopK(2, every=2), 'above 1 only with shared="layer"'),
-        (lambda: TopK([1, 2], shared="layer"), "have one k"),
-        (lambda: TopP(0), "p is a share"),
-        (lambda: TopP(1.5), "p is a share"),
+        (lambda: TopK([1, 2], shared="layer"), "need a single k"),
+        (lambda: TopP(0), "p is a fraction"),
+        (lambda: TopP(1.5), "p is a fraction"),
         (lambda: check_kinds(["topk", "best"]), "no kind of sparse attention 'best'. Kinds: topk, topk-group"),
     ],
 )

@@ -71,7 +71,7 @@ class Ignoring(nn.Module):
 def test_a_mask_that_is_not_true_of_the_keys_is_said_and_counts_for_nothing():
     found, calls = counted(Ignoring(), stream(), REAL)
     assert [*found.values()] == [12]
-    assert "marks padding that the keys here do not have" in calls.audit["reason"].item()
+    assert "marks padding, but the keys here do not confirm it" in calls.audit["reason"].item()
     assert calls.audit["what"].item() == "remark"
 
 
@@ -151,11 +151,11 @@ def test_the_keys_of_folded_heads_tell_which_rows_are_padded(heads_first, told):
 @pytest.mark.parametrize(
     ("model", "real", "rows", "why"),
     [
-        (Folded(), REAL, 24, "the batch axis holds 4 rows, and it is of 2 samples"),
-        (Folded(causal=True), REAL, 24, "the batch axis holds 4 rows, and it is of 2 samples"),
-        (Folded(heads_first=True), REAL, 24, "the batch axis holds 4 rows, and it is of 2 samples"),
-        (Folded(class_token=True), REAL, 14, "it is of 6 tokens, and there are 7"),
-        (Folded(class_token=True), REAL[:1, :4], 14, "it is of 4 tokens, and there are 7"),
+        (Folded(), REAL, 24, "it has 2 samples, but the batch axis has 4 rows"),
+        (Folded(causal=True), REAL, 24, "it has 2 samples, but the batch axis has 4 rows"),
+        (Folded(heads_first=True), REAL, 24, "it has 2 samples, but the batch axis has 4 rows"),
+        (Folded(class_token=True), REAL, 14, "it has 6 tokens, but there are 7"),
+        (Folded(class_token=True), REAL[:1, :4], 14, "it has 4 tokens, but there are 7"),
     ],
 )
 def test_a_mask_of_the_user_that_fits_no_queries_is_never_ignored_in_silence(model, real, rows, why):
@@ -173,7 +173,7 @@ def test_a_mask_of_the_user_is_that_of_the_attention_it_fits():
     found = semdiag.measure(model, [(stream(), stream(1, 4))], real=REAL)
     assert found.queries.groupby("layer").size().tolist() == [9 * HEADS, 8 * HEADS, 8 * HEADS]
     said = found.remarks[found.remarks["text"].str.startswith("real")]
-    assert said["text"].unique().tolist() == ["real is not applied here: it is of 6 tokens, and there are 4"]
+    assert said["text"].unique().tolist() == ["real is not applied here: it has 6 tokens, but there are 4"]
     assert len(said) == 2
 
 
@@ -193,7 +193,7 @@ def test_a_mask_of_the_user_is_a_tensor_of_two_axes(real):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_mask_of_the_user_has_a_row_for_every_sample(rows):
     real = torch.ones(rows, LENGTH, dtype=torch.bool)
-    message = f"^real must have a row for every sample. Got {rows} rows of 2 samples.$"
+    message = f"^real must have one row per sample. Got {rows} rows for 2 samples.$"
     for batches in (stream(), (batch for batch in stream().split(1))):
         with pytest.raises(semdiag.InputError, match=message):
             semdiag.measure(Folded(), batches, real=real)
@@ -234,7 +234,7 @@ def test_padding_in_a_mask_of_an_unknown_name_is_pointed_out(seen, place, filled
     assert (
         calls.audit["reason"]
         .item()
-        .startswith(f"the {place} keys of some samples are forbidden to all queries: if")
+        .startswith(f"the {place} keys of some samples are hidden from all queries: if")
     )
     model, real = Unnamed(filled), REAL if place == "last" else REAL.flip(1)
     with semdiag.capture(model, real=real) as calls:
@@ -323,7 +323,7 @@ class Padding(nn.Module):
 def test_the_keys_tell_which_of_its_values_a_mask_has_for_padding(mask, rows):
     found, calls = counted(Padding(), stream(), mask)
     assert [*found.values()] == [rows]
-    assert calls.audit["reason"].item().startswith("padding_mask is taken to be true for padding")
+    assert calls.audit["reason"].item().startswith("padding_mask is read as true for padding")
 
 
 def test_padding_on_the_left_that_a_causal_attention_ignores_is_not_read_the_other_way():
@@ -333,7 +333,7 @@ def test_padding_on_the_left_that_a_causal_attention_ignores_is_not_read_the_oth
 
     found, calls = counted(Causal(), stream(), REAL.flip(1))
     assert [*found.values()] == [12]
-    assert "marks padding that the keys here do not have" in calls.audit["reason"].item()
+    assert "marks padding, but the keys here do not confirm it" in calls.audit["reason"].item()
 
 
 class Sequences(nn.Module):
@@ -369,7 +369,7 @@ def test_a_mask_that_may_be_that_of_other_keys_counts_for_nothing_and_a_remark_s
     given = (REAL,) if isinstance(model, Crossing) else (stream(1), PADDED)
     found, calls = counted(model, stream(), stream(1), *given)
     assert [*found.values()] == [12]
-    assert "may be that of the keys, of another sequence than the queries" in calls.audit["reason"].item()
+    assert "may belong to the keys, which are another sequence than the queries" in calls.audit["reason"].item()
 
 
 def test_an_attention_to_its_own_tokens_worked_out_twice_is_no_cross_attention():

@@ -106,7 +106,7 @@ def test_every_supported_mask_is_read_from_the_name(paper_code, tmp_path, mask, 
 @pytest.mark.parametrize(
     ("mask", "why"),
     [
-        ("rnd", "draws its random mask anew in every forward pass, so that there is no one model to measure."),
+        ("rnd", "draws its random mask anew in every forward pass, so there is no single model to measure."),
         ("lsh", "uses mask 'lsh'."),
     ],
 )

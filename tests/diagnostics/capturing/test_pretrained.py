@@ -106,7 +106,7 @@ def test_it_is_said_how_many_texts_were_cut(bert, tmp_path, first, said):
     texts = tmp_path / "texts.txt"
     texts.write_text("the cat sat on the mat\n" + 2 * "the cat sat on the mat .\n", encoding="utf-8")  # 8, 9, 9
     found = survey([load(f"hf:{bert}")], Conditions(inputs=texts, first=first)).remarks
-    expected = [f"texts were cut to 8 tokens, the most that the model takes: {cut}" for cut in said]
+    expected = [f"texts were cut to 8 tokens, the model's limit: {cut}" for cut in said]
     assert found[found["severity"] == "warning"]["text"].tolist() == expected
 
 

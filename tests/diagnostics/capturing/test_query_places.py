@@ -55,7 +55,7 @@ def captured(model, *, cuts=(), **options):
 
 def remarks(calls):
     audit = calls.audit.query("what == 'remark'")
-    assert audit["reason"].str.startswith("behind the keys of its tokens stand others").all()
+    assert audit["reason"].str.startswith("after its tokens' keys come others").all()
     return audit["module"].tolist()
 
 

@@ -413,7 +413,7 @@ def test_every_layer_and_head_can_have_a_rule_of_its_own():
         assert masked.kept["kept"].tolist() == [1, 2, 3, 4, 5, 5, 5, 5]
     with pytest.raises(InputError, match="no rule for 1"), torch.no_grad(), sparsify(model, {"0": TopK(2)}):
         model(support.stream())
-    with pytest.raises(InputError, match="4 heads; k names 2"), sparsify(model, TopK([1, 2])):
+    with pytest.raises(InputError, match="4 heads; k has 2 numbers"), sparsify(model, TopK([1, 2])):
         model(support.stream())
 
 
@@ -695,7 +695,7 @@ def test_a_masked_softmax_that_meets_no_values_is_refused(other, k):
     with semdiag.capture(model) as calls:
         model(x)
     assert (len(calls), calls.other_softmaxes) == (1, 1)
-    said = "something else. the model itself: softmax .it was masked like attention, but its weights were not seen"
+    said = "something else. the model itself: softmax .a mask was applied to it as to attention, but its"
     with torch.no_grad(), pytest.raises(InputError, match=said), sparsify(model, TopK(k)):
         model(x)
     with torch.no_grad(), sparsify(model, TopK(k), partial=True) as masked:
@@ -815,7 +815,7 @@ def test_it_is_part_of_the_package():
 @pytest.mark.parametrize("keep", [3, None, {"": 3}])
 def test_what_is_no_rule_is_refused_at_once(keep):
     with (
-        pytest.raises(InputError, match=r"^keep is a rule like TopK\(3\), .* Got "),
+        pytest.raises(InputError, match=r"^keep must be a rule like TopK\(3\), .* Got "),
         sparsify(nn.Identity(), keep),
     ):
         pass

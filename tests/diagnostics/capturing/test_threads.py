@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.following.softmaxes import IN_THREADS
+from semdiag.capturing.provenance.softmaxes import IN_THREADS
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag_models import InputError
 
@@ -148,7 +148,7 @@ def test_attention_in_another_thread_is_captured_and_not_masked(give):
     torch.testing.assert_close(weights @ calls[1].v.double(), calls[1].mixed.double(), rtol=1e-5, atol=1e-6)
     with (
         pytest.raises(
-            InputError, match=r"masking something else\. 1: softmax provenance .*in another thread"
+            InputError, match=r"would hit something else\. 1: softmax provenance .*in another thread"
         ) as e,
         sparsify(model, TopK(2)),
     ):

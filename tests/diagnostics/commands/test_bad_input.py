@@ -99,7 +99,7 @@ def inputs(tokens):
         (inputs([[0, 1, 3]]), "Token id 3 is out of range: the model knows 0 to 2."),
         (inputs([[0, -1]]), "Token id -1 is out of range: the model knows 0 to 2."),
         (inputs([[0] * 13]), "The model takes inputs of length 1 to 12. Got length 13."),
-        (inputs([[2] * 12]), "There is no query to measure: every token of the inputs is PAD."),
+        (inputs([[2] * 12]), "There is no query to measure: all input tokens are PAD."),
         (
             inputs([[0.5, 1.0]]),
             "must hold whole token ids of shape (N, L), at least one. Got torch.float64 (1, 2).",

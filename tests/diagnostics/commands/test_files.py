@@ -37,7 +37,7 @@ def kept(run_semdiag, here, tiny_runs):
         ("queries", "layer", -7, "holds a value of layer that is not between -1 and"),
         ("models", "accuracy", 3.0, "holds a value of accuracy that is not between 0 and 1."),
         ("models", "heads", 0, "holds a value of heads that is not between 1 and"),
-        ("queries", "model", "another", "names a model that models.parquet does not hold."),
+        ("queries", "model", "another", "names a model that models.parquet does not list."),
     ],
 )
 def test_values_that_no_measurement_has_are_refused(refusal, kept, table, column, value, message):
@@ -55,7 +55,7 @@ def test_a_flipped_bit_of_kept_measurements_is_refused_in_one_line(run_semdiag, 
     content[200] ^= 1
     file.write_bytes(content)
     line = refusal("report", "--from", "kept", "--out", "again", "--figures", "none")
-    assert line.startswith("kept/data/queries.parquet is not what was saved, says SHA256SUMS beside it")
+    assert line.startswith("kept/data/queries.parquet differs from what SHA256SUMS beside it recorded")
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_arguments_of_python_functions_are_refused_as_such(tiny_runs):
     tokens = torch.zeros(3, 12, dtype=torch.int64)
     with pytest.raises(InputError, match=r"batch_size must be at least 1\. Got 0\."):
         measure(model, tokens, batch_size=0)
-    with pytest.raises(InputError, match=r"Got 2 labels of 3 samples\."):
+    with pytest.raises(InputError, match=r"Got 2 for 3 samples\."):
         measure(model, tokens, labels=torch.zeros(2))
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="No cuda device here"):

@@ -79,7 +79,7 @@ def test_a_report_of_all_together_with_full_and_top_k_is_written(runs, run_semdi
     page = (here / "report" / "index.html").read_text(encoding="utf-8")
     assert ">nan" not in page
     assert " nan " not in page
-    assert page.count("keeps other random keys in every forward pass; measured with those of seed 0") == 1
+    assert page.count("draws new random keys in every forward pass; measured with those of seed 0") == 1
 
 
 def test_a_redrawn_model_is_measured_with_the_draws_of_a_seed(run, run_semdiag, here):

@@ -97,7 +97,7 @@ def test_routed_experts_are_indices(run_semdiag, write):
         ({"indices": RIGHT, "scores": RIGHT}, (), "are scores and indices swapped"),
         ({"indices": RIGHT, "scores": SCORES[:, :1]}, (), "k = 2 keys, but there are only 1"),
         ({"indices": RIGHT, "scores": SCORES * np.nan}, (), "hold NaN"),
-        ({"indices": RIGHT, "scores": SCORES, "lengths": [9, 9]}, (), "are the scores those of the same tokens"),
+        ({"indices": RIGHT, "scores": SCORES, "lengths": [9, 9]}, (), "do the scores belong to the same tokens"),
         ({"indices": RIGHT, "scores": SCORES}, ("--format", "int8"), "Unknown number format 'int8'"),
         ({"indices": RIGHT, "scores": SCORES}, ("--keys", 5), "keys = 5, but the scores have 4"),
         ({"indices": RIGHT}, ("--keys", 0), "keys must be at least 1"),
@@ -111,7 +111,7 @@ def test_bad_input_is_one_line_with_exit_code_2(refusal, write, arrays, options,
 
 def test_a_missing_file_and_another_kind(refusal, here):
     assert refusal("selections", "none.npz") == "none.npz does not exist."
-    assert "Arrays come as .npz" in refusal("selections", "none.txt")
+    assert "Arrays must be in .npz" in refusal("selections", "none.txt")
 
 
 @pytest.mark.device

@@ -214,7 +214,7 @@ def test_every_problem_is_told_at_once_and_nothing_is_written(sweep, here):
         (["--jobs", "0"], "--jobs must be at least 1. Got 0."),
         (["--retries", "-1"], "--retries must not be negative. Got -1."),
         (["--target", "95"], "--target is a training accuracy in (0, 1], like 0.95. Got 95.0."),
-        (["--gpus-per-run", "0.25"], "--gpus-per-run is not negative, and goes with --ray."),
+        (["--gpus-per-run", "0.25"], "--gpus-per-run must not be negative, and needs --ray."),
         (["--device", "tpu"], "Unknown device 'tpu'."),
     ],
 )

@@ -302,7 +302,7 @@ def test_inputs_of_another_length_are_said(run_semdiag, here, tiny_runs):
     np.save(here / "short.npy", np.ones((2, 5), dtype=np.int64))
     few = ("--inputs", "short.npy", "--figures", "none", "--out", "out")
     outcome = run_semdiag("dispersion", tiny_runs.full, *few, "--json")
-    said = "the inputs are 5 tokens long, and the model was trained on 12"
+    said = "the inputs are 5 tokens long, but the model was trained on 12"
     assert f"semdiag: {tiny_runs.full}/last.pt: {said}.\n" in outcome.err
     assert said in json.dumps(json.loads(outcome.out))
 

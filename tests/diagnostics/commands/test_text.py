@@ -89,9 +89,9 @@ def test_interrupted_and_resumed_is_uninterrupted(run_semdiag, here, corpus):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["text"], "The task text needs a file to learn: semdiag train text --text FILE."),
-        (["even-pairs", "--text", "corpus.txt"], "--text and its options belong to one task: "),
-        (["even-pairs", "--vocabulary", "9"], "--text and its options belong to one task: "),
+        (["text"], "The task text needs a file to learn from: semdiag train text --text FILE."),
+        (["even-pairs", "--text", "corpus.txt"], "--text and its options apply only to the task text: "),
+        (["even-pairs", "--vocabulary", "9"], "--text and its options apply only to the task text: "),
         (["text", "--text", "nowhere.txt"], "nowhere.txt does not exist."),
         (["text", "--text", "empty.txt"], "empty.txt is empty: "),
         (["text", "--text", "one.txt"], "one.txt has one line; "),

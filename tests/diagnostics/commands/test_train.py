@@ -329,7 +329,10 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
         (["even-pairs", "--seeds", "1;2"], "--seeds takes whole numbers separated by commas, like 1,5,20. Got"),
         (["even-pairs", "--seeds", "1,2", "--seed", "5"], "--seeds names every seed: leave out --seed."),
         (["even-pairs", "--seeds", "1,1"], "Seeds to train at once must all be different. Got 1,1."),
-        (["even-pairs", "--seeds", "1,2", "--compile"], "Several runs at once cannot be compiled, nor in bf16."),
+        (
+            ["even-pairs", "--seeds", "1,2", "--compile"],
+            "Several runs at once support neither compilation nor bf16.",
+        ),
         (["evenpairs"], "Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: "),
         (["even-pairs", "--attention", "top-k", "--k", 3], "Unknown attention 'top-k'. Did you mean 'topk'?"),
         (["even-pairs", "--activation", "rel"], "Unknown activation 'rel'. Did you mean 'relu'?"),

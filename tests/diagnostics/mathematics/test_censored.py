@@ -91,7 +91,7 @@ def test_dropping_runs_that_never_arrive_would_make_the_median_smaller():
 
 
 def test_no_run_has_no_median():
-    with pytest.raises(ValueError, match="no run"):
+    with pytest.raises(ValueError, match="no median without runs"):
         kaplan_meier_median([], [])
 
 

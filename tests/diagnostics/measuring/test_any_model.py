@@ -349,7 +349,7 @@ def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     model = semdiag.LoadedModel("own:model", "", layer, "factory", "unknown", batches=[torch.randn(2, 5, 8)])
     found = survey([model], Conditions(k=(2,), plans=(SecantsPlan(), BoundsPlan())))
     said = found.remarks["text"].tolist()
-    assert any(text.startswith("secants not available, because no embedding of tokens was found") for text in said)
+    assert any(text.startswith("secants not available, because it has no token embedding") for text in said)
     assert any(text.startswith("bounds not available, because its normalisations") for text in said)
     assert found.secants.empty
     assert found.constants.empty
@@ -375,8 +375,8 @@ def test_secants_of_attention_that_the_noise_does_not_reach_are_named_and_left_o
     np.testing.assert_allclose(found.secants["weight_change"], alone["weight_change"], rtol=1e-9, atol=1e-15)
     said = [text for text in found.remarks["text"] if "secants" in text]
     assert said == [
-        "secants of pictures not available, because noise behind the embedding moves no query or key there beyond "
-        "rounding"
+        "secants of pictures not available, because noise after the embedding changes no query or key there "
+        "beyond rounding"
     ]
 
 
@@ -430,7 +430,7 @@ def test_a_generator_is_checked_as_it_comes(decoder):
     with pytest.raises(InputError, match=r"samples must be at least 1\. Got 0\."):
         semdiag.measure(decoder, ids, samples=0)
     encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=LENGTH, blocks=1)).eval()
-    with pytest.raises(InputError, match="Got 3 labels of 4 samples"):
+    with pytest.raises(InputError, match="Got 3 for 4 samples"):
         semdiag.measure(encoder, iter([ids, ids]), labels=torch.zeros(3))
     with pytest.raises(InputError, match="Token id 7 is out of range"):
         semdiag.measure(encoder, iter([ids, ids + 7]))
@@ -468,7 +468,7 @@ def test_a_mixture_of_experts_in_bfloat16_says_why_it_has_no_stability():
         "secants not available, because model cannot run in float64, in which it is measured here"
     )
     assert text.endswith(
-        "experts are one grouped matrix product, which knows no float64; "
+        "experts are one grouped matrix product, which does not support float64; "
         'model.set_experts_implementation("eager") multiplies them one by one'
     )
     assert len(found.queries)

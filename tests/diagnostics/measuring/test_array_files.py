@@ -69,14 +69,14 @@ def entry(**changed):
 @pytest.mark.parametrize(
     ("header", "data", "said"),
     [
-        (entry(shape=[2]), b"\0" * 8, "not as large as its shape says"),
+        (entry(shape=[2]), b"\0" * 8, "size does not match its shape"),
         (entry(shape=[10**30], data_offsets=[0, 8 * 10**30]), b"", "GiB of memory"),
-        (entry(shape=[-1, -1]), b"\0" * 8, "not as large"),
-        (entry(shape=[1.0]), b"\0" * 8, "not as large"),
-        (entry(shape=[True]), b"\0" * 8, "not as large"),
-        (entry(shape=[1] * 17), b"\0" * 8, "not as large"),
-        (entry(data_offsets=[8, 0]), b"\0" * 8, "not as large"),
-        (entry(), b"\0" * 7, "ends within a tensor"),
+        (entry(shape=[-1, -1]), b"\0" * 8, "does not match its shape"),
+        (entry(shape=[1.0]), b"\0" * 8, "does not match its shape"),
+        (entry(shape=[True]), b"\0" * 8, "does not match its shape"),
+        (entry(shape=[1] * 17), b"\0" * 8, "does not match its shape"),
+        (entry(data_offsets=[8, 0]), b"\0" * 8, "does not match its shape"),
+        (entry(), b"\0" * 7, "ends inside a tensor"),
         (entry(dtype="OBJECT"), b"\0" * 8, "numbers of type OBJECT"),
         (entry(dtype=["I64"]), b"\0" * 8, "cannot be read"),
         (entry(data_offsets=[0]), b"\0" * 8, "cannot be read"),
@@ -161,7 +161,9 @@ def test_columns_that_are_no_array_are_refused(tmp_path, column, said):
 
 
 def test_another_kind_of_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"Arrays come as \.npz, \.safetensors or \.parquet\. Got a\.csv"):
+    with pytest.raises(
+        InputError, match=r"Arrays must be in \.npz, \.safetensors or \.parquet files\. Got a\.csv"
+    ):
         read_arrays(tmp_path / "a.csv", NAMES)
 
 

@@ -64,7 +64,7 @@ def test_every_change_of_a_saved_file_is_refused(made_up, tmp_path):
         content = file.read_bytes()
         for at in range(0, len(content), 7):
             file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
-            with pytest.raises(InputError, match="is not what was saved"):
+            with pytest.raises(InputError, match="differs from what"):
                 Measurements.load(tmp_path)
         file.write_bytes(content)
     loaded = Measurements.load(tmp_path)
@@ -75,7 +75,7 @@ def test_files_added_to_saved_ones_or_taken_away_are_refused_and_older_folders_l
     measured.save(tmp_path)
     for change in (lambda: (tmp_path / "loads.parquet").unlink(), lambda: (tmp_path / "masks.parquet").touch()):
         change()
-        with pytest.raises(InputError, match=r"(loads|masks)\.parquet is not what was saved"):
+        with pytest.raises(InputError, match=r"(loads|masks)\.parquet differs from what"):
             Measurements.load(tmp_path)
         (tmp_path / "masks.parquet").unlink(missing_ok=True)
         save_without_sums(measured, tmp_path)
@@ -129,7 +129,9 @@ def test_a_table_without_its_columns_is_refused(measured, tmp_path, table):
 def test_a_column_of_another_kind_is_refused(measured, tmp_path):
     save_without_sums(measured, tmp_path)
     measured.queries.astype({"layer": "float64"}).to_parquet(tmp_path / "queries.parquet")
-    with pytest.raises(InputError, match=r"queries\.parquet holds float64 in the column layer, where int32"):
+    with pytest.raises(
+        InputError, match=r"queries\.parquet has float64 in the column layer, which should be int32"
+    ):
         Measurements.load(tmp_path)
 
 
@@ -279,7 +281,7 @@ def test_a_column_of_another_kind_is_refused_with_its_file(with_theory, tmp_path
     file = tmp_path / "masks.parquet"
     with_theory.masks.assign(agreement="high").to_parquet(file)
     with pytest.raises(
-        InputError, match=r"masks\.parquet holds \w+ in the column agreement, where float32 belongs"
+        InputError, match=r"masks\.parquet has \w+ in the column agreement, which should be float32"
     ):
         Measurements.load(tmp_path)
     with_theory.masks.astype({"agreement": "float64", "sample": "int64"}).to_parquet(file)  # as once written
@@ -323,5 +325,5 @@ def test_a_copy_has_every_table(with_theory, again):
 
 
 def test_nothing_cannot_be_joined():
-    with pytest.raises(InputError, match=r"^There is nothing to join: no measurements were given\.$"):
+    with pytest.raises(InputError, match=r"^There are no measurements to join\.$"):
         Measurements.concat([])

@@ -201,7 +201,7 @@ def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
     tables, reasons = of(blind)
     assert tables == {"projections", "sweep"}
     assert set(reasons) == {"secants", "bounds", "mask stability", "loss surface", "Lipschitz estimates"}
-    assert reasons["mask stability"].startswith("no embedding of tokens was found")
+    assert reasons["mask stability"].startswith("it has no token embedding")
 
 
 def test_every_table_of_a_probe_is_given_by_some_model(probe, tiny_models, decoder):

@@ -229,7 +229,7 @@ def test_a_noise_level_that_no_noise_has_is_refused(level):
 @pytest.mark.parametrize("plan", [0.1, "secants", None, SecantsPlan, Conditions()])
 def test_what_is_no_plan_is_refused_with_those_that_are(plan):
     with pytest.raises(
-        TypeError, match=r"^Plans are InitialisationPlan, SecantsPlan, BoundsPlan, .*LandscapePlan\. Got "
+        TypeError, match=r"^Plans must be InitialisationPlan, SecantsPlan, BoundsPlan, .*LandscapePlan\. Got "
     ):
         Conditions(plans=(SecantsPlan(), plan))
 

@@ -112,14 +112,14 @@ def test_a_missing_column_is_named_with_its_file(things, column):
 )
 def test_a_column_of_another_kind_is_named_with_its_file(things, column, values):
     wrong = things.assign(**{column: values})
-    message = rf"^a/things\.parquet holds {wrong[column].dtype} in the column {column}, where .+ belongs\.$"
+    message = rf"^a/things\.parquet has {wrong[column].dtype} in the column {column}, which should be .+\.$"
     with pytest.raises(InputError, match=message):
         TABLE.check(wrong, "a/things.parquet")
 
 
 def test_of_several_wrong_columns_the_first_is_named(things):
     wrong = things.drop(columns="holds").assign(layer=["0", "1"])
-    with pytest.raises(InputError, match="in the column layer, where int32 belongs"):
+    with pytest.raises(InputError, match="in the column layer, which should be int32"):
         TABLE.check(wrong, "things.parquet")
 
 

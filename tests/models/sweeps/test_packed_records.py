@@ -57,7 +57,7 @@ def test_a_record_that_would_not_come_back_stays_a_file(folder):
     odd = record("c", 2)
     odd["history"]["train_loss"] = [1, 2]
     (folder / "c.json").write_text(json.dumps(odd), encoding="utf-8")
-    with pytest.raises(InputError, match="the record c would not come back as it is"):
+    with pytest.raises(InputError, match="the record c would not read back unchanged"):
         pack(folder, SCHEMA)
     assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "c.json"]
 

@@ -1,1 +1,1 @@
-"""Where attention is seen: an adapter for each library, each of which gives attention calls."""
+"""Adapters that turn a library's attention into attention calls, one for each library."""

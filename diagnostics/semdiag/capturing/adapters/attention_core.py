@@ -1,4 +1,4 @@
-"""Capturing the models of semdiag_models: their attention has one hook point."""
+"""Capture models of semdiag_models, whose attention has one hook point."""
 
 from collections.abc import Callable
 from typing import cast
@@ -18,9 +18,9 @@ _PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.M
 
 
 def hooked_alone(model: nn.Module) -> bool:
-    """Whether all attention of a model is that of its cores: an encoder as semdiag_models makes it, unchanged.
+    """Return whether a model is an unchanged encoder of semdiag_models, so that hooks see all its attention.
 
-    No part is of another class, has a method of its own, or runs a hook other than semdiag's.
+    No part is of another class, overrides a method, or runs a hook other than semdiag's.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -43,14 +43,7 @@ def _own(hook: Callable[..., object]) -> bool:
 def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
     """Describe one call of an :class:`AttentionCore`.
 
-    Args:
-        name: of the module.
-        core: the module.
-        inputs: arguments of its forward, by position.
-        mixed: what it returned.
-
-    Returns:
-        The call; its layer and occurrence are not known here.
+    Its layer and occurrence are not known here.
     """
     q, k, v, scale, valid, selected = inputs
     queries = cast("Tensor | None", valid)
@@ -79,14 +72,14 @@ def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed:
 def masked_inputs(
     recorder: Recorder, core: AttentionCore, inputs: tuple[object, ...]
 ) -> tuple[object, ...] | None:
-    """The inputs of a core with the keys that the recorder's mask leaves selected; None: as they are."""
+    """Return a core's inputs with only the keys selected that the recorder's mask keeps; None if unchanged."""
     call = core_call("", core, inputs, cast(Tensor, inputs[2]))
     kept = recorder.kept(call)
     return None if kept is None else (*inputs[:5], key_positions(kept & allowed_keys(call.part())))
 
 
 def key_positions(kept: Tensor) -> Tensor:
-    """Positions of kept keys, -1 for none: (B, H, L, L) bool -> (B, H, L, K) int64.
+    """Return the positions of kept keys, -1 for none: (B, H, L, L) bool -> (B, H, L, K) int64.
 
     Example:
         >>> key_positions(torch.tensor([[True, False, True], [False, True, False]])[None, None]).tolist()
@@ -98,7 +91,7 @@ def key_positions(kept: Tensor) -> Tensor:
 
 
 def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tensor:
-    """Fill the rows of queries that attend to all valid keys, if there are any: (B, H, L, K) -> (B, H, L, L)."""
+    """Fill in the rows of queries that attend to all valid keys, if any: (B, H, L, K) -> (B, H, L, L)."""
     first, last = core.everywhere
     if first + last == 0:
         return selected

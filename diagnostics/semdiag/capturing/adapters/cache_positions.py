@@ -1,4 +1,4 @@
-"""Where the keys stand that a Hugging Face cache hands out, of which one with a window drops the first."""
+"""Positions of the keys that a Hugging Face cache returns; one with a window has dropped the first."""
 
 import contextlib
 import sys
@@ -13,14 +13,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from semdiag.capturing.overlapping import SharedChange
 
 
-class Handed(NamedTuple):
-    """What a cache handed out for one call.
+class CachedKeys(NamedTuple):
+    """What a cache returned for one call.
 
     Attributes:
-        keys: how many: the first of the call's.
-        new: how many tokens it was given for the call.
-        before: tokens before the first key, which it had dropped; None where it does not say how many it holds.
-        room: keys behind the last token's, which are no tokens yet; 0 where it does not say.
+        keys: number of keys; they are the first of the call's.
+        new: number of tokens that the call added.
+        before: tokens before the first key, which the cache has dropped; None if it does not tell its length.
+        room: keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length.
     """
 
     keys: int
@@ -30,21 +30,17 @@ class Handed(NamedTuple):
 
 
 class _Last(threading.local):
-    keys: Tensor | None = None  # that a cache handed out last: a module may have made others of them since
-    layer: int | None = None  # for which
+    keys: Tensor | None = None  # returned by a cache last; the module may have changed them since
+    layer: int | None = None
 
 
-_HANDED: Any = WeakTensorKeyDictionary()  # by the keys that a cache handed out
+_RETURNED: Any = WeakTensorKeyDictionary()  # by the keys that a cache returned
 _LAST = _Last()
 
 
 @contextlib.contextmanager
 def watched_caches() -> Iterator[None]:
-    """Note, inside the context, how many tokens came before the first key whenever a cache hands out keys.
-
-    Yields:
-        Nothing.
-    """
+    """Record, inside the context, how many tokens came before the first key whenever a cache returns keys."""
     if hasattr(_cache(), "update"):
         with _PATCHED.held():
             yield
@@ -52,33 +48,33 @@ def watched_caches() -> Iterator[None]:
         yield
 
 
-def handed_out(keys: Tensor, layer: int | None, queries: int) -> Handed | None:
-    """What a cache handed out of the keys of a call.
+def cached_keys(keys: Tensor, layer: int | None, queries: int) -> CachedKeys | None:
+    """Return what a cache returned of a call's keys.
 
-    They are the very tensor that it gave, or that which it gave last with others behind, or were made of that one
-    by the layer that asked for it, as many of as many queries: of latents, which it holds instead of keys.
+    The keys are the cache's own tensor; or its last tensor with others appended; or computed from its last tensor,
+    by the same layer with as many keys and queries, as from latents that it stores instead of keys.
 
     Args:
         keys: (B, Hk, Lk, D).
-        layer: position by which its module asks the cache; None: not known.
+        layer: position under which the module uses the cache; None if unknown.
         queries: Lq.
 
     Returns:
-        None where the keys are of no cache that is watched.
+        None if the keys come from no watched cache.
     """
-    found: Handed | None = _HANDED.get(keys)
+    known: CachedKeys | None = _RETURNED.get(keys)
     last = _LAST.keys
-    if found is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):
-        return found
-    found = _HANDED.get(last)
-    if found is None or (found.keys, found.new, _LAST.layer) == (keys.shape[2], queries, layer):
-        return found
-    like = found.keys < keys.shape[2] and (last.device, last.dtype) == (keys.device, keys.dtype)
-    return found if like and torch.equal(keys[:, :, : found.keys], last) else None
+    if known is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):
+        return known
+    known = _RETURNED.get(last)
+    if known is None or (known.keys, known.new, _LAST.layer) == (keys.shape[2], queries, layer):
+        return known
+    like = known.keys < keys.shape[2] and (last.device, last.dtype) == (keys.device, keys.dtype)
+    return known if like and torch.equal(keys[:, :, : known.keys], last) else None
 
 
 def forget_last() -> None:
-    """A model starts: what a cache handed out last in this thread is no longer of its calls."""
+    """Forget the last keys of a cache in this thread: a model starts, and they are none of its calls'."""
     _LAST.keys = None
 
 
@@ -94,10 +90,10 @@ def _patched() -> Iterator[None]:
     def update(
         self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        found = original(self, key_states, value_states, layer_idx, *args, **kwargs)
+        result = original(self, key_states, value_states, layer_idx, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            _note(self, layer_idx, key_states, found)
-        return found
+            _note(self, layer_idx, key_states, result)
+        return result
 
     cache.update = update
     try:
@@ -110,14 +106,14 @@ def _patched() -> Iterator[None]:
 _PATCHED = SharedChange(_patched)
 
 
-def _note(cache: Any, layer_idx: int, given: Tensor, found: Any) -> None:
-    """The last key is the last token's, but in a cache that still has room, which has dropped nothing."""
-    with contextlib.suppress(Exception):  # a cache of one's own may be of any kind
-        keys, layer = found[0], cache.layers[layer_idx]
+def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
+    """Record what a cache returned; its last key is the last token's unless the cache has unused room."""
+    with contextlib.suppress(Exception):  # custom caches may raise anything
+        keys, layer = result[0], cache.layers[layer_idx]
         count, length = keys.shape[2], layer.get_seq_length()
         if isinstance(length, Tensor) and not layer.is_sliding:
             length = int(length)
         known = isinstance(length, int)
         before, room = (max(0, length - count), max(0, count - length)) if known else (None, 0)
-        _HANDED[keys] = Handed(count, given.shape[2], before, room)
+        _RETURNED[keys] = CachedKeys(count, given.shape[2], before, room)
         _LAST.keys, _LAST.layer = keys, layer_idx

@@ -1,4 +1,4 @@
-"""Letting a model make torch's causal biases under a watch, which torch refuses under any dispatch mode."""
+"""Let a model make torch's causal biases under a watch; torch refuses to under any dispatch mode."""
 
 import sys
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from semdiag.capturing.overlapping import SharedChange
 def _made_outside_modes() -> Iterator[None]:
     """Make ``causal_lower_right(…)`` and its like without modes: they are tensors without content.
 
-    The constructor of a subclass of Tensor makes a tensor and says then which class it is of. It cannot of one
-    that has been handed to Python, as to a mode.
+    A subclass of Tensor is first made as a plain tensor and then gets its class, which fails once Python code,
+    such as a mode, has seen the tensor.
     """
-    biases = sys.modules.get("torch.nn.attention.bias")  # importing it takes a second: only if someone else has
-    if biases is None or "__new__" in vars(biases.CausalBias):  # then torch makes it in a way of its own
+    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
+    if biases is None or "__new__" in vars(biases.CausalBias):  # then torch has a constructor of its own
         yield
         return
 

@@ -1,4 +1,4 @@
-"""Capturing flash-attention kernels at Hugging Face's interface: which keys of packed rows each query sees."""
+"""Capture flash-attention kernels at Hugging Face's interface: which keys each query sees in packed rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,34 +10,34 @@ from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_call import AttentionCall
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # read if all are given
-# What the interface's function understands besides; a test holds them against the installed transformers.
+# Other options of the interface's function; a test compares them with the installed transformers.
 OPTIONS = ("attention_mask", "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "cache")
 
 
 class NotFollowedError(Exception):
-    """A form of the kernels' arguments that is not followed; the message says which."""
+    """Raised for a form of the kernels' arguments that is not supported; the message says which."""
 
 
 def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     """Describe a call of a flash-attention kernel.
 
-    The kernels get real tokens only, as sequences one behind the other: those of a mask (B, Lk), those between
-    ``cu_seq_lens``, or those that begin anew in ``position_ids``. Within a sequence of n queries and m keys, query
-    r sees key s if s ≤ r + m - n (causal) and |s - (r + m - n)| < ``sliding_window``.
+    The kernels get only real tokens, as concatenated sequences: given by a mask (B, Lk), by ``cu_seq_lens``, or by
+    ``position_ids`` that start anew. Within a sequence of n queries and m keys, query r sees key s if s ≤ r + m -
+    n (causal) and |s - (r + m - n)| < ``sliding_window``.
 
     Args:
-        given: what the interface was given.
+        given: arguments of the interface.
         output: (B, Lq, H, Dv).
 
     Returns:
         The call; its layer and occurrence are not known here.
 
     Raises:
-        NotFollowedError: if keys come from a paged cache, or a mask or packed sequences are of another form.
+        NotFollowedError: if keys come from a paged cache, or a mask or packed sequences have another form.
     """
     options = given.options
     if options.get("cache") is not None or options.get("block_table") is not None:
-        raise NotFollowedError("its keys stand in the pages of a cache")
+        raise NotFollowedError("its keys are in the pages of a cache")
     before = given.keys_before
     q, k, v = (x.detach().to(output.dtype) for x in (given.q, given.k, given.v))  # as in mixed precision
     causal, window = given.causal(True), options.get("sliding_window")
@@ -48,7 +48,7 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         if mask.ndim != 2:
             raise NotFollowedError(f"its mask has {mask.ndim} axes, not 2")
         mask = mask.bool()
-        k, v = k[:, :, : mask.shape[1]], v[:, :, : mask.shape[1]]  # a static cache has room left
+        k, v = k[:, :, : mask.shape[1]], v[:, :, : mask.shape[1]]  # a static cache has unused room
     q_length, k_length = q.shape[2], k.shape[2]
     rule = causal and k_length >= q_length
     if mask is not None:
@@ -73,10 +73,10 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
 def _masked(
     mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """What a mask (B, Lk) of real tokens says.
+    """Apply a mask (B, Lk) of real tokens.
 
     Returns:
-        Which keys each query sees, which queries are real, and whether the causal rule holds on top of the former.
+        Which keys each query sees; which queries are real; whether the causal rule applies as well.
     """
     if q_length == k_length and window is None:
         return mask[:, None, None], mask, causal
@@ -86,24 +86,24 @@ def _masked(
 
 
 def _sequences(options: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Which sequence each query (1, Lq) and key (1, Lk) belongs to, -1 for none; None if they are not packed."""
+    """Return the sequence of each query (1, Lq) and key (1, Lk), -1 for none; None if they are not packed."""
     lengths = q.shape[2], k.shape[2]
     if all(options.get(name) is not None for name in _PACKED):
         if len(q) != 1:
-            raise NotFollowedError("packed sequences stand in more than one row")
+            raise NotFollowedError("packed sequences fill more than one row")
         first, second = (_numbered(options[x], n) for x, n in zip(_PACKED[:2], lengths, strict=True))
         return first, second
     positions = options.get("position_ids")
     if positions is None or len(q) != 1 or positions.shape[-1] == 1:
         return None
     if positions.numel() != lengths[0]:
-        raise NotFollowedError("its positions are not one for each query")
+        raise NotFollowedError("its positions are not one per query")
     positions = positions.reshape(1, -1)
     lowest = positions.min()
     if bool((positions == lowest + torch.arange(lengths[0], device=positions.device)).all()):
         return None
     if lengths[0] != lengths[1]:
-        raise NotFollowedError("packed sequences have other keys than their own")
+        raise NotFollowedError("packed sequences have keys besides their own")
     number = (positions == lowest).cumsum(-1) - 1
     return number, number
 
@@ -115,13 +115,13 @@ def _numbered(ends: Tensor, length: int) -> Tensor:
 
 
 def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: bool, window: int | None) -> Tensor:
-    """(B, 1, Lq, Lk) bool: which keys each query sees.
+    """Return which keys each query sees, (B, 1, Lq, Lk) bool.
 
     Args:
-        real: (B, Lq) and (B, Lk) bool: what the kernel is given.
-        numbers: likewise: of the sequence each belongs to, rising; -1 where it is not given.
-        causal: whether keys after the query's place are hidden.
-        window: keys on each side, the query's own place counted; None means all.
+        real: (B, Lq) and (B, Lk) bool: queries and keys that the kernel gets.
+        numbers: (B, Lq) and (B, Lk): the sequence of each, ascending; -1 if the kernel does not get it.
+        causal: whether keys after the query's position are hidden.
+        window: keys on each side, the query's own position included; None means all.
     """
     ranks, counts = [], []
     for there, number in zip(real, numbers, strict=True):

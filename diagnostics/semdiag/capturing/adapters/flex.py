@@ -1,4 +1,4 @@
-"""Capturing flex_attention: its score and mask functions are called, and read back as a bias and a mask."""
+"""Capture flex_attention: call its score and mask functions to get a bias and a mask."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +22,13 @@ _AXES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0
 def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> AttentionCall:
     """Describe a call of the operator flex_attention.
 
-    Uncompiled, as under a watch, the operator holds all scores. So does this: the bias of a score function is
-    what it makes of the scores, minus the scores.
+    Uncompiled, as under a watch, the operator holds all scores, and so does this. The bias of a score function is
+    its result minus the scores.
 
     Args:
         args: of the operator: q, k, v, the score function, the block mask as a tuple, the scale, …
-        kwargs: those that were given by name.
-        mixed: what it returned first.
+        kwargs: its keyword arguments.
+        mixed: its first result.
 
     Returns:
         The call; its module, layer and occurrence are not known here.
@@ -56,11 +56,11 @@ def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> A
         if getattr(score, "__name__", "") == "_identity":
             return AttentionCall(**{**vars(call), "allowed": allowed})
         scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
-        bent = _over_all(score, (0,), buffers)(scores, *_places(scores.shape, q.device), *buffers)
-        bent = bent if allowed is None else bent.masked_fill(~allowed, -torch.inf)
-        full = full_rows(bent)
-        allowed, bent, forbidding = split_scores(bent)
-        bias = bent - scores
+        modified = _over_all(score, (0,), buffers)(scores, *_places(scores.shape, q.device), *buffers)
+        modified = modified if allowed is None else modified.masked_fill(~allowed, -torch.inf)
+        full = full_rows(modified)
+        allowed, modified, forbidding = split_scores(modified)
+        bias = modified - scores
         bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
         call = AttentionCall(**{**vars(call), "allowed": allowed, "bias": bias, "forbidding": forbidding})
         return swallowing(call, full)
@@ -69,16 +69,16 @@ def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> A
 def mask_of(
     mask: Callable[..., Tensor], shape: tuple[int, ...], device: torch.device, buffers: tuple[Any, ...] = ()
 ) -> Tensor | None:
-    """Evaluate a mask function at all its places.
+    """Evaluate a mask function at all positions.
 
     Args:
         mask: from (sample, head, query, key) to whether the key may be attended to.
-        shape: (B, H, Lq, Lk); B or H is 1 for a mask that is the same for all.
+        shape: (B, H, Lq, Lk); B or H is 1 if the mask is the same for all.
         device: of the mask.
         buffers: further arguments.
 
     Returns:
-        Bool, of this shape; None if all is allowed.
+        Bool, of this shape; None if everything is allowed.
     """
     with torch.no_grad():
         allowed = _over_all(mask, (), buffers)(*_places(shape, device), *buffers).expand(shape)
@@ -92,14 +92,14 @@ def _places(shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
 def _over_all(
     function: Callable[..., Tensor], first: tuple[int, ...], buffers: tuple[Any, ...]
 ) -> Callable[..., Tensor]:
-    """The function of scalars, as one of whole axes: as torch evaluates it uncompiled."""
+    """Vectorise a function of scalars over all axes, as torch evaluates it uncompiled."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     for axes in _AXES:
         function = torch.vmap(function, in_dims=(*first, *axes, *(None,) * len(buffers)))
 
     def evaluated(*args: Any) -> Tensor:
-        with TransformGetItemToIndex():  # tables may be indexed by places
+        with TransformGetItemToIndex():  # functions may index tables by position
             return function(*args)
 
     return evaluated

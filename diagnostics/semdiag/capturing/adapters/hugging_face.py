@@ -1,4 +1,4 @@
-"""Capturing Hugging Face models: where they look up the function that attends."""
+"""Capture Hugging Face models where they look up their attention function."""
 
 import contextlib
 import sys
@@ -22,43 +22,35 @@ from semdiag.capturing.overlapping import SharedChange
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
 
-_UNDERSTOOD = ("eager", "sdpa", "flex_attention")  # their masks are tensors over queries and keys, or functions
+# With masks that are functions, or tensors over queries and keys.
+_UNDERSTOOD = ("eager", "sdpa", "flex_attention")
 _LOAD = "load the model with attn_implementation='sdpa' or 'eager' to capture it"
 _NAMES = ("attention_mask", "scaling", "dropout")
 _ADDED = (
-    "its mask of truths forbids nothing: eager attention adds it to the scores as 0 and 1 (give it 0 and -inf)"
+    "its bool mask forbids nothing: eager attention adds it to the scores as 0 and 1 (pass 0 and -inf instead)"
 )
 _NO_PLACE = (
-    "its cache holds the keys of a window and does not say how many tokens it was given: queries and keys are "
-    "counted from the first key that it holds"
+    "its cache holds a window of keys and does not say how many tokens it has seen: queries and keys are "
+    "numbered from the first key in the cache"
 )
 _OTHERS = (
-    "behind the keys of its tokens stand others that its queries attend to, of several tokens each or of another "
-    "sequence: they count as keys, and are numbered on"
+    "after its tokens' keys come others that its queries attend to (summaries of several tokens, or another "
+    "sequence): they count as keys, and get the next numbers"
 )
-IGNORED = (
-    "its function ignores the mask that it is given: load the model with another attn_implementation ('sdpa') to "
-    "mask it"
-)
-_CHECKED = 16  # queries of one sample, in all heads, on which a mask shows or does not
-_RECORDERS: list[Recorder] = []  # those that record now; those that mask stand last, in the order they began in
+IGNORED = "its function ignores the mask: load the model with another attn_implementation ('sdpa') to mask it"
+_CHECKED = 16  # queries of one sample, in all heads, on which a mask is checked
+_RECORDERS: list[Recorder] = []  # active ones; those with a mask come last, in the order they began
 
 
 @contextlib.contextmanager
 def intercepted_interface(recorder: Recorder) -> Iterator[None]:
-    """Record what Hugging Face models give to their attention functions.
+    """Record the calls of Hugging Face models' attention functions.
 
-    The lookup of the function is intercepted, not the registry: a model told to use another implementation
-    would also build another mask. The interface sees what the functions inside it do not hand on: soft-cap, sinks,
-    key heads before they are repeated, positions in a cache. It takes precedence over the other mechanisms.
-
-    Args:
-        recorder: gets the calls.
-
-    Yields:
-        Nothing.
+    The lookup is intercepted, not the registry: a model told to use another implementation would also build
+    another mask. The interface sees what its functions do not pass on: soft-cap, sinks, key heads before they are
+    repeated, positions in a cache. It takes precedence over the other mechanisms.
     """
-    if not hasattr(_interface(), "get_interface"):  # not imported, or too old: the other mechanisms see its models
+    if not hasattr(_interface(), "get_interface"):  # absent or too old: other mechanisms see its models
         yield
         return
     _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
@@ -126,14 +118,14 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
 
 
 def _maskable(given: InterfaceCall) -> bool:
-    """Whether a mask of the recorder's can be combined with that of the call."""
+    """Return whether the recorder's mask can be combined with the call's."""
     mask = given.options.get("attention_mask")
     plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)
     return given.implementation in ("eager", "sdpa") and is_plain(given.q) and plain and _sinks_known(given)
 
 
 def _sinks_known(given: InterfaceCall) -> bool:
-    """Whether sinks that eager attention is given by that name are one a head, or one a query of each head."""
+    """Return whether eager attention's ``sinks`` are one per head, or one per query and head."""
     sinks = given.options.get("sinks")
     if sinks is None or given.implementation != "eager":
         return True
@@ -143,30 +135,30 @@ def _sinks_known(given: InterfaceCall) -> bool:
 
 
 def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
-    """The options that change where some keys alone are kept, (B, H, Lq, Lk) bool."""
+    """Return the options that keep only some keys, (B, H, Lq, Lk) bool."""
     mask = _mask(given)
-    kept = kept[:, :1] if kept.stride(1) == 0 else kept  # heads that all keep the same keys need one mask
+    kept = kept[:, :1] if kept.stride(1) == 0 else kept  # heads with the same keys need one mask
     if mask is None and given.implementation == "eager":  # which adds it to the scores
         mask = given.q.new_zeros(())
     if mask is None or mask.dtype == torch.bool:
-        found = kept if mask is None else kept & mask[..., : kept.shape[-1]]
+        combined = kept if mask is None else kept & mask[..., : kept.shape[-1]]
     else:
         mask = mask if mask.ndim < 4 else mask[..., : kept.shape[-1]]
-        found = kept.to(mask.dtype).sub_(1).mul_(torch.finfo(mask.dtype).max) + mask
-    return {"attention_mask": found, **({"is_causal": False} if "is_causal" in given.options else {})}
+        combined = kept.to(mask.dtype).sub_(1).mul_(torch.finfo(mask.dtype).max) + mask
+    return {"attention_mask": combined, **({"is_causal": False} if "is_causal" in given.options else {})}
 
 
 def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor | None = None) -> bool:
-    """Whether a function attended to keys that it was told to leave out.
+    """Return whether a function attended to keys that it was told to leave out.
 
-    Where weights are dropped at random, those that it returns are looked at, if it returns any. Else a few rows
-    are worked out with and without the mask: it was ignored if the output is far nearer to that without it.
+    With dropout, the weights that it returns are checked, if it returns any. Otherwise a few rows are computed
+    with and without the mask: it was ignored if the output is far nearer to the latter.
 
     Args:
-        full: the attention as it would be without the mask.
+        full: the attention without the mask.
         kept: (B, H, Lq, Lk) bool.
         output: what the function returned, (B, Lq, H, Dv).
-        weights: what it returned besides.
+        weights: its second result.
     """
     whole = allowed_keys(full.part())
     dropped = whole & ~kept
@@ -185,13 +177,13 @@ def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor 
     for z in (scores, scores.masked_fill(~kept, -torch.inf)):
         if part.sinks is not None:
             z = torch.cat([z, part.sinks.to(dtype)[:, None, None].expand(*z.shape[:-1], 1)], -1)
-        found = z.softmax(-1)[..., : scores.shape[-1]] @ v
-        far.append((found - part.mixed.to(dtype))[affected].abs().sum())
+        expected = z.softmax(-1)[..., : scores.shape[-1]] @ v
+        far.append((expected - part.mixed.to(dtype))[affected].abs().sum())
     return bool(far[0] < far[1] / 4)
 
 
 def _mask(given: InterfaceCall) -> Any:
-    """The mask as the implementation takes it: eager attention adds a bool mask to the scores, as 0 and 1."""
+    """Return the mask as the implementation uses it: eager attention adds a bool mask to the scores as 0 and 1."""
     mask: Any = given.options.get("attention_mask")
     return mask.to(given.q.dtype) if _adds_bools(given) else mask
 
@@ -202,7 +194,7 @@ def _adds_bools(given: InterfaceCall) -> bool:
 
 
 def _kept_alone(full: AttentionCall | None, kept: Tensor) -> AttentionCall | None:
-    """The attention with the keys alone that a mask leaves; a query without any key keeps none."""
+    """Return the attention with only the keys that a mask keeps; a query without any keeps none."""
     if full is None:
         return None
     allowed = kept if full.allowed is None else kept & full.allowed
@@ -210,7 +202,7 @@ def _kept_alone(full: AttentionCall | None, kept: Tensor) -> AttentionCall | Non
 
 
 def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: AttentionCall | None = None) -> None:
-    """Record a call; what is known of it but its output need not be worked out again."""
+    """Record a call; ``known`` is the call without its output, if it was described before."""
     name, implementation, q = given.name, given.implementation, given.q
     mask: Any = given.options.get("attention_mask")
     if not is_plain(q):
@@ -226,7 +218,7 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: Att
     elif implementation not in _UNDERSTOOD:
         recorder.skip(implementation, _LOAD, name)
     elif not _sinks_known(given):
-        recorder.skip(implementation, "its sinks are of a form that is not known", name)
+        recorder.skip(implementation, "its sinks have an unknown form", name)
     else:
         if implementation == "flex_attention" and hasattr(mask, "mask_mod"):
             with recorder.covering():
@@ -266,7 +258,7 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     sinks = getattr(given.module, "sinks", None) if implementation == "eager" else None
     if implementation == "eager" and options.get("sinks") is not None:
         sinks = options["sinks"].detach()
-        if sinks.ndim == 4:  # one for each query: rows are shifted to where it is 0
+        if sinks.ndim == 4:  # one per query: shift each row to a sink of 0
             bias = (0.0 if bias is None else bias) - sinks.to(torch.promote_types(sinks.dtype, torch.float32))
             sinks = sinks.new_zeros(sinks.shape[1])
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
@@ -285,10 +277,10 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
 
 
 def _first_query(given: InterfaceCall, allowed: Tensor | None) -> int:
-    """Position of query 0: as the cache counts its tokens, else as the mask tells."""
-    handed, queries = given.handed, given.q.shape[2]
-    if handed is None:
+    """Return the position of query 0: by the cache's count of tokens, else by the mask."""
+    cached, queries = given.cached, given.q.shape[2]
+    if cached is None:
         return first_query(allowed, queries, given.k.shape[2])
-    if handed.before is not None and handed.new == queries:
-        return handed.keys - handed.room - queries
-    return first_query(None if allowed is None else allowed[..., : handed.keys], queries, handed.keys)
+    if cached.before is not None and cached.new == queries:
+        return cached.keys - cached.room - queries
+    return first_query(None if allowed is None else allowed[..., : cached.keys], queries, cached.keys)

@@ -1,4 +1,4 @@
-"""What Hugging Face's attention interface gives to a function that attends."""
+"""The arguments of Hugging Face's attention interface."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from semdiag.capturing.adapters.cache_positions import Handed, handed_out
+from semdiag.capturing.adapters.cache_positions import CachedKeys, cached_keys
 from semdiag.capturing.attention_call import AttentionCall
 
 MECHANISM = "transformers attention interface"
@@ -20,7 +20,7 @@ class InterfaceCall:
     Attributes:
         name: of the module.
         module: that attends.
-        implementation: which function the model looked up.
+        implementation: name of the function that the model looked up.
         q: queries (B, H, Lq, D).
         k: keys (B, Hk, Lk, D).
         v: values (B, Hk, Lk, Dv).
@@ -36,24 +36,24 @@ class InterfaceCall:
     options: dict[str, Any]
 
     def causal(self, default: bool) -> bool:
-        """Whether the causal rule is asked for; the module says so where the options do not, else the default."""
+        """Return whether the causal rule applies: by the options, else the module, else the default."""
         given = self.options.get("is_causal")
         return bool(getattr(self.module, "is_causal", default) if given is None else given)
 
     @cached_property
-    def handed(self) -> Handed | None:
-        """What a cache handed out of its keys; None where they are of no cache that is watched."""
-        return handed_out(self.k, getattr(self.module, "layer_idx", None), self.q.shape[2])
+    def cached(self) -> CachedKeys | None:
+        """The keys that a cache returned for it; None if they come from no watched cache."""
+        return cached_keys(self.k, getattr(self.module, "layer_idx", None), self.q.shape[2])
 
     @property
     def more_keys(self) -> bool:
-        """Whether others were put behind the keys that a cache handed out."""
-        return self.handed is not None and self.handed.keys < self.k.shape[2]
+        """Whether other keys follow those from the cache."""
+        return self.cached is not None and self.cached.keys < self.k.shape[2]
 
     @property
     def keys_before(self) -> int | None:
-        """Tokens before key 0, which a cache with a window has dropped; None where it does not say how many."""
-        before = None if self.handed is None else self.handed.before
+        """Tokens before key 0, which a cache with a window has dropped; None if it does not say how many."""
+        before = None if self.cached is None else self.cached.before
         queries, keys, window = self.q.shape[2], self.k.shape[2], self.options.get("sliding_window")
         full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
         return before if before is not None or full else 0
@@ -75,14 +75,14 @@ class InterfaceCall:
 
         Args:
             mixed: what the function returned, (B, Lq, H, Dv).
-            allowed: as in :class:`~semdiag.capturing.attention_call.AttentionCall`, like all that follow.
+            allowed: as in :class:`~semdiag.capturing.attention_call.AttentionCall`, like the arguments below.
             causal: its causal rule.
             first_query: position of query 0.
-            keys_before: tokens before key 0; None: not known.
-            queries: real ones.
+            keys_before: tokens before key 0; None if unknown.
+            queries: the real ones.
             bias: on the scores.
-            sinks: where the options name none.
-            forbidding: constant that forbids.
+            sinks: used if the options name none.
+            forbidding: the constant that forbids keys.
         """
         scale, given = self.options.get("scaling"), self.options.get("s_aux")
         sinks = sinks if given is None else given

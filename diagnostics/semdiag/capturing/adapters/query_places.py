@@ -1,16 +1,16 @@
-"""Where queries stand among keys of which the first may be a cache's, and the last of no tokens."""
+"""Find the positions of queries among keys, some of which come from a cache or belong to no token."""
 
 import torch
 from torch import Tensor
 
 
 def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
-    """Position of query 0 among the keys of tokens.
+    """Return the position of query 0 among the tokens' keys.
 
-    Query i is the first to see the key of its own token, so each key j that query i sees first speaks for j - i.
-    Most keys decide. Keys in front of the queries' own, which are all seen at once, are in one accord with each
-    other nowhere; nor are those behind them that sum up several tokens. Where as many speak for the last key that
-    the last query sees, or nothing is masked, that is its own: the rule of a cache that may have room left.
+    Query i is the first to see its own token's key, so each key j that query i is the first to see votes for j -
+    i, and the most votes win. Keys from a cache are all seen first by query 0, so their votes scatter, as do those
+    of later keys that sum up several tokens. If the votes tie with the position at which the last query sees its
+    own key last, or nothing is masked, that position is taken: the rule of a cache that may have unused room.
 
     Args:
         allowed: (B, H, Lq, Lk) bool, or broadcastable to it; None means all.
@@ -18,7 +18,7 @@ def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
         keys: Lk.
 
     Example:
-        >>> seen = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 1], [1, 1, 1, 0, 1]])  # one key sums up two tokens
+        >>> seen = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 1], [1, 1, 1, 0, 1]])  # key 4 sums up two tokens
         >>> first_query(seen.bool()[None, None], 3, 5), first_query(None, 3, 5)
         (0, 2)
     """
@@ -29,20 +29,20 @@ def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
     last = max(0, int(seen.max()) + 1 - queries) if len(seen) else keys - queries
     if by_any.shape[1] < 2 or keys < queries:
         return last
-    found, first = by_any.to(torch.uint8).max(1)  # (B, Lk): whether a query sees a key, and the first that does
+    is_seen, first = by_any.to(torch.uint8).max(1)  # (B, Lk): is a key seen, and by which query first
     place = torch.arange(keys, device=first.device) - first
-    place = place[found.bool() & (place >= 0) & (place <= keys - queries)]
+    place = place[is_seen.bool() & (place >= 0) & (place <= keys - queries)]
     votes = torch.bincount(place, minlength=keys - queries + 1)
     best = (votes == votes.max()).nonzero().flatten()
     return last if last in best else int(best[-1])
 
 
 def others_behind(allowed: Tensor | None, end: int, keys: int) -> bool:
-    """Whether queries attend to keys behind those of their tokens; a cache's room they do not.
+    """Return whether queries attend to keys after their tokens', which a cache's unused room would not allow.
 
     Args:
         allowed: as in :func:`first_query`.
-        end: position behind the last query's own key.
+        end: position after the last query's own key.
         keys: Lk.
     """
     return end < keys and (allowed is None or bool(allowed[..., end:].any()))

@@ -1,4 +1,4 @@
-"""Capturing torch's own attention functions, and what is written by hand, at the level of Python functions."""
+"""Capture torch's attention functions, and hand-written attention, at the level of Python functions."""
 
 import math
 import sys
@@ -14,12 +14,12 @@ from semdiag.capturing.adapters import flex
 from semdiag.capturing.adapters.flex import flex_call
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.following.bodies import run_as_written, take_in
-from semdiag.capturing.following.operations import OperationWatch
-from semdiag.capturing.following.readings import read_leading
-from semdiag.capturing.following.softmax_provenance import FOLLOWED, SoftmaxProvenance
 from semdiag.capturing.fully_masked import swallowing
 from semdiag.capturing.overlapping import take_off
+from semdiag.capturing.provenance.axis_roles import read_leading
+from semdiag.capturing.provenance.higher_order import register_mode, run_as_written
+from semdiag.capturing.provenance.operations import OperationWatch
+from semdiag.capturing.provenance.softmax_provenance import FOLLOWED, SoftmaxProvenance
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
 
@@ -27,11 +27,11 @@ MECHANISM = "scaled_dot_product_attention"
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Sees every call of a torch function, also through names that were imported before.
+    """Sees every call of a torch function, even through names imported earlier.
 
     Args:
         recorder: gets the calls.
-        below: follows softmaxes below Python; is told here how their scores came about.
+        below: traces softmaxes below Python; is told here how their scores were made.
     """
 
     def __init__(self, recorder: Recorder, below: OperationWatch) -> None:
@@ -43,7 +43,7 @@ class FunctionWatch(TorchFunctionMode):
 
     @property
     def masking(self) -> bool:
-        """Whether its watch has a mask."""
+        """Whether this watch applies a mask."""
         return self._recorder.masking
 
     def __torch_function__(
@@ -53,13 +53,13 @@ class FunctionWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the function, and record it if it attends."""
+        """Run the function, and record it if it is attention."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
         if name not in _WATCHED and name not in _higher_order_ops:
             return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
-            take_in(func, OperationWatch)
+            register_mode(func, OperationWatch)
         if self._recorder.in_function or not self._recorder.listening:
             return func(*args, **kwargs)
         special = self._special.get(name)
@@ -85,12 +85,12 @@ class FunctionWatch(TorchFunctionMode):
             try:
                 self._provenance.follow(name, args, kwargs, result)
             except Exception as error:
-                self._provenance.close()  # what it knew may be out of date
+                self._provenance.close()  # its tags may be out of date
                 self._recorder.failed(name, error)
         return result
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave; forget what was followed."""
+        """Leave, and forget all tags."""
         self._provenance.close()
         take_off(self)
 
@@ -115,13 +115,13 @@ class FunctionWatch(TorchFunctionMode):
                 self._recorder.record(call)
                 if remark is not None:
                     self._recorder.audit.remarks[Remark(self._recorder.module, remark)] += 1
-                self._below.attended(mixed)
+                self._below.mark_output(mixed)
         except Exception as error:
             self._recorder.failed(MECHANISM, error)
         return mixed
 
     def _multi_head(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Go on watching inside: with weights it is a softmax by hand, without them a fused attention."""
+        """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
         outer = self._recorder.heads
         self._recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
         try:
@@ -151,7 +151,7 @@ class FunctionWatch(TorchFunctionMode):
             self._recorder.skip(flex.MECHANISM, not_plain(args[0]))
         else:
             self._recorder.record(call)
-            self._below.attended(*output[:2])
+            self._below.mark_output(*output[:2])
         return output
 
 
@@ -162,7 +162,7 @@ _WATCHED = frozenset((*_SOFTMAX, *_SPECIAL, *FOLLOWED))
 
 
 def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that change under the recorder's mask."""
+    """Return the arguments that change under the recorder's mask."""
     q, k, v = (given[name] for name in _SDPA[:3])
     shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
     lead: torch.Size = torch.broadcast_shapes(q.shape[:-2], *shared)  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
         return {}
     kept, mask = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:]), given.get("attn_mask")
     kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
-    if mask is None or not is_plain(mask):  # none, or a causal rule, which the kept keys follow
+    if mask is None or not is_plain(mask):  # a causal rule already limits the kept keys
         combined = kept
     else:
         combined = (
@@ -184,11 +184,11 @@ def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
 def _sdpa_call(
     given: dict[str, Any], mixed: Tensor, recorder: Recorder
 ) -> tuple[AttentionCall, tuple[int, ...], str | None]:
-    """The call; the order in which it has the axes before the queries; what to remark on them."""
+    """Return the call; the order in which it has the axes before the queries; a remark on them, or None."""
     heads = recorder.heads
     q, k, v = (given[name].detach() for name in _SDPA[:3])
     mask, causal, first = given.get("attn_mask"), bool(given.get("is_causal")), 0
-    biases = sys.modules.get("torch.nn.attention.bias")  # importing it takes a second: only if someone else has
+    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
     if biases is not None and isinstance(mask, biases.CausalBias):
         causal = True
         first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
@@ -237,7 +237,7 @@ def _sdpa_call(
 
 
 def _as_many_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (…, H, L, D), each shared by groups of heads, with as many heads as both need."""
+    """Repeat keys and values (…, H, L, D), each shared by groups of heads, to a common number of heads."""
     heads = math.lcm(k.shape[-3], v.shape[-3])
     k, v = (x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
     return k, v

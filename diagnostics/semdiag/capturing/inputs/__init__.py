@@ -1,1 +1,1 @@
-"""What a model is given: files of tensors and token ids, and texts with their tokenizer."""
+"""Read a model's inputs: files of tensors and token ids, and texts with their tokenizer."""

@@ -1,4 +1,4 @@
-"""Reading inputs that a user names."""
+"""Read the inputs that a user names."""
 
 import math
 import zipfile
@@ -25,7 +25,7 @@ from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
 from semdiag_models.reading import LARGEST_TEXT, open_file, require_memory
 
-_PACKED = 100  # times smaller than what it holds: deflating real token ids and pixels gains less
+_PACKED = 100  # largest credible compression ratio: real token ids and pixels deflate less
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -40,18 +40,18 @@ def read_inputs(path: Path) -> Tensor:
         (N, L) int64.
 
     Raises:
-        InputError: if the file is missing or unreadable, of another kind, holds code, or its content is not
-            whole numbers of shape (N, L), or is more than fits into memory.
+        InputError: if the file is missing, unreadable or of another kind, contains code, does not hold whole
+            numbers of shape (N, L), or does not fit into memory.
     """
     content = _read(path)
     tokens = content.get("tokens") if isinstance(content, dict) else content
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel() or not _whole(tokens):
         what = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError(f"{path} must hold whole token ids of shape (N, L), at least one. Got {what}.")
-    require_memory(8 * tokens.numel(), f"{path}: as token ids its numbers")
+    require_memory(8 * tokens.numel(), f"{path}, as token ids,")
     ids = tokens.long()
     if tokens.dtype == torch.uint64 and (ids < 0).any():
-        raise InputError(f"{path} holds the token id {int(ids.min()) + 2**64}: none is as large as 2^63.")
+        raise InputError(f"{path} holds the token id {int(ids.min()) + 2**64}; token ids must be below 2^63.")
     return ids
 
 
@@ -59,11 +59,10 @@ def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions =
     """Read inputs for a model of any kind.
 
     Args:
-        path: texts (``.txt``, ``.jsonl``, as of :func:`~semdiag.capturing.inputs.texts.read_texts`); token ids or
-        another array
-            (``.npy``, ``.npz``, ``.pt``); or a ``.pt`` with a dictionary of tensors, the model's keyword
-            arguments, or a list of such batches.
-        model: whose inputs they are.
+        path: texts (``.txt``, ``.jsonl``; see :func:`~semdiag.capturing.inputs.texts.read_texts`); token ids or
+            another array (``.npy``, ``.npz``, ``.pt``); or a ``.pt`` with a dictionary of tensors, the model's
+            keyword arguments, or a list of such batches.
+        model: that gets them.
         size: samples in a batch.
         texts: how texts become inputs.
 
@@ -71,33 +70,33 @@ def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions =
         Batches that the model can be called with.
 
     Raises:
-        InputError: if the file is missing, unreadable, empty, holds code, or does not suit the model; or a tensor
-            shows more numbers than fit into memory.
+        InputError: if the file is missing, unreadable or empty, contains code, does not suit the model, or holds a
+            tensor that does not fit into memory.
     """
     if path.suffix in SUFFIXES:
         return text_batches(path, model, size, texts)
     if texts != AS_THEY_ARE:
-        raise InputError(f"--max-length, --tokenizer and --labels are about texts (.txt, .jsonl). Got {path}.")
+        raise InputError(f"--max-length, --tokenizer and --labels are for texts (.txt, .jsonl). Got {path}.")
     content = _read(path)
     if isinstance(content, Mapping) and set(content) == {"tokens"}:
         content = content["tokens"]
-    found = batches.split(content, size)
-    if not found:
+    split = batches.split(content, size)
+    if not split:
         raise InputError(f"{path} holds no sample.")
-    return found
+    return split
 
 
 def cut_texts(path: Path, model: LoadedModel, first: int, texts: TextOptions) -> tuple[int, int | None]:
-    """Count the texts that :func:`read_batches` cut, being longer than the model takes.
+    """Count the texts that :func:`read_batches` cut because they are too long for the model.
 
     Args:
-        path: of texts.
-        model: whose inputs they are.
-        first: so many of them are looked at.
-        texts: how they became inputs.
+        path: of the texts.
+        model: that gets them.
+        first: count among so many texts.
+        texts: how they become inputs.
 
     Returns:
-        Their number, and at how many tokens; None if nothing says so.
+        Their number, and the number of tokens at which they were cut; None if there is no limit.
     """
     tokenise = tokeniser_of(path, model, texts)
     return tokenise.cut(read_texts(path).texts[:first]), tokenise.longest
@@ -148,13 +147,13 @@ def _read_numpy(path: Path) -> Tensor:
             return array_tensor(path, content[name])
     except InputError:
         raise
-    except Exception as error:  # on damaged files numpy raises whatever its reader stumbles over
+    except Exception as error:  # on damaged files numpy raises anything
         reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
         raise InputError(f"{path} cannot be read as an array of numbers ({reason}).") from None
 
 
 def array_tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
-    """The tensor of an array, whatever its byte order."""
+    """Return the tensor of an array, whatever its byte order."""
     try:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
     except TypeError:
@@ -162,7 +161,7 @@ def array_tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
 
 
 def _check_memory(path: Path, content: Any) -> None:
-    """Refuse tensors that show more numbers than memory holds: a file of a kilobyte may expand one to 10¹²."""
+    """Refuse tensors larger than memory: a file of a kilobyte may expand to 10¹² numbers."""
     for batch in content if isinstance(content, list | tuple) else (content,):
         if isinstance(batch, Tensor | Mapping | list | tuple):
             for tensor in batches.tensors(batch):
@@ -171,17 +170,17 @@ def _check_memory(path: Path, content: Any) -> None:
 
 
 def check_member(path: Path, member: zipfile.ZipInfo) -> None:
-    """Refuse a member that memory does not hold, or that is made to be far larger than its file."""
+    """Refuse an archive member that exceeds memory, or is compressed beyond belief."""
     require_memory(member.file_size, f"{path}, unpacked,")
     if member.file_size > max(LARGEST_TEXT, _PACKED * member.compress_size):
         raise InputError(
             f"{path} unpacks to {member.file_size / 2**30:.1f} GiB from {member.compress_size / 2**20:.1f} MiB: "
-            "it holds almost nothing but repetitions. Save the samples to be measured with numpy.save."
+            "it is almost only repetition. Save the samples to measure with numpy.save."
         )
 
 
 def check_header(path: Path, file: IO[bytes]) -> None:
-    """Refuse an array whose header says that it does not fit, before memory is set aside for it."""
+    """Refuse an array whose header declares more than memory holds, before it is allocated."""
     read = _HEADERS.get(np.lib.format.read_magic(file))
     if read is not None:  # else numpy says what is wrong
         shape, _, kind = read(file)

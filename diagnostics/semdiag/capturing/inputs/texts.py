@@ -1,4 +1,4 @@
-"""Texts that a user names: one a line, or JSON lines with labels and targets; cut, and made into batches."""
+"""Read texts, one per line or as JSON lines with labels and targets, and make batches of them."""
 
 import inspect
 import json
@@ -18,7 +18,7 @@ from semdiag_models.tasks.text_lines import read_lines
 
 SUFFIXES = ".txt", ".jsonl"
 _KEYS = "text", "label", "target"
-_IGNORED = -100  # of labels: padding
+_IGNORED = -100  # label of padding
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class TextOptions:
     """How texts become inputs.
 
     Attributes:
-        max_length: tokens at which texts are cut; None: what the model takes.
-        tokenizer: folder of a tokenizer; None: the model's own.
-        labels: file with a class for each text, a line each; None: what the texts' own file says.
+        max_length: number of tokens at which texts are cut; None means the model's limit.
+        tokenizer: folder of a tokenizer; None means the model's own.
+        labels: file with one class per line, for each text; None means those in the texts' file, if any.
 
     Raises:
         InputError: if a length is below 2.
@@ -48,12 +48,12 @@ AS_THEY_ARE = TextOptions()
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, and what is right for each.
+    """Texts, with labels or targets.
 
     Attributes:
         texts: at least one.
-        labels: class of each, a number or a name; empty: not known.
-        targets: what a sequence-to-sequence model should answer to each; empty: not known.
+        labels: class of each, a number or a name; empty if unknown.
+        targets: the right output of a sequence-to-sequence model for each; empty if unknown.
     """
 
     texts: list[str]
@@ -74,47 +74,47 @@ def read_texts(path: Path) -> Texts:
     lines = read_lines(path)[0]
     if path.suffix == ".txt":
         return Texts(lines)
-    found: dict[str, list[Any]] = {name: [] for name in _KEYS}
+    columns: dict[str, list[Any]] = {name: [] for name in _KEYS}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"].strip():
-            raise InputError(f'{path}, line {number}: a line is an object like {{"text": "…"}}.')
+            raise InputError(f'{path}, line {number}: each line must be an object like {{"text": "…"}}.')
         for name in _KEYS:
             if name in row:
-                found[name].append(row[name])
-        if any(found[name] and len(found[name]) < number for name in _KEYS) or any(
-            len(found[name]) == 1 < number for name in _KEYS
+                columns[name].append(row[name])
+        if any(columns[name] and len(columns[name]) < number for name in _KEYS) or any(
+            len(columns[name]) == 1 < number for name in _KEYS
         ):
-            raise InputError(f"{path}, line {number}: label and target stand in every line or in none.")
-    wrong = [x for x in found["label"] if not isinstance(x, int | str) or isinstance(x, bool)]
-    wrong += [x for x in found["target"] if not isinstance(x, str)]
+            raise InputError(f"{path}, line {number}: label and target must be in every line or in none.")
+    wrong = [x for x in columns["label"] if not isinstance(x, int | str) or isinstance(x, bool)]
+    wrong += [x for x in columns["target"] if not isinstance(x, str)]
     if wrong:
-        raise InputError(f"{path}: a label is a whole number or a name, a target a text. Got {wrong[0]!r}.")
-    return Texts(found["text"], found["label"], found["target"])
+        raise InputError(f"{path}: a label must be a whole number or a name, a target a text. Got {wrong[0]!r}.")
+    return Texts(columns["text"], columns["label"], columns["target"])
 
 
 def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions) -> list[Batch]:
-    """Make batches of the texts of a file.
+    """Make batches of the texts in a file.
 
     Args:
-        path: as of :func:`read_texts`.
-        model: whose inputs they are.
+        path: see :func:`read_texts`.
+        model: that gets them.
         size: texts in a batch.
-        options: how.
+        options: how texts become inputs.
 
     Returns:
-        Batches, with ``labels`` where classes or targets are known.
+        Batches, with ``labels`` if classes or targets are known.
 
     Raises:
-        InputError: if there is no tokenizer, or labels do not suit texts or model.
+        InputError: if there is no tokenizer, or labels do not fit the texts or the model.
     """
     tokenise = tokeniser_of(path, model, options)
     given = read_texts(path)
     labels = _classes(path, given, model, options)
-    found: list[Batch] = []
+    batches: list[Batch] = []
     for first in range(0, len(given.texts), size):
         part = slice(first, first + size)
         batch: dict[str, Tensor] = tokenise(given.texts[part])
@@ -122,12 +122,12 @@ def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions
             batch["labels"] = labels[part]
         elif given.targets:
             batch = _with_targets(tokenise, batch, given.targets[part])
-        found.append(batch)
-    return found
+        batches.append(batch)
+    return batches
 
 
 def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeniser:
-    """Return what makes a model's inputs of texts; its tokenizer is read once.
+    """Return the tokenizer that makes a model's inputs.
 
     Raises:
         InputError: if the model has no tokenizer and none is named.
@@ -145,7 +145,7 @@ def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeni
 
 
 def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions) -> Tensor | None:
-    """(N,) class of each text; None where none is known."""
+    """Return the class of each text, (N,); None if unknown."""
     named, where = given.labels, path
     if options.labels is not None:
         where = options.labels
@@ -153,10 +153,10 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
     if not named:
         return None
     if len(named) != len(given.texts):
-        raise InputError(f"{where} has {len(named)} labels, and {path} {len(given.texts)} texts.")
+        raise InputError(f"{where} has {len(named)} labels, but {path} has {len(given.texts)} texts.")
     if "labels" not in inspect.signature(model.module.forward).parameters:
         raise InputError(
-            f"{where}: {type(model.module).__name__} takes no labels. Name a model with a head for classes."
+            f"{where}: {type(model.module).__name__} takes no labels. Name a model with a classification head."
         )
     known = getattr(getattr(model.module, "config", None), "label2id", None) or {}
     unknown = [name for name in named if isinstance(name, str) and name not in known]
@@ -172,9 +172,9 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
 
 
 def _with_targets(tokenise: Tokeniser, batch: dict[str, Tensor], targets: Sequence[str]) -> dict[str, Tensor]:
-    """A batch in which the decoder is to answer with the targets."""
+    """Return a batch with targets as the decoder's input and as labels."""
     if "decoder_input_ids" not in batch:
-        raise InputError("A target is for sequence-to-sequence models: this model has no decoder of its own.")
+        raise InputError("Targets are for sequence-to-sequence models, but this model has no separate decoder.")
     answers = tokenise(targets)
     ids = answers["input_ids"]
     mask = answers.get("attention_mask", torch.ones_like(ids)).bool()

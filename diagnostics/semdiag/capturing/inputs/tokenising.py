@@ -1,4 +1,4 @@
-"""Texts as a model's input, by the tokenizer in a folder of the Hugging Face format."""
+"""Turn texts into a model's input with the tokenizer of a Hugging Face folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,23 +12,23 @@ from semdiag_models import InputError
 from semdiag_models.reading import open_file
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
-# Of a text so many characters are tokenised at most: no tokenizer needs more for what the model takes.
+# At most so many characters per token, plus a margin, are tokenised: no tokenizer needs more.
 _CHARACTERS, _MARGIN = 32, 10_000
-_UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character
+_UNKNOWN = "\ufffd"  # what decoders write for invalid bytes
 
 
 class Tokeniser:
-    """A function from texts to a model's input: a dictionary of tensors (N, L), padded and cut to its longest.
+    """Turns texts into a model's input: a dictionary of tensors (N, L), padded, and cut to the limit.
 
     Args:
         spec: for messages.
-        tokenizer: of transformers. One without a token for padding pads with 0, which the mask leaves out.
+        tokenizer: of transformers. Without a padding token it pads with 0, which the mask excludes.
         model: an encoder–decoder gets the same texts, shifted, as decoder input.
-        most: tokens at which texts are cut, if the model takes more; None: what it takes.
+        most: number of tokens at which texts are cut, if the model takes more; None means the model's limit.
 
     Attributes:
-        longest: how many tokens a text keeps at most; None if nothing says so.
-        takes: how many the model takes; None if nothing says so.
+        longest: number of tokens that a text keeps at most; None if there is no limit.
+        takes: number of tokens that the model takes; None if it does not say.
     """
 
     def __init__(self, spec: str, tokenizer: Any, model: nn.Module, most: int | None = None) -> None:
@@ -38,32 +38,32 @@ class Tokeniser:
         self._known = _vocabulary(model)
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """The model's input.
+        """Return the model's input.
 
         Raises:
             InputError: if the tokenizer fails or is another model's, a text has no token, or an encoder–decoder
-                does not say how its decoder begins.
+                does not name the token with which its decoder starts.
         """
         cut = {"truncation": self.longest is not None, "max_length": self.longest}
         if self._tokenizer.pad_token is None:
             left = self._tokenizer.padding_side == "left"
-            found = _padded(self._tokens(texts, return_attention_mask=True, **cut), left)
+            batch = _padded(self._tokens(texts, return_attention_mask=True, **cut), left)
         else:
-            found = self._tokens(texts, return_tensors="pt", padding=True, **cut)
-        self._check(texts, found)
-        return _with_decoder(self._spec, found, self._config)
+            batch = self._tokens(texts, return_tensors="pt", padding=True, **cut)
+        self._check(texts, batch)
+        return _with_decoder(self._spec, batch, self._config)
 
-    def _check(self, texts: Sequence[str], found: dict[str, Tensor]) -> None:
-        ids = found["input_ids"]
-        kept = found.get("attention_mask", torch.ones_like(ids)).bool()
+    def _check(self, texts: Sequence[str], batch: dict[str, Tensor]) -> None:
+        ids = batch["input_ids"]
+        kept = batch.get("attention_mask", torch.ones_like(ids)).bool()
         if not ids.shape[1] or not bool(kept.any(1).all()):
             empty = 0 if not ids.shape[1] else int((~kept.any(1)).nonzero()[0])
-            raise InputError(f"{self._spec}: its tokenizer finds no token in the text {texts[empty][:40]!r}.")
+            raise InputError(f"{self._spec}: its tokenizer makes no token of the text {texts[empty][:40]!r}.")
         largest = int(ids[kept].max())
         if self._known is not None and largest >= self._known:
             raise InputError(
-                f"{self._spec}: its tokenizer gives the token id {largest}, and the model has {self._known} "
-                "tokens: it is another model's. Name its own with --tokenizer DIR."
+                f"{self._spec}: its tokenizer gives the token id {largest}, but the model has {self._known} "
+                "tokens: it is another model's tokenizer. Name the right one with --tokenizer DIR."
             )
 
     def mask(self, ids: Tensor, seed: int, share: float = 0.15) -> tuple[Tensor, Tensor] | None:
@@ -72,11 +72,11 @@ class Tokeniser:
         Args:
             ids: (B, L).
             seed: of the choice.
-            share: of the tokens that are no special ones; at least one of each sample.
+            share: fraction of the ordinary (not special) tokens; at least one per sample.
 
         Returns:
-            The ids with the token for masks, and (B, L) labels: the ids at these places, -100 elsewhere. None
-            where the tokenizer has no token for masks.
+            The ids with mask tokens, and (B, L) labels: the original ids at these positions, -100 elsewhere. None
+            if the tokenizer has no mask token.
         """
         token = self._tokenizer.mask_token_id
         if token is None:
@@ -88,16 +88,13 @@ class Tokeniser:
         return ids.masked_fill(chosen, token), ids.masked_fill(~chosen, -100)
 
     def cut(self, texts: Sequence[str]) -> int:
-        """How many of the texts are longer than the model takes."""
+        """Return how many of the texts are longer than the limit."""
         if self.longest is None:
             return 0
         return sum(len(ids) > self.longest for ids in self._tokens(texts)["input_ids"])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Say what single tokens are: their text; of part of a character, the token's name in the vocabulary.
-
-        Args:
-            ids: of tokens.
+        """Return the text of single tokens; for part of a character, the token's name in the vocabulary.
 
         Raises:
             InputError: if the tokenizer fails.
@@ -106,12 +103,12 @@ class Tokeniser:
 
         try:
             with silent(transformers):
-                said = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
+                texts = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
                 names = self._tokenizer.convert_ids_to_tokens(list(ids))
         except Exception as error:  # a configuration that says what no tokenizer can do
             raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
         known = [str(each if name is None else name) for each, name in zip(ids, names, strict=True)]
-        return [text if text and _UNKNOWN not in text else name for text, name in zip(said, known, strict=True)]
+        return [text if text and _UNKNOWN not in text else name for text, name in zip(texts, known, strict=True)]
 
     def _tokens(self, texts: Sequence[str], **how: Any) -> dict[str, Any]:
         import transformers
@@ -139,13 +136,13 @@ def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
     if tokenizer_folder is not None:
         spec = str(tokenizer_folder)
         if not folder.is_dir():
-            raise InputError(f"--tokenizer takes a folder with a tokenizer's files. There is no folder {folder}.")
-        for file in folder.iterdir():  # the library opens what it finds
+            raise InputError(f"--tokenizer needs a folder with a tokenizer's files. There is no folder {folder}.")
+        for file in folder.iterdir():  # the library opens every file
             if not file.is_dir():
                 open_file(file).close()
     instead = "Give token ids with --inputs FILE.pt."
     if not has_tokenizer(folder):
-        # The library would make up a tokenizer to which every word is unknown.
+        # The library would invent a tokenizer to which every word is unknown.
         raise InputError(f"{spec} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. {instead}")
     with silent(transformers):
         try:
@@ -160,41 +157,41 @@ def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer's files."""
+    """Return whether a folder holds a tokenizer's files."""
     return any(file for pattern in _VOCABULARIES for file in folder.glob(pattern))
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Rows of the table in which a model looks its tokens up; None where it does not say which that is."""
+    """Return the rows of a model's token embedding; None if the model does not say which table that is."""
     named = getattr(model, "get_input_embeddings", None)
     try:
         table = named() if callable(named) else None
-    except Exception:  # of some kinds of models the library has none, and says so in its own way
+    except Exception:  # some models have none, and raise anything
         return None
     return table.num_embeddings if isinstance(table, nn.Embedding) else None
 
 
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:
-    """Tokens that the model takes at most; None if nothing says so."""
+    """Return the number of tokens that the model takes at most; None if nothing says so."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions)
     limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
     for name, part in model.named_modules():
         counted = isinstance(part, nn.Embedding) and "position" in name and part.num_embeddings == positions
-        if counted and part.padding_idx is not None:  # of RoBERTa's kind: they begin behind that of padding
+        if counted and part.padding_idx is not None:  # as in RoBERTa: they begin after padding's
             limits.append(positions - part.padding_idx - 1)
     return min(limits, default=None)
 
 
-def _padded(found: dict[str, list[list[int]]], left: bool) -> dict[str, Tensor]:
-    """Lists of unequal length as tensors, filled up with zeros, also in the mask."""
-    longest = max(map(len, found["input_ids"]))
+def _padded(rows_by_name: dict[str, list[list[int]]], left: bool) -> dict[str, Tensor]:
+    """Turn lists of unequal length into tensors, padded with zeros, in the mask too."""
+    longest = max(map(len, rows_by_name["input_ids"]))
 
     def filled(row: list[int]) -> list[int]:
         zeros = [0] * (longest - len(row))
         return zeros + row if left else row + zeros
 
-    return {name: torch.tensor([filled(row) for row in rows]) for name, rows in found.items()}
+    return {name: torch.tensor([filled(row) for row in rows]) for name, rows in rows_by_name.items()}
 
 
 def _with_decoder(spec: str, batch: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -203,7 +200,9 @@ def _with_decoder(spec: str, batch: dict[str, Tensor], config: Any) -> dict[str,
     named = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
     start = next((number for number in named if isinstance(number, int)), None)
     if start is None:
-        raise InputError(f"{spec}: its config.json does not say how its decoder begins (decoder_start_token_id).")
+        raise InputError(
+            f"{spec}: its config.json lacks decoder_start_token_id, the token with which its decoder starts."
+        )
     ids = batch["input_ids"]
     first = ids.new_full((len(ids), 1), start)
     shifted = {"decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}

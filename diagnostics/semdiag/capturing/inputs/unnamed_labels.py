@@ -1,4 +1,4 @@
-"""Entries of a tuple that may be labels, and would be another argument of the model."""
+"""Refuse tuples with an entry that looks like labels but would arrive as another argument."""
 
 import inspect
 import re
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from semdiag_models import InputError
 
-_NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")  # say what they take
+_NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")  # clear names
 
 
 def refuse_unnamed_labels(model: nn.Module, batch: Sequence[Any]) -> None:
-    """Refuse a tuple of which an entry may be labels, but goes to an optional argument that takes something else.
+    """Refuse a tuple with an entry that may be labels but would go to an optional argument for something else.
 
-    Labels are a number for each sample, or a whole number for each position. Their values tell them from a mask.
+    Labels are one number per sample, or one whole number per position. Their values tell them from a mask.
 
     Args:
         model: that is called with the tuple.
         batch: its arguments by position.
 
     Raises:
-        InputError: if nothing tells whether an entry is labels.
+        InputError: if it is unclear whether an entry is labels.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ labels apart (labels=), or name the arguments: {'x': …, 'y': …}.
     except (TypeError, ValueError):
         return
     if len(batch) > len(parameters):
-        return  # the call says that there are too many, or nothing says what they are
+        return  # the call itself will fail, or takes any number
     first = batch[0] if batch else None
     samples = len(first) if isinstance(first, Tensor) and first.ndim else -1
     for at, (given, taken) in enumerate(zip(batch, parameters, strict=False)):
@@ -54,7 +54,7 @@ labels apart (labels=), or name the arguments: {'x': …, 'y': …}.
 
 
 def _may_be_labels(given: Tensor, name: str, samples: int) -> bool:
-    """Whether a tensor that goes to an argument of this name could be labels of so many samples."""
+    """Return whether a tensor that goes to an argument of this name could be labels of so many samples."""
     if _NAMES.search(name) or given.ndim not in (1, 2) or len(given) != samples:
         return False
     whole = not given.is_floating_point() and not given.is_complex()

@@ -1,4 +1,4 @@
-"""λ_A and λ_M: how far attention outputs move when tokens or the score form move. Sound forms.
+"""λ_A and λ_M: how far attention outputs move when tokens or the score form change. Sound forms.
 
 Token matrices are measured by the sum over tokens of the 2-norm. Everything is a natural logarithm.
 """
@@ -38,7 +38,7 @@ class HeadNorms:
 
     @property
     def log_form_reach(self) -> Tensor:
-        """ln(Γ Ξ Ξ̃), which no score exceeds in size (b_k left out)."""
+        """ln(Γ Ξ Ξ̃), a bound of every score's size (without b_k)."""
         return log(self.gamma) + log(self.token) + log(self.query)
 
     @property
@@ -48,7 +48,7 @@ class HeadNorms:
 
 
 def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms) -> Bound:
-    """λ_A of u ↦ (Σ_j p_ij u_j)_i, from each token's own load.
+    """Return λ_A of u ↦ (Σ_j p_ij u_j)_i, from each token's own load.
 
     λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, split_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
     token l as value, as query and as key. Ragged rows and global tokens are covered.
@@ -78,7 +78,7 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
     """
     if selected.shape[-1] != selected.shape[-2] or selected.shape[-1] != rows.log_xi.shape[-1]:
         raise ValueError(
-            f"λ_A is about a sequence attending to itself: one row of the mask per token. "
+            f"λ_A needs self-attention, with one row of the mask per token. "
             f"Got a mask of {tuple(selected.shape[-2:])} and {rows.log_xi.shape[-1]} rows."
         )
     log_gamma, log_xi = log(norms.gamma), log(norms.token)
@@ -91,7 +91,7 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
 def attention_map_bound_from_load(
     rows: AttentionRows, largest_load: Real, norms: HeadNorms, *, heavy_hitter: bool
 ) -> Bound:
-    """λ_A where the mask itself was not kept, only the largest key load.
+    """Return λ_A from the largest key load alone, without the mask.
 
     λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j and
     m = 2 for heavy-hitter masks, whose unions can double a load.
@@ -124,7 +124,7 @@ def attention_map_bound_from_load(
 
 
 def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
-    """λ_M: how far a head's outputs, summed over queries, move per unit of its score form M_h.
+    """Return λ_M: how far a head's outputs, summed over queries, move per unit of its score form M_h.
 
     λ_M = Υ_h Ξ² Ξ̃ Σ_i min(s_i ξ_i, row_i). For full attention this is Υ Ξ² Ξ̃ L whatever the dispersion is.
 
@@ -159,7 +159,7 @@ def head_norms(
     scale: float,
     token_norm: Real,
 ) -> HeadNorms:
-    """Norms of every head from its weights.
+    """Return the norms of every head from its weights.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: biases, see :class:`HeadNorms`.
 

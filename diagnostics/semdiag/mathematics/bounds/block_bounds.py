@@ -89,9 +89,9 @@ class BlockConstants:
         mlp: constants of the MLP.
         tokens: L, number of tokens that are not padding.
         attention_norm: λ_LN1 of the normalisation before (pre-norm) or after (post-norm) the attention.
-        mlp_norm: λ_LN2, likewise for the MLP.
+        mlp_norm: λ_LN2, the same for the MLP.
         pre_norm: Y = U + Attn(LN U), Z = Y + MLP(LN Y) if true; Y = LN(U + Attn U), Z = LN(Y + MLP Y) if not.
-        assumptions: what λ_A and λ_M rest on.
+        assumptions: of λ_A and λ_M.
     """
 
     attention: AttentionConstants
@@ -104,7 +104,7 @@ class BlockConstants:
 
 
 def log_input_constant(block: BlockConstants) -> Tensor:
-    """Constant λ_X: how far the block's output moves per unit of its input.
+    """Return the constant λ_X: how far the block's output moves per unit of its input.
 
     Pre-norm: (1 + B_R B_P λ_σ λ_LN2)(1 + λ_LN1 Σ_h Υ_h λ_A,h);
     post-norm: λ_LN2 (1 + B_R B_P λ_σ) · λ_LN1 (1 + Σ_h Υ_h λ_A,h).
@@ -123,7 +123,7 @@ def log_input_constant(block: BlockConstants) -> Tensor:
 
 
 def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Constant of each parameter tensor: how far the block's output moves per unit of that tensor alone.
+    """Return each parameter tensor's constant: how far the block's output moves per unit of that tensor.
 
     Heads are combined by the root of the sum of squares, as one tensor holds all of them.
 
@@ -155,7 +155,7 @@ def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Constants of the four matrices that the paper's Theorem 2 speaks about: W, V, P and R.
+    """Return the constants of the four matrices in the paper's Theorem 2: W, V, P and R.
 
     W is the score form M_h, V the value-output map of a head; their constants are λ_M,h and LΞ,
     heads combined by the root of the sum of squares.
@@ -179,7 +179,7 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Constants of the MLP's parameters at the MLP's own output."""
+    """Return the constants of the MLP's parameters at the MLP's own output."""
     mlp, log_tokens = block.mlp, log(block.tokens)
     log_bias = log_tokens + log(mlp.weight_out) + log(mlp.activation)
     return {
@@ -191,7 +191,7 @@ def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Constants at the block's output, from those at the output of the attention or the MLP."""
+    """Propagate constants from the output of the attention or the MLP to the block's output."""
     mlp_names = set(MLP_PARAMETERS)
     after_mlp = float64(0.0) if block.pre_norm else log(block.mlp_norm)
     after_attention = _log_mlp_residual(block) + (0.0 if block.pre_norm else log(block.attention_norm))
@@ -202,13 +202,13 @@ def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Te
 
 
 def _log_attention_residual(block: BlockConstants, log_heads: Tensor) -> Tensor:
-    """Constant of Y in U; ``log_heads`` is ln Σ_h Υ_h λ_A,h."""
+    """Return the constant of Y in U; ``log_heads`` is ln Σ_h Υ_h λ_A,h."""
     log_norm = log(block.attention_norm)
     return log_one_plus(log_product(log_norm, log_heads)) if block.pre_norm else log_norm + log_one_plus(log_heads)
 
 
 def _log_mlp_residual(block: BlockConstants) -> Tensor:
-    """Constant of Z in Y."""
+    """Return the constant of Z in Y."""
     log_mlp = log(block.mlp.weight_in) + log(block.mlp.weight_out) + log(block.mlp.activation)
     log_norm = log(block.mlp_norm)
     return log_one_plus(log_norm + log_mlp) if block.pre_norm else log_norm + log_one_plus(log_mlp)

@@ -1,4 +1,4 @@
-"""A bound is a value and the assumptions it rests on; the two never travel apart."""
+"""Bounds: a value together with the assumptions on which it rests."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Assumption:
-    """One thing a bound takes for granted, together with what was measured about it.
+    """An assumption of a bound, with the measurements that decide it.
 
     Attributes:
         statement: the assumption in words, as a report prints it.
@@ -33,15 +33,15 @@ class Assumption:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """An upper bound, by its natural logarithm, with everything that must hold for it.
+    """An upper bound, as a natural logarithm, with all its assumptions.
 
-    A bound whose assumption fails is still returned: its value is +inf where the failure leaves no guarantee
-    (a separation ≤ 0) and otherwise the formula's value, and :attr:`unmet` says why it must not be relied on.
+    A bound whose assumption fails is still returned: its value is +inf if the failure leaves no guarantee (a
+    separation ≤ 0), else the formula's value; :attr:`unmet` says why not to rely on it.
 
     Attributes:
         log_value: ln of the bound, float64, any shape (a scalar, or one value per query, head, …);
             −inf stands for the constant 0, +inf for no guarantee.
-        assumptions: what was checked, in the order in which it was checked.
+        assumptions: all that were checked, in order.
         source: where the formula comes from.
 
     Example:
@@ -76,7 +76,7 @@ class Bound:
 
 
 def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
-    """Assumptions of several bounds as one tuple, each said once.
+    """Return the assumptions of several bounds as one tuple, each once.
 
     Args:
         groups: the assumptions of each part.

@@ -1,4 +1,4 @@
-"""Corollary 1: when does a heavy-hitter mask have the better guarantee than full attention?"""
+"""Corollary 1: when does a heavy-hitter mask have a better guarantee than full attention?"""
 
 import math
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from semdiag.mathematics.softmax_stability import positive_separation
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """A condition "left side < threshold", with what it rests on.
+    """A condition "left side < threshold", with its assumptions.
 
     Attributes:
-        left_side: float64, any shape (one entry per percentile); +inf where an assumption leaves no value.
+        left_side: float64, any shape (one entry per percentile); +inf if an assumption leaves no value.
         threshold: 1 for the paper's conditions, 0 for differences of logarithms.
         assumptions: what was checked.
         source: where the condition comes from.
@@ -34,7 +34,7 @@ class Condition:
 
     @property
     def met(self) -> Tensor:
-        """Where the condition says that the mask's guarantee is the better one; bool, same shape."""
+        """Whether the mask's guarantee is the better one by this condition; bool, same shape."""
         return self.left_side < self.threshold
 
     @property
@@ -44,7 +44,7 @@ class Condition:
 
 
 def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, masked_separation: Real) -> Condition:
-    """The paper's condition for a better guarantee in the parameters W.
+    """Return the paper's condition for a better guarantee in the parameters W.
 
     δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1.
 
@@ -72,7 +72,7 @@ def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, maske
 def paper_input_condition(
     full_dispersion: Real, masked_dispersion: Real, masked_separation: Real, load_ratio: Real
 ) -> Condition:
-    """The paper's condition for a better guarantee in the inputs X, with 2ΓΞ² = δ_s.
+    """Return the paper's condition for a better guarantee in the inputs X, with 2ΓΞ² = δ_s.
 
     δ_h/δ_s + (1/δ_s) [ ln(δ_s (1 + β)(1 + 1/Δ_h) + β) − ln(1 + δ_s) ] < 1.
 
@@ -100,11 +100,10 @@ def paper_input_condition(
 
 
 def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, load_ratio: Real) -> Condition:
-    """The control: the paper's input condition for a mask that ignores the scores, with 2ΓΞ² = δ_s.
+    """Return the control: the paper's input condition for a mask that ignores the scores, with 2ΓΞ² = δ_s.
 
     δ_f/δ_s + (1/δ_s) [ ln(δ_s (1 + β)/2 + β) − ln(1 + δ_s) ] < 1. In the worst case δ_f = δ_s it
-    holds only for β < 1, which no mask has whose queries are as many as its keys. Its weight
-    condition is δ_f/δ_s < 1.
+    holds only for β < 1, impossible for a mask with as many queries as keys. Its weight condition is δ_f/δ_s < 1.
 
     Source: paper, Thm 4 (docs/theory.md#fixed-mask-control). Deviation: written like eq. 305 for comparison.
 
@@ -128,7 +127,7 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 
 
 def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) -> Condition:
-    """Sound comparison in the parameters W, norms taken as equal: Σ_i min(s_i ξ_i, row_i) of mask and full.
+    """Return the sound comparison in the parameters W, for equal norms: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
     ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L. Never negative for k ≥ 2: the worst-case W-guarantee of a
     heavy-hitter mask is never better than that of full attention, nor is a fixed mask's.
@@ -155,7 +154,7 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
 
 
 def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
-    """Sound comparison in the inputs X: ln λ_A of the masked minus ln λ_A of the full model.
+    """Return the sound comparison in the inputs X: ln λ_A of the masked minus ln λ_A of the full model.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 305; each model keeps its own Γ, Ξ and β.
 
@@ -179,7 +178,7 @@ def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
 
 
 def _per_full_dispersion(numerator: Tensor, delta_s: Tensor, gap: Tensor | None, source: str) -> Condition:
-    """Divide by δ_s, and give +inf where a condition cannot be stated."""
+    """Divide by δ_s; +inf if a condition cannot be stated."""
     stated = delta_s > 0
     dispersed = Assumption(
         "the full model's dispersion is positive",

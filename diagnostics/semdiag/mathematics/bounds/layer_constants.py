@@ -17,7 +17,7 @@ ACTIVATION_LIPSCHITZ = {
 
 
 def activation_lipschitz(name: str) -> float:
-    """λ_σ, the Lipschitz constant of an activation.
+    """Return λ_σ, the Lipschitz constant of an activation.
 
     Source: docs/theory.md#layer-constants. Deviation: none.
 
@@ -43,7 +43,7 @@ def activation_lipschitz(name: str) -> float:
 
 
 def split_rows(weight: Tensor, heads: int) -> Tensor:
-    """Each head's rows of a stacked W_q, W_k or W_v, or entries of its bias.
+    """Return each head's rows of a stacked W_q, W_k or W_v, or entries of its bias.
 
     Source: docs/theory.md#attention-call. Deviation: none.
 
@@ -67,7 +67,7 @@ def split_rows(weight: Tensor, heads: int) -> Tensor:
 
 
 def split_columns(weight: Tensor, heads: int) -> Tensor:
-    """Each head's columns of W_o, which mixes the heads' outputs.
+    """Return each head's columns of W_o, which mixes the heads' outputs.
 
     Source: docs/theory.md#attention-call. Deviation: none.
 
@@ -89,7 +89,7 @@ def split_columns(weight: Tensor, heads: int) -> Tensor:
 
 
 def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
-    """Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without.
+    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without.
 
     Source: docs/theory.md#norms. Deviation: the paper has no biases.
 
@@ -111,15 +111,14 @@ def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
 
 
 def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Tensor:
-    """λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖.
+    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖.
 
     λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens before the normalisation.
 
     Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
 
     Args:
-        token_std: s of every observed token, of both ends of whatever is compared; shape (...,
-            tokens), positive.
+        token_std: s of every observed token, at both ends of a comparison; shape (..., tokens), positive.
         gain: affine weight of the normalisation, or None.
 
     Returns:

@@ -68,9 +68,9 @@ class Readout:
 
 
 def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of cross-entropy in the logits, softmax − one-hot: its norm is at most √2, and small once learned.
+    """Return the gradient of cross-entropy in the logits, softmax − one-hot: of norm ≤ √2, and small once learned.
 
-    1 − p of the label is summed from the other classes.
+    1 − p of the label is summed over the other classes, for precision.
 
     Source: docs/theory.md#local-form. Deviation: the paper takes √2 for its norm.
 
@@ -91,7 +91,7 @@ def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
-    """How far the embedded sequence moves per unit (Frobenius) of the embedding table, as a logarithm.
+    """Return, as a logarithm, how far the embedded sequence moves per unit (Frobenius) of the embedding table.
 
     scale · sqrt(Σ_v count_v²): a sequence of one repeated token moves most.
 
@@ -114,7 +114,7 @@ def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
 def log_parameter_bounds(
     blocks: Sequence[BlockConstants], readout: Readout, log_embedding: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Constants λ_g of the loss in each parameter tensor g of the network.
+    """Return the constants λ_g of the loss in each parameter tensor g of the network.
 
     λ_g = √2 ‖Φ‖₂ · pooling · Π_{s>t} λ_X^(s) · λ_g^(t) for a tensor of block t; √2·max‖pooled‖ and √2 for the
     head's weight and bias; the embedding passes through all blocks.
@@ -139,7 +139,7 @@ def log_parameter_bounds(
 
 
 def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readout) -> dict[str, Tensor]:
-    """Constants λ_g of the loss in the matrices that the paper's Theorem 2 speaks about.
+    """Return the constants λ_g of the loss in the matrices of the paper's Theorem 2.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: none, if the blocks hold the paper's
     λ_A and λ_W.
@@ -155,17 +155,17 @@ def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readou
 
 
 def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assumption] = ()) -> Bound:
-    """λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once.
+    """Return λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: none.
 
     Args:
         log_parameters: ln λ_g by name, from :func:`log_parameter_bounds`.
-        assumptions: what the constants rest on, from :func:`network_assumptions`.
+        assumptions: of the constants, from :func:`network_assumptions`.
 
     Returns:
-        ln λ_L, in the broadcast shape. The bound speaks about the inputs and parameters over which
-        the constants were measured, and about no others.
+        ln λ_L, in the broadcast shape. The bound holds for the inputs and parameters over which the constants were
+        measured, and for no others.
 
     Raises:
         ValueError: if there is no parameter.
@@ -181,7 +181,7 @@ def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assum
 
 
 def network_assumptions(blocks: Sequence[BlockConstants]) -> tuple[Assumption, ...]:
-    """Everything that the constants of the blocks rest on, each said once.
+    """Return the assumptions of the blocks' constants, each once.
 
     Source: docs/theory.md#scope. Deviation: none.
 
@@ -197,7 +197,7 @@ def network_assumptions(blocks: Sequence[BlockConstants]) -> tuple[Assumption, .
 def _through_network(
     blocks: Sequence[BlockConstants], inside: Sequence[dict[str, Tensor]], readout: Readout
 ) -> dict[str, Tensor]:
-    """Carry each block's parameter constants through the blocks above it and the readout."""
+    """Propagate each block's parameter constants through the blocks above it and the readout."""
     above = readout.log_token_constant
     per_block: list[dict[str, Tensor]] = []
     for t in reversed(range(len(blocks))):

@@ -14,7 +14,7 @@ from semdiag.mathematics.softmax_stability import positive_separation
 def paper_attention_map_bound(
     dispersion: Real, norms: HeadNorms, load_ratio: Real = 1.0, separation: Real | None = None
 ) -> Bound:
-    """The paper's constant of the attention map in its input.
+    """Return the paper's constant of the attention map in its input.
 
     Full attention (β = 1) and fixed masks: e^δ [β + ΓΞ²(1 + β)];
     heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)].
@@ -46,7 +46,7 @@ def paper_attention_map_bound(
 def paper_bilinear_form_bound(
     dispersion: Real, norms: HeadNorms, tokens: Real, separation: Real | None = None
 ) -> Bound:
-    """The paper's constant of the attention outputs in W, the score form.
+    """Return the paper's constant of the attention outputs in W, the score form.
 
     Full attention and fixed masks: ΥΞ³L e^δ; heavy-hitter masks: 2ΥΞ³L e^δ_h (1 + 1/Δ_h).
 
@@ -72,7 +72,7 @@ def paper_bilinear_form_bound(
 
 
 def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...]]:
-    """Give ln 2(1 + 1/Δ_h) for heavy-hitter masks, 0 for fixed ones."""
+    """Return ln 2(1 + 1/Δ_h) for heavy-hitter masks, 0 for fixed ones."""
     if separation is None:
         return float64(0.0), ()
     gap = float64(separation)
@@ -81,7 +81,7 @@ def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...
 
 
 def _no_query_bias(norms: HeadNorms) -> Assumption:
-    """The paper's formulas know no query bias: Ξ̃ = Ξ."""
+    """Return the norms without a query bias, Ξ̃ = Ξ, as in the paper's formulas."""
     return Assumption(
         "the query projection has no bias", {}, holds=bool((float64(norms.query) == float64(norms.token)).all())
     )

@@ -1,4 +1,4 @@
-"""What attention does to small changes at a point, where its weights, keys and values are known."""
+"""Bounds of how attention responds to small changes at a point, with known weights, keys and values."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from semdiag.mathematics.logarithms import float64
 from semdiag.mathematics.spectral_norms import spectral_norm_upper_bound
 
-_GRAM_STEPS = 4  # a norm of width 64 comes out a few per cent too large, 14% at most
+_GRAM_STEPS = 4  # overestimates a norm of width 64 by a few per cent, 14% at most
 _EPS = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionAtPoint:
-    """One input's attention as it is; heads lead, d is the width of a token, D that of a head.
+    """The attention on one input; heads come first, d is the width of a token, D that of a head.
 
     Attributes:
         weights: p, (H, L, L), query by key; 0 where a key is masked, rows of padded queries 0.
@@ -50,7 +50,7 @@ class AttentionAtPoint:
 
 
 def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Covariance of the keys' vectors under each query's weights, Cov_{p_i}(x, y) = Σ_j p_ij (x_j − x̄_i) y_jᵀ.
+    """Return each query's covariance of the keys' vectors, Cov_{p_i}(x, y) = Σ_j p_ij (x_j − x̄_i) y_jᵀ.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -72,7 +72,7 @@ def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def attention_reach(at: AttentionAtPoint) -> Tensor:
-    """Bound ‖∂(Σ_h W_o mixed_i)/∂u_l‖₂ for each query i and token l, while no mask changes: the closed form.
+    """Bound ‖∂(Σ_h W_o mixed_i)/∂u_l‖₂ for each query i and token l, for a fixed mask, in closed form.
 
     Σ_h [ p_il ‖W_oW_v‖ + s p_il ‖W_o(v_l − v̄_i)‖ ‖W_kᵀq_i‖ + [i = l] s ‖W_o Cov_{p_i}(v, k) W_q‖ ]: token l as
     value, as key and as query.
@@ -100,7 +100,7 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
 
 
 def attention_columns(at: AttentionAtPoint, token: int) -> Tensor:
-    """Derivative of every query's attention output in one token's input, while no mask changes.
+    """Return the derivative of every query's attention output in one token's input, for a fixed mask.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -133,7 +133,7 @@ def score_gradient_sums(
     """Bound the gradient in W_q, b_q and W_k from the gradient g_i of the loss in each head's mixed values.
 
     |s| Σ_i ‖Cov_{p_i}(k, v)‖ ‖g_i‖ times ‖u_i‖ for W_q and 1 for b_q; |s| Σ_i ‖q_i‖ ‖Cov_{p_i}(u, v)‖ ‖g_i‖ for
-    W_k. For ‖C‖ stands ‖C Cᵀ‖_F^(1/2), which is no smaller, and what rounding can make of C is added.
+    W_k. ‖C‖ is replaced by ‖C Cᵀ‖_F^(1/2) ≥ ‖C‖, plus the possible effect of rounding on C.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -161,7 +161,7 @@ def score_gradient_sums(
 
 
 def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Upper bound of ‖Cov_{p_i}(x, y)‖₂ of each query: ‖C Cᵀ‖_F^(1/2), and what rounding can add to C.
+    """Bound each query's ‖Cov_{p_i}(x, y)‖₂ from above by ‖C Cᵀ‖_F^(1/2) plus the possible effect of rounding.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -178,9 +178,9 @@ def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         >>> covariance_norms(torch.full((1, 2), 0.5).double(), x, x)
         tensor([1.0000], dtype=torch.float64)
     """
-    found = covariances(weights, left, right)
+    moments = covariances(weights, left, right)
     largest = left.norm(dim=-1).amax(-1) * right.norm(dim=-1).amax(-1)
-    norms: Tensor = (found @ found.mT).square().sum((-2, -1)).pow(0.25)
-    # Of sums over the keys, and a few more.
+    norms: Tensor = (moments @ moments.mT).square().sum((-2, -1)).pow(0.25)
+    # Roundings of sums over the keys, and a few more.
     rounding: Tensor = (16 + weights.shape[-1]) * _EPS * largest[..., None]
     return norms + rounding

@@ -1,1 +1,1 @@
-"""Selections: which keys a top-k chose, and whether they are the largest."""
+"""Selections: the keys that a top-k chose, and whether they are the largest."""

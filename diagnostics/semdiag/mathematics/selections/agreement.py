@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def without_repeats(indices: Tensor) -> Tensor:
-    """Return indices in which a key that stands earlier in its row, or is negative, is -1.
+    """Replace repeated and negative indices in each row by -1.
 
     Args:
         indices: int64 (rows, k).
@@ -21,11 +21,11 @@ def without_repeats(indices: Tensor) -> Tensor:
 
 
 def places_in(keys: Tensor, others: Tensor) -> Tensor:
-    """Return where each key of a row stands among the other row's keys, -1 where it does not.
+    """Return the position of each key among the other row's keys, -1 if it is absent.
 
     Args:
         keys: int64 (rows, k), distinct in a row, -1 for none.
-        others: int64 (rows, m), likewise.
+        others: int64 (rows, m), distinct in a row, -1 for none.
 
     Example:
         >>> places_in(torch.tensor([[4, 2, -1]]), torch.tensor([[7, 4, -1]])).tolist()
@@ -37,7 +37,7 @@ def places_in(keys: Tensor, others: Tensor) -> Tensor:
 
 
 def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap of each row's two sets of keys, and how far their common keys have moved.
+    """Return the overlap of each row's two sets of keys, and how far their common keys moved.
 
     Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty; and the mean of |place in A − place in B| over A ∩ B,
     NaN if that is empty.
@@ -52,7 +52,7 @@ def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         Overlap in [0, 1] and displacement ≥ 0, float64 (rows,).
 
     Example:
-        >>> [found.tolist() for found in overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]))]
+        >>> [part.tolist() for part in overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]))]
         [[0.5], [1.0]]
     """
     at = places_in(first, second)
@@ -65,7 +65,7 @@ def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
-    r"""Return the share of A's weight that lies on keys outside of B.
+    r"""Return the share of A's weight on keys outside B.
 
     Formula: Σ_{A \ B} w_j / Σ_A w_j; NaN where A has no weight.
 

@@ -1,4 +1,4 @@
-"""Which token of one selection is which of another: engines pack the same tokens in other orders."""
+"""Match the tokens of two selections: engines pack the same tokens in different orders."""
 
 import math
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from semdiag.mathematics.selections.agreement import overlaps
 
-_CANDIDATES = 4  # shifts that are looked at closely
-_FALSE_ALARMS = 1e-3  # of selections that have nothing to do with each other
+_CANDIDATES = 4  # number of shifts examined closely
+_FALSE_ALARMS = 1e-3  # rate for unrelated selections
 _MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64
 
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """Which tokens belong together.
+    """Which tokens correspond.
 
     Attributes:
         kind: ``as given``, ``shifted`` (token t of A is token t + shift of B) or ``permuted``.
         shift: of tokens.
         first: int64 (m,), tokens of A that have a partner.
         second: int64 (m,), their partners in B.
-        given: mean overlap of all rows as they are given.
+        given: mean overlap of all rows as given.
         aligned: mean overlap of the rows of partners.
     """
 
@@ -39,18 +39,17 @@ def align(first: Tensor, second: Tensor, tokens: tuple[Tensor, Tensor] | None = 
     """Return the shift or permutation of tokens under which two selections agree best.
 
     Rows (of one layer, or of 2, 4, … successive layers) that occur once in A and once in B vote for their tokens.
-    A shift counts if it takes away more than half of the disagreement, of so many tokens that this happens to
-    selections that have nothing to do with each other at most once in a thousand: 2T exp(−2md²) ≤ 0.001 for T
-    tokens, m of which have partners, and a gain of d in mean overlap (Hoeffding, for every shift). A permutation
-    counts if at least half of the tokens find a partner that votes back, and it takes away more than half of
-    their disagreement. Else tokens are as given.
+    A shift is accepted if it removes more than half of the disagreement, and if this has a probability of at most
+    0.001 for unrelated selections: 2T exp(−2md²) ≤ 0.001 for T tokens, m of which have partners, and a gain of d
+    in mean overlap (Hoeffding, for every shift). A permutation is accepted if at least half of the tokens have a
+    partner that votes back, and it removes more than half of their disagreement. Otherwise tokens stay as given.
 
     Source: not in the paper. Deviation: none.
 
     Args:
         first: int64 (T, rows, k), A, distinct in a row, -1 for none.
         second: int64 (T, rows, k), B, likewise.
-        tokens: ids of the tokens of A and of B, int64 (T,); they tell tokens apart, too.
+        tokens: ids of the tokens of A and of B, int64 (T,), which also distinguish tokens.
     """
     count = len(first)
     every = torch.arange(count)
@@ -75,7 +74,7 @@ def align(first: Tensor, second: Tensor, tokens: tuple[Tensor, Tensor] | None = 
 
 
 def _rarely(tokens: int, partners: int, gain: float) -> bool:
-    """Whether chance alone gains so much rarely, for the best of all shifts."""
+    """Return whether such a gain is rare by chance, for the best of all shifts."""
     return math.log(2 * tokens) - 2 * partners * gain**2 <= math.log(_FALSE_ALARMS)
 
 
@@ -84,7 +83,7 @@ def _mean_overlap(first: Tensor, second: Tensor) -> float:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Scatter whole numbers over all 64 bits (splitmix64)."""
+    """Scatter integers over all 64 bits (splitmix64)."""
     start, *others = _MULTIPLIERS
     mixed = numbers * start + start
     for shift, factor in zip((30, 27), others, strict=True):
@@ -93,13 +92,13 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def _codes(indices: Tensor, tokens: Tensor | None) -> Tensor:
-    """A number for each row's set of keys, whatever their order, int64 (T, rows)."""
+    """Return a hash of each row's set of keys, independent of their order, int64 (T, rows)."""
     codes = _mixed(indices).masked_fill(indices < 0, 0).sum(-1)
     return codes if tokens is None else codes + _mixed(_mixed(tokens))[:, None]
 
 
 def _votes(first: Tensor, second: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs of tokens whose rows occur once in either selection, and of how many layers they are."""
+    """Return pairs of tokens whose rows occur once in either selection, and their numbers of layers."""
     rows = first.shape[1]
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     weights, size = [], 1
@@ -118,7 +117,7 @@ def _votes(first: Tensor, second: Tensor) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def _once_in_both(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the numbers stand that occur once in either array."""
+    """Return the positions of numbers that occur exactly once in both arrays."""
     once = []
     for codes in (first, second):
         values, places, counts = np.unique(codes, return_index=True, return_counts=True)
@@ -128,7 +127,7 @@ def _once_in_both(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _likely_shifts(votes: tuple[np.ndarray, np.ndarray, np.ndarray]) -> list[int]:
-    """The shifts with most votes, the best first; none at all is no shift."""
+    """Return the shifts with most votes, the best first; the zero shift is left out."""
     own, other, weights = votes
     shifts, which = np.unique(other - own, return_inverse=True)
     total = np.bincount(which.ravel(), weights)
@@ -137,14 +136,14 @@ def _likely_shifts(votes: tuple[np.ndarray, np.ndarray, np.ndarray]) -> list[int
 
 
 def _partners(votes: tuple[np.ndarray, np.ndarray, np.ndarray], count: int) -> tuple[Tensor, Tensor]:
-    """Tokens that give each other most of their votes."""
+    """Return tokens that give each other most of their votes."""
     own, other, weights = votes
     pairs, which = np.unique(own.astype(np.int64) * count + other, return_inverse=True)
     total = np.bincount(which.ravel(), weights)
     order = np.argsort(total, kind="stable")
     left, right = pairs[order] // count, pairs[order] % count
     best = np.full((2, count), -1)
-    best[0, left] = right  # of several the last one stays, which has most votes
+    best[0, left] = right  # of several, the last one remains, which has most votes
     best[1, right] = left
     mutual = (best[0] >= 0) & (best[1, best[0]] == np.arange(count))
     return torch.from_numpy(mutual.nonzero()[0]), torch.from_numpy(best[0][mutual])

@@ -1,4 +1,4 @@
-"""Which keys the rows of a selection may choose: those of the sequence, of the document, not of the future."""
+"""The keys that rows of a selection may choose: in the sequence, in the document, not in the future."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class AllowedKeys:
     Attributes:
         first: int64 (rows,).
         end: int64 (rows,).
-        position: int64 (rows,), the place of the row's query among the keys; None: unknown, and no key is future.
+        position: int64 (rows,), of the row's query among the keys; None if unknown, when no key is in the future.
         counts: bool (rows,), False for the rows of padded queries.
     """
 
@@ -35,20 +35,20 @@ def allowed_keys(
 ) -> AllowedKeys:
     """Return which keys each row may choose.
 
-    The valid keys of a sequence are starts ≤ j < starts + lengths. Where queries have places (with ``causal`` or
-    ``documents``) they are the last tokens: query i of q stands at n − q + i of n keys; where there are fewer
-    queries than keys, and lengths are known, at starts + lengths − q + i, so that the last query is the last
-    valid token. A query whose place is padding does not count.
+    The valid keys of a sequence are starts ≤ j < starts + lengths. If queries have positions (with ``causal`` or
+    ``documents``), they are the last tokens: query i of q is at n − q + i of n keys; if there are fewer queries
+    than keys, and lengths are known, at starts + lengths − q + i, so that the last query is the last valid token.
+    A query at a padded position does not count.
 
     Args:
         rows: the dimensions before the keys, the query's last.
         keys: n.
-        lengths: int64, how many keys of each sequence are valid: one number; one for each entry of the first
-            dimension; or with as many dimensions as ``rows``, each of its size or 1. None: all.
-        starts: likewise, the first valid key: with padding on the left its number. None: 0.
+        lengths: int64, number of valid keys of each sequence: one number; one per entry of the first dimension; or
+            with as many dimensions as ``rows``, each of the same size or 1. None means all.
+        starts: of the same form, the first valid key, after padding on the left. None means 0.
         documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: the document of each token,
-            negative for padding; tokens of a document stand together.
-        causal: whether no key after the query may be chosen.
+            negative for padding; tokens of a document are contiguous.
+        causal: whether keys after the query are excluded.
 
     Raises:
         InputError: if these do not fit together.
@@ -66,7 +66,7 @@ def allowed_keys(
     if bool(((first < 0) | (end < first) | (end > keys)).any()):
         raise InputError(
             f"lengths and starts must lie within the {keys:,} keys of a row. Got valid keys from "
-            f"{int(first.min())} up to {int(end.max())}: are the scores those of the same tokens?"
+            f"{int(first.min())} up to {int(end.max())}: do the scores belong to the same tokens?"
         )
     if not causal and documents is None:
         return AllowedKeys(first.flatten(), end.flatten(), None, torch.ones(end.numel(), dtype=torch.bool))
@@ -83,7 +83,7 @@ def allowed_keys(
 
 
 def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
-    """The number of each row."""
+    """Expand numbers to one per row."""
     shape = tuple(numbers.shape)
     if numbers.ndim == 1 and numbers.shape[0] == rows[0]:
         numbers = numbers.reshape(-1, *(1 for _ in rows[1:]))
@@ -97,12 +97,12 @@ def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
 
 
 def _fits(own: int, wanted: int) -> bool:
-    """Whether a dimension can be spread over another."""
+    """Return whether a dimension can be expanded to another."""
     return own in (1, wanted)
 
 
 def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
-    """The place of each row's query among the keys."""
+    """Return the position of each row's query among the keys."""
     queries = rows[-1]
     if queries > keys:
         raise InputError(
@@ -112,17 +112,17 @@ def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
     last = torch.full(rows, keys) if end is None or queries == keys else end
     if bool((last != last[..., :1]).any()):
         raise InputError(
-            "lengths differ between the queries of a sequence: they say already which keys a query may choose. "
-            "Leave the causal and the document rule out."
+            "lengths differ between the queries of a sequence, so they already say which keys a query may choose. "
+            "Leave out the causal and the document rule."
         )
     return last - queries + torch.arange(queries)
 
 
 def _documents(documents: Tensor, rows: tuple[int, ...], keys: int, place: Tensor) -> tuple[Tensor, Tensor]:
-    """First key and end of the document of each row's query; none for padding."""
+    """Return the first key and the end of each query's document; none for padding."""
     if tuple(documents.shape) not in ((keys,), (rows[0], keys)):
         raise InputError(
-            f"documents must say of each of the {keys:,} keys to which it belongs, ({keys},) or "
+            f"documents must name the document of each of the {keys:,} keys to which it belongs, ({keys},) or "
             f"({rows[0]}, {keys}). Got shape {tuple(documents.shape)}."
         )
     table = documents.reshape(-1, keys)
@@ -131,7 +131,7 @@ def _documents(documents: Tensor, rows: tuple[int, ...], keys: int, place: Tenso
     for own, begins in zip(table, new, strict=True):
         runs = own[begins & (own >= 0)]
         if runs.unique().numel() != runs.numel():
-            raise InputError("The tokens of a document must stand together, and one of them stands apart.")
+            raise InputError("The tokens of a document must be contiguous, but those of one are not.")
     at = torch.arange(keys).expand_as(table)
     begin = torch.where(new, at, 0).cummax(1).values
     closing = torch.cat([new[:, 1:], torch.ones_like(new[:, :1])], 1)

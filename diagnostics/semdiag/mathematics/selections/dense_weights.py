@@ -1,4 +1,4 @@
-"""What a selection of keys keeps of the dense attention that it replaces."""
+"""How much of the dense attention a selection of keys keeps."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class DenseAgreement(NamedTuple):
-    """Of every query, what :func:`dense_agreement` says.
+    """The result of :func:`dense_agreement` for every query.
 
     Attributes:
         recalled: (B, H, L) in [0, 1], the share of the dense weight that lies on kept keys.
-        hit: (B, H, L) bool, whether the key of the largest dense weight is kept, or one with the same weight.
-        best: (B, L), the share that the best choice of as many keys would keep, in the mean over the heads.
-        at_random: (B, L), the share that a random choice of as many keys keeps in expectation.
+        hit: (B, H, L) bool, whether the key with the largest dense weight is kept, or one with the same weight.
+        best: (B, L), the share that the best choice of as many keys would keep, averaged over heads.
+        at_random: (B, L), the expected share kept by a random choice of as many keys.
     """
 
     recalled: Tensor
@@ -24,7 +24,7 @@ class DenseAgreement(NamedTuple):
 
 @torch.no_grad()
 def dense_agreement(scores: Tensor, kept: Tensor, available: Tensor) -> DenseAgreement:
-    """Return what a selection, one for all heads, keeps of the dense attention over the keys it chose from.
+    """Return how much of the dense attention over the available keys a selection, shared by all heads, keeps.
 
     Formula: p = softmax of z over the available keys A; recalled = Σ_{j ∈ S} p_j, S the kept keys; hit:
     max_{j ∈ S} p_j = max_{j ∈ A} p_j; best: the sum of the |S| largest of p's
@@ -34,7 +34,7 @@ def dense_agreement(scores: Tensor, kept: Tensor, available: Tensor) -> DenseAgr
 
     Args:
         scores: (B, H, L, n) of the dense attention, nats.
-        kept: (B, L, n) bool, keys that the selection keeps; those that are not available do not count.
+        kept: (B, L, n) bool, keys that the selection keeps; unavailable ones do not count.
         available: (B, L, n) bool, keys that it could have kept.
 
     Returns:
@@ -43,8 +43,8 @@ def dense_agreement(scores: Tensor, kept: Tensor, available: Tensor) -> DenseAgr
     Example:
         >>> scores = torch.tensor([[[[4.0, 2.0, 2.0]]]]).log()
         >>> kept = torch.tensor([[[True, False, False]]])
-        >>> found = dense_agreement(scores, kept, torch.ones_like(kept))
-        >>> [round(float(each), 4) for each in found]
+        >>> agreement = dense_agreement(scores, kept, torch.ones_like(kept))
+        >>> [round(float(each), 4) for each in agreement]
         [0.5, 1.0, 0.5, 0.3333]
     """
     kept = kept & available

@@ -1,4 +1,4 @@
-"""By how much a selection was decided, and whether rounding its scores could change it."""
+"""The margins of a selection, and whether rounding its scores could change it."""
 
 import torch
 from torch import Tensor
@@ -10,15 +10,17 @@ from semdiag.mathematics.selections.number_formats import NumberFormat, may_swap
 def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]:
     """Return the margin of each row's top-k, and whether it is certified.
 
-    Formula: margin Δ = z_(k) − z_(k+1), of the scores from the largest. Certified: Δ > u(|z_(k)| + |z_(k+1)|) +
-    2η, u = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after
-    every score was rounded once to the format. A row that leaves out no key whose score is finite, or keeps no
-    more than infinite ones, decides nothing: its margin is +∞, and it is certified.
+    Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
+        = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after
+        every
+    score is rounded once to the format. A row that leaves out no key with a finite score, or keeps only infinite
+    ones, decides nothing: its margin is +∞, and it is certified.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
-        scores: (rows, n), not NaN; -inf, or less than half the smallest number of its type, where a mask forbids.
+        scores: (rows, n), not NaN; -inf, or less than half the lowest number of its dtype, if a mask forbids the
+            key.
         k: at least 1.
         kind: the format.
 

@@ -14,8 +14,8 @@ class NumberFormat:
     """A binary floating-point format.
 
     Attributes:
-        name: as torch calls it.
-        digits: p, of the significand, with the leading one that is not stored.
+        name: torch's name.
+        digits: p, of the significand, with the implicit leading one.
         exponent: of the smallest normal number, 2^exponent.
         largest: the largest finite number.
     """
@@ -27,7 +27,7 @@ class NumberFormat:
 
     @property
     def overflow(self) -> float:
-        """The smallest number that rounds beyond the largest finite one: half a last place above it."""
+        """The smallest number that rounds above the largest finite one: half a unit in the last place above it."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1 - self.digits)
 
 
@@ -46,7 +46,7 @@ _SHORT = {
 
 
 def number_format(name: str) -> NumberFormat:
-    """Return the format of a name, of torch's or a short one.
+    """Return a format by torch's name or a short one.
 
     Source: docs/theory.md#rounded-scores; digits and exponents are those of ``torch.finfo``. Deviation: none.
 
@@ -68,11 +68,11 @@ def number_format(name: str) -> NumberFormat:
 
 
 def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1) -> Tensor:
-    """Return whether rounding to a format may put the lower of two scores level with the higher one, or above.
+    """Return whether rounding to a format may make the lower of two scores equal to or larger than the higher one.
 
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
-    rounds beyond the largest finite number counts as that number; two such scores may always change places.
-    If h and l were rounded by one engine and chosen by another one, which rounded the same scores itself:
+    rounds above the largest finite number counts as that number; two such scores may always swap. If one engine
+    rounded h and l, and another one chose, which rounded the same scores itself:
     h − l ≤ 2(u(|h| + |l|) + 2η).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
@@ -81,7 +81,7 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
         lower: scores (...), not NaN.
         higher: scores (...) that are not smaller.
         kind: the format to which the engine rounded its scores.
-        engines: 1 if the scores are those that were rounded, 2 if they are themselves rounded.
+        engines: 1 if these scores were rounded, 2 if they are themselves rounded.
 
     Returns:
         bool (...).
@@ -101,15 +101,15 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
 
 
 def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor:
-    """Return a difference of scores in units of the last place that a score has in a format.
+    """Return a difference of scores in units of the last place of a score in a format.
 
     Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the exponent of the smallest normal number. A score
-    beyond the largest finite number counts as that.
+    above the largest finite number counts as that number.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
-        difference: (...), infinite or NaN where it is.
+        difference: (...); infinities and NaN stay.
         score: (...), not NaN.
         kind: the format.
 

@@ -1,4 +1,4 @@
-"""Scores of rounded queries and keys: what an engine computes, how far off it can be, which sets survive."""
+"""Scores of rounded queries and keys: what an engine computes, its possible error, and which sets survive."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,16 @@ from semdiag.mathematics.selections.number_formats import NumberFormat
 
 _UNIT = 2.0**-24  # of float32, in which products are added
 _TINY = 2.0**-150  # half of float32's smallest subnormal number
-_WIDEST = 2**20  # of a head, so that γ stays below 1/8
-_SCALES = 2.0**-126, 2.0**126  # which float32 holds as normal numbers, with room for the product
-_OWN = 1 + 2.0**-30  # what float64 can lose of a bound
+_WIDEST = 2**20  # width of a head, so that γ stays below 1/8
+_SCALES = 2.0**-126, 2.0**126  # normal numbers in float32, with room for the product
+_OWN = 1 + 2.0**-30  # covers what float64 can lose of a bound
 
 
 def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
     """Return values rounded once to a format: to nearest, ties to even, with subnormals, saturating.
 
-    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the last place of x', M the largest finite number.
+    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the unit in the last place of x', M the largest finite
+        number.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 
@@ -40,7 +41,7 @@ def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
 def rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
     """Return how far :func:`rounded` can move a number of at most this size.
 
-    Formula: e(x) = max(t/2, |x| − M), t the last place of min(|x|, M); e(0) = 0.
+    Formula: e(x) = max(t/2, |x| − M), t the unit in the last place of min(|x|, M); e(0) = 0.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 
@@ -75,7 +76,7 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
         kind: the format.
 
     Returns:
-        float64 (..., Lq, Lk), nats; no meaning, perhaps NaN, where :func:`score_error` is infinite.
+        float64 (..., Lq, Lk), nats; meaningless, perhaps NaN, if :func:`score_error` is infinite.
 
     Example:
         >>> from semdiag.mathematics.selections.number_formats import FORMATS
@@ -87,7 +88,7 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
 
 
 def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
-    """Return how far each score of :func:`rounded_scores` can be from c q·k, in whatever order it was summed.
+    """Return how far each score of :func:`rounded_scores` can be from c q·k, in any order of summation.
 
     Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(D|c| + 1)·2^−150,
     a = e(q), b = e(k), γ = (D + 4)u₃₂/(1 − (D + 4)u₃₂).
@@ -102,9 +103,9 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
         kind: the format.
 
     Returns:
-        float64 (..., Lq, Lk), nats; inf where nothing is known: a number is not finite, a sum can pass float32's
-        largest number, the head is wider than 2^20, c is neither zero nor from 2^−126 to 2^126 in size, or the
-        format is finer than float32.
+        float64 (..., Lq, Lk), nats; inf if unknown: a number is not finite, a sum can exceed float32's largest
+        number, the head is wider than 2^20, |c| is neither zero nor between 2^−126 and 2^126, or the format is
+        finer than float32.
 
     Example:
         >>> from semdiag.mathematics.selections.number_formats import FORMATS
@@ -127,13 +128,13 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
 
 
 def _last_place(values: Tensor, kind: NumberFormat) -> Tensor:
-    """The distance of the numbers of a format around each value of at most the largest one."""
+    """Return the spacing of the format around each value, which is at most the largest finite number."""
     power = torch.where(values == 0, 0.0, values / (2 * torch.frexp(values).mantissa))  # 2^⌊log₂|x|⌋, exactly
     return power.clamp(min=2.0**kind.exponent) * 2.0 ** (1 - kind.digits)
 
 
 def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
-    """Return which rows keep their set however their scores move within their errors.
+    """Return whether each row keeps its set however its scores move within their errors.
 
     Formula: min_S (z − E) > max_{A∖S} (z + E). It holds wherever Δ > 2 max E.
 
@@ -145,7 +146,7 @@ def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
         before: the sets of the scores, of rows with more than k allowed keys.
 
     Returns:
-        Bool (...). False says nothing: such a row may keep its set or change it.
+        Bool (...). False decides nothing: such a row may keep its set or change it.
 
     Example:
         >>> from semdiag.mathematics.mask_stability import top_set

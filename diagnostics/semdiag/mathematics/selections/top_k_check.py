@@ -1,4 +1,4 @@
-"""Whether chosen keys are those of the largest scores, row by row, without sorting a row."""
+"""Check row by row whether the chosen keys have the largest scores, without sorting."""
 
 from dataclasses import dataclass
 
@@ -12,41 +12,41 @@ from semdiag_models import InputError
 CLASSES = (
     "exact", "legal_tie", "within_rounding", "wrong", "duplicate", "out_of_range", "future", "padding", "missing",
 )  # fmt: skip
-NOT_JUDGED = "not_judged"  # nothing is wrong with the keys, and there are no scores
+NOT_JUDGED = "not_judged"  # the keys are valid, but there are no scores
 GRAVITY = (
     NOT_JUDGED, "exact", "legal_tie", "within_rounding", "wrong", "missing", "duplicate", "padding", "future",
     "out_of_range",
 )  # fmt: skip
 FAULTS = frozenset(GRAVITY[4:])
 _GRADE = {name: grade for grade, name in enumerate(GRAVITY)}
-_HELD = 2**19  # scores looked at together: few enough for a processor's cache
+_HELD = 2**19  # scores processed at once: few enough for a CPU cache
 
 
 @torch.no_grad()
 def judge_rows(
     scores: Tensor | None, indices: Tensor, keys: int, allowed: AllowedKeys, kind: NumberFormat, engines: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a grade for each row that counts, its worst chosen and k-th score, and the best one left out.
+    """Return, for each row that counts, a grade, its worst chosen and k-th scores, and the best score left out.
 
     A row is right if no key that was left out has a larger score than the worst chosen one: one pass over the
-    scores, and no sorting. Only of rows that are not right the k-th score is looked for.
+    scores, without sorting. The k-th score is computed only for rows that are not right.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
-        scores: (rows, n), floating point; None: unknown.
-        indices: (rows, k), whole numbers of any type, -1 for none.
+        scores: (rows, n), floating point; None if unknown.
+        indices: (rows, k), integers of any dtype, -1 for none.
         keys: n.
         allowed: which keys each row may choose.
         kind: the format of the engine's scores.
-        engines: as of :func:`~semdiag.mathematics.selections.number_formats.may_swap`.
+        engines: see :func:`~semdiag.mathematics.selections.number_formats.may_swap`.
 
     Returns:
-        Grades (places in ``GRAVITY``, int8) and three times float64, one entry for each row that counts. Scores
-        are NaN where there is none: nothing chosen, nothing left out.
+        Grades (indices into ``GRAVITY``, int8) and three float64 tensors, one entry per row that counts. A score
+        is NaN if there is none: nothing chosen, or nothing left out.
 
     Raises:
-        InputError: if a score that may be chosen is NaN.
+        InputError: if the score of an allowed key is NaN.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
@@ -76,13 +76,13 @@ def judge_rows(
 
 
 def _places(indices: Tensor, keys: int) -> Tensor:
-    """Indices as int64; what is too large for it is out of range all the same."""
+    """Convert indices to int64; numbers too large for it are out of range anyway."""
     places = indices.long()
     return places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
 
 
 class _NotANumberError(Exception):
-    """A row of a part holds NaN."""
+    """Raised if a row of a part contains NaN."""
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -90,7 +90,7 @@ class _NotANumberError(Exception):
 
 @dataclass
 class _Part:
-    """Some rows; keys that may be chosen are ``first`` ≤ j < ``end``."""
+    """Some rows; allowed keys are ``first`` ≤ j < ``end``."""
 
     scores: Tensor | None
     indices: Tensor
@@ -100,14 +100,14 @@ class _Part:
     position: Tensor | None
 
     def room(self, rows: int) -> Tensor:
-        """Memory for the scores of a part, with a column more for what is no key."""
+        """Return memory for the scores of a part, with an extra column for invalid keys."""
         double = self.scores is not None and self.scores.dtype == torch.float64
         wide = double or self.indices.shape[1] > 2**24
         kind = torch.float64 if wide else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
     def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What :func:`judge_rows` returns where no scores are known."""
+        """Return the result of :func:`judge_rows` without scores."""
         valid = (self.indices >= self.first) & (self.indices < self.end)
         ordered = self.indices.masked_fill(~valid, -1).sort(1).values
         again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -116,7 +116,7 @@ class _Part:
         return grade, none, none, none
 
     def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What :func:`judge_rows` returns where scores are known."""
+        """Return the result of :func:`judge_rows` with scores."""
         rows, k = self.indices.shape
         table = self._filled(room[:rows])
         inside = (self.indices >= self.first) & (self.indices < self.end)
@@ -124,7 +124,7 @@ class _Part:
         slots = self.indices if valid is None else self.indices.where(valid, self.keys)
         chosen = table.gather(1, slots)
         order = torch.arange(k, dtype=table.dtype, device=table.device).expand(rows, k)
-        again = table.scatter_(1, slots, order).gather(1, slots) != order  # of a key's places the last one holds
+        again = table.scatter_(1, slots, order).gather(1, slots) != order  # a repeated key keeps its last slot
         if valid is not None:
             again &= valid
         number = (k if valid is None else valid.sum(1)) - again.sum(1)
@@ -142,7 +142,7 @@ class _Part:
         return grade, worst, kth, left
 
     def _filled(self, table: Tensor) -> Tensor:
-        """The scores, -inf where no key may be chosen, +inf in the column more."""
+        """Return the scores, -inf for keys that are not allowed, +inf in the extra column."""
         assert self.scores is not None
         table[:, : self.keys].copy_(self.scores)
         table[:, self.keys] = torch.inf
@@ -155,7 +155,7 @@ class _Part:
             scores.masked_fill_((at < first) | (at >= end), -torch.inf)
 
     def _keys_alone(self, valid: Tensor | None, again: Tensor, number: Tensor) -> Tensor:
-        """Grades by what can be seen without scores; at first too few keys are missing."""
+        """Return grades by the keys alone: without scores, only faults of the keys can be seen."""
         k = self.indices.shape[1]
         grade = torch.zeros(len(self.indices), dtype=torch.int8, device=self.indices.device)
         needed = (self.end - self.first).squeeze(1).clamp(max=k)
@@ -171,7 +171,7 @@ class _Part:
         return grade
 
     def _kth(self, grade: Tensor, number: Tensor, worst: Tensor, left: Tensor) -> Tensor:
-        """The k-th scores. Keys are not missing whose scores are -inf, which is what masks write."""
+        """Return the k-th scores. Keys with score -inf, which masks write, do not count as missing."""
         assert self.scores is not None
         k = self.indices.shape[1]
         needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()
@@ -193,7 +193,7 @@ class _Part:
 
     @staticmethod
     def _by_scores(grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
-        """Grade the rows whose keys are in order."""
+        """Grade the rows whose keys are valid."""
         fine = grade == 0
         grade[fine] = _GRADE["exact"]
         grade[fine & (left == worst)] = _GRADE["legal_tie"]

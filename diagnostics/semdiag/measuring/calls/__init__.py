@@ -1,1 +1,1 @@
-"""The question calls."""
+"""Attention calls: captured, reduced to statistics of their rows, monitored during training."""

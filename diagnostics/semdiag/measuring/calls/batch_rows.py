@@ -1,4 +1,4 @@
-"""Rows of an attention's batch axis, and samples of the batch: one row each, or several (heads, windows)."""
+"""Relate the rows of an attention's batch axis to samples: one row each, or several (heads, windows)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,14 +8,14 @@ from semdiag.measuring.calls.scored_rows import NotAvailableError
 
 
 def rows_per_sample(rows: int, samples: int) -> int:
-    """How many rows in succession are taken for one sample.
+    """Return how many consecutive rows count as one sample.
 
     Args:
         rows: length of a call's batch axis.
-        samples: of the batch; 0 if unknown.
+        samples: number of samples in the batch; 0 if unknown.
 
     Returns:
-        Rows by samples; 1 where that is no whole number, so that every row is taken for a sample.
+        rows / samples; 1 if that is no whole number, so that every row counts as a sample.
 
     Example:
         >>> rows_per_sample(12, 3), rows_per_sample(4, 3)
@@ -25,7 +25,7 @@ def rows_per_sample(rows: int, samples: int) -> int:
 
 
 class SampleNumbers:
-    """Numbers the samples of one batch after the other; no number is of two batches, whatever counts as a sample.
+    """Numbers samples across batches; no two batches share a number, whatever counts as a sample.
 
     Example:
         >>> numbers = SampleNumbers()
@@ -40,15 +40,11 @@ class SampleNumbers:
         self._batch, self._first, self._next = 0, 0, 0
 
     def start(self, samples: int) -> None:
-        """Begin a batch.
-
-        Args:
-            samples: how many it has.
-        """
+        """Start a batch with so many samples."""
         self._batch, self._first, self._next = samples, self._next, self._next + samples
 
     def of(self, rows: int) -> NDArray[np.int32]:
-        """Of each row of a call's batch axis the number of its sample.
+        """Return the sample number of each row of a call's batch axis.
 
         Args:
             rows: length of that axis.
@@ -63,10 +59,10 @@ def folded(rows: int, samples: int) -> str | None:
 
     Args:
         rows: length of a call's batch axis.
-        samples: of the batch; 0 if unknown.
+        samples: number of samples in the batch; 0 if unknown.
 
     Returns:
-        The beginning of a sentence; None if there is nothing to say.
+        The first half of a sentence; None if there is nothing to say.
 
     Example:
         >>> folded(12, 3)
@@ -76,42 +72,35 @@ def folded(rows: int, samples: int) -> str | None:
         return None
     if rows % samples == 0:
         return f"its batch axis holds {rows // samples} rows per sample (heads or windows)"
-    return f"its batch axis holds {rows} row{'s' * (rows > 1)}, and the batch {samples} samples"
+    return f"its batch axis holds {rows} row{'s' * (rows > 1)}, but the batch has {samples} samples"
 
 
 def counted_as(rows: int, samples: int) -> str:
-    """Say which sample the rows of such a batch axis count as.
-
-    Args:
-        rows: length of a call's batch axis.
-        samples: of the batch.
-
-    Returns:
-        The end of a sentence that :func:`folded` begins.
+    """Say as which sample the rows of such a batch axis count: the second half of a sentence.
 
     Example:
         >>> counted_as(12, 3)
-        'the first 4 count as sample 0, and so on, which mixes samples where heads come before them'
+        'the first 4 count as sample 0, and so on, which mixes samples if heads come before them'
     """
     several = rows_per_sample(rows, samples)
     if several == 1:
         return "each row counts as a sample"
-    return f"the first {several} count as sample 0, and so on, which mixes samples where heads come before them"
+    return f"the first {several} count as sample 0, and so on, which mixes samples if heads come before them"
 
 
 def check_rows(call: AttentionCall, samples: int) -> None:
-    """Refuse a call of whose rows it is not known to which sample each belongs.
+    """Refuse a call whose rows cannot be assigned to samples.
 
     Args:
         call: of any model.
-        samples: that the model was given.
+        samples: number of samples that the model was given.
 
     Raises:
         NotAvailableError: if the batch axis does not hold one row per sample.
     """
-    said = folded(call.q.shape[0], samples)
-    if said is not None:
+    problem = folded(call.q.shape[0], samples)
+    if problem is not None:
         raise NotAvailableError(
-            f"the attention of {call.module or 'the model'} does not keep the samples apart: {said}, in an order "
-            "that is not known; queries of four axes (batch, heads, length, width) would tell"
+            f"the attention of {call.module or 'the model'} does not keep the samples apart: {problem}, in an "
+            "unknown order; queries with four axes (batch, heads, length, width) would tell"
         )

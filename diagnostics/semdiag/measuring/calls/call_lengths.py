@@ -1,4 +1,4 @@
-"""How many queries and keys the longest attention call of a model will have, before anything is measured."""
+"""Find the length of a model's longest attention call before anything is measured."""
 
 from collections.abc import Sequence
 
@@ -17,22 +17,22 @@ def longest_call(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
-    """Say how many queries, and how many keys, the attention calls on some inputs have at most.
+    """Return the largest number of queries, and of keys, in the attention calls on some inputs.
 
-    Token ids say it themselves, those of encoder and decoder together. Of all else, images, spectrograms and
-    waveforms, the model is run once on the batch with the largest samples, and its calls are counted.
+    For token ids, these are the sequence lengths, with encoder and decoder together. For anything else (images,
+    spectrograms, waveforms), the model runs once on the batch with the largest samples, and its calls are counted.
 
     Args:
         loaded: any model.
         batches: its inputs.
-        device: where to run; None: where the model is.
-        dtype: of the model; None: its own.
+        device: where to run; None means where the model is.
+        dtype: of the model; None means its own.
 
     Returns:
-        The largest number of queries of a call, and that of keys; at least 1.
+        Both numbers, at least 1.
 
     Raises:
-        InputError: if the model cannot be run on the inputs.
+        InputError: if the model cannot run on the inputs.
 
     Example:
         >>> from semdiag.measuring.calls.running import unnamed
@@ -56,10 +56,10 @@ def longest_call(
 
 
 def _largest(batch: Batch) -> int:
-    """Numbers of a sample, in the largest of the tensors."""
+    """Return the size of a sample in the largest of the tensors."""
     return max((t.shape[1:].numel() for t in tensors(batch)), default=0)
 
 
 def _one_sample(batch: Batch) -> Batch:
-    """The first sample of a batch that is one tensor; others are not cut, as their tensors may go together."""
+    """Return the first sample of a batch that is one tensor; several tensors may depend on each other."""
     return batch if isinstance(batch, tuple | list) or len(tensors(batch)) > 1 else next(each(batch, 1))

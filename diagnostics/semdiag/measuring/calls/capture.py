@@ -1,4 +1,4 @@
-"""``with semdiag.capture(model) as calls``: what the attention of one's own forward passes says."""
+"""``with semdiag.capture(model) as calls``: statistics of the attention in your own forward passes."""
 
 import threading
 import warnings
@@ -31,14 +31,14 @@ LARGEST_K = 32
 
 
 class Calls:
-    """The attention calls of a capture, reduced as they came: nothing of size L × L, no query and no key is kept.
+    """The attention calls of a capture, reduced on arrival: nothing of size L × L, no query and no key is kept.
 
-    With ``capture(model, scores=True)`` the scores are kept, too, for :meth:`scores` and :meth:`weights`.
+    ``capture(model, scores=True)`` also keeps the scores, for :meth:`scores` and :meth:`weights`.
 
-    Every table has the columns call (number in the context), module, layer (place of its first call), occurrence
-    (which call of the module in one forward), sample (row of the batch axis), head, and query or key. Where a call
-    tells the positions of its queries among its keys, as in a cache, ``query`` is that position, else the number
-    in the call. Padded queries are left out. Everything counts from 0; scores are in nats.
+    Every table has the columns call (number in the context), module, layer (in order of first calls), occurrence
+    (which call of the module in one forward pass), sample (row of the batch axis), head, and query or key. If a
+    call tells the positions of its queries among its keys, as with a cache, ``query`` is that position, else the
+    number in the call. Padded queries are left out. Everything counts from 0; scores are in nats.
     """
 
     def __init__(self, k: int, draws: QueryDraws, keep: bool = False) -> None:
@@ -59,15 +59,15 @@ class Calls:
         return f"Calls: {counts}; k up to {self._k}. Tables: dispersion(), separation(), loads(), …"
 
     def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
-        """Semantic dispersion δ of every query: the range of the scores it attends to.
+        """Return the semantic dispersion δ of every query: the range of the scores it attends to.
 
         Args:
-            k: as if each query kept its k largest scores; one k or several, up to the capture's. None: what the
-                model really attends to.
+            k: as if each query kept its k largest scores; one k or several, up to the capture's. None means the
+                keys that the model really attends to.
 
         Returns:
-            One row per query (and k): also the columns keys, k (missing for None) and dispersion, NaN for a
-            query without keys.
+            One row per query (and k), with the further columns keys, k (missing for None) and dispersion, NaN for
+            a query without keys.
 
         Raises:
             ValueError: if a k is not in 1 … the capture's k.
@@ -75,13 +75,13 @@ class Calls:
         return self._table("query", "dispersion", k, lambda statistics, n: statistics.dispersion(n))
 
     def separation(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
-        """Semantic separation Δ of every query: the smallest kept score minus the largest dropped one.
+        """Return the semantic separation Δ of every query: the smallest kept score minus the largest dropped one.
 
         Args:
             k: as in :meth:`dispersion`.
 
         Returns:
-            One row per query (and k): also keys, k and separation, +inf where nothing is dropped.
+            One row per query (and k), with the further columns keys, k and separation, +inf if nothing is dropped.
 
         Raises:
             ValueError: if a k is not in 1 … the capture's k.
@@ -89,13 +89,13 @@ class Calls:
         return self._table("query", "separation", k, lambda statistics, n: statistics.separation(n))
 
     def loads(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
-        """Key load: how many queries attend to each key, a raw count.
+        """Return the key load: how many queries attend to each key, a raw count.
 
         Args:
             k: as in :meth:`dispersion`.
 
         Returns:
-            One row per key (and k): also k and load; padded keys have none.
+            One row per key (and k), with the further columns k and load; no row for padded keys.
 
         Raises:
             ValueError: if a k is not in 1 … the capture's k.
@@ -103,45 +103,46 @@ class Calls:
         return self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
 
     def entropy(self) -> pd.DataFrame:
-        """Entropy −Σ p ln p of the attention weights of every query, in nats.
+        """Return the entropy −Σ p ln p of the attention weights of every query, in nats.
 
         Returns:
-            One row per query: also the columns keys, k (missing) and entropy; NaN for a query without keys.
+            One row per query, with the further columns keys, k (missing) and entropy; NaN for a query without
+            keys.
         """
         return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
 
     def scores(self, layer: int, head: int | None = None, occurrence: int = 0) -> Tensor:
-        """Scores of a layer before its softmax, in nats, of a capture with ``scores=True``.
+        """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
 
         Args:
             layer: as in the tables.
-            head: one head; None: all of them.
-            occurrence: which call of the layer in one forward.
+            head: one head; None means all of them.
+            occurrence: which call of the layer in one forward pass.
 
         Returns:
-            (B, H, L, Lk), or (B, L, Lk) of one head; −∞ where a query does not attend to a key. Several forwards
-            stand one below the other on the first axis.
+            (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Several forward
+            passes are concatenated along the first axis.
 
         Raises:
-            InputError: if the capture keeps no scores, there is no such call or head, or the forwards differ in
-                their lengths.
+            InputError: if the capture keeps no scores, there is no such call or head, or the forward passes differ
+                in length.
         """
         return self._of_kept(layer, head, occurrence, KeptScores.scores)
 
     def weights(self, layer: int, head: int | None = None, occurrence: int = 0) -> Tensor:
-        """Attention weights of a layer, the softmax of :meth:`scores`; rows without keys are zeros.
+        """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
         Args:
             layer: as in the tables.
-            head: one head; None: all of them.
-            occurrence: which call of the layer in one forward.
+            head: one head; None means all of them.
+            occurrence: which call of the layer in one forward pass.
 
         Returns:
-            (B, H, L, Lk), or (B, L, Lk) of one head. With a learnt logit in the denominator (attention sinks) rows
-            sum to less than 1.
+            (B, H, L, Lk), or (B, L, Lk) for one head. With a learned logit in the denominator (attention sinks),
+            rows sum to less than 1.
 
         Raises:
-            InputError: as of :meth:`scores`.
+            InputError: as :meth:`scores`.
 
         Example:
             >>> from semdiag_models import Encoder, ModelConfig
@@ -158,29 +159,29 @@ class Calls:
     ) -> Tensor:
         if self._kept is None:
             raise InputError("This capture keeps no scores: use capture(model, scores=True).")
-        found = read(self._kept, layer, occurrence)
-        if head is not None and not 0 <= head < found.shape[1]:
-            raise InputError(f"head must lie in 0 … {found.shape[1] - 1}. Got {head}.")
-        return found if head is None else found[:, head]
+        matrices = read(self._kept, layer, occurrence)
+        if head is not None and not 0 <= head < matrices.shape[1]:
+            raise InputError(f"head must lie in 0 … {matrices.shape[1] - 1}. Got {head}.")
+        return matrices if head is None else matrices[:, head]
 
     @property
     def share(self) -> float:
-        """Share of the queries that was drawn, 1 if all are looked at: extremes and loads are over these alone."""
+        """Fraction of the queries that was drawn, 1 for all: extremes and loads are over these alone."""
         return self._draws.share
 
     @property
     def residual(self) -> pd.DataFrame:
         """One row per layer: mechanism, mask, heads, calls, and the largest residual.
 
-        The residual is the largest relative deviation of softmax(scale · q kᵀ + …) v, recomputed on random rows
-        of all samples, heads and queries, from what the layer returned: about 1e-7 in float32 if nothing was
-        missed; NaN where weights were dropped at random, in training mode.
+        The residual is the largest relative deviation of softmax(scale · q kᵀ + …) v, recomputed on random rows of
+        all samples, heads and queries, from the layer's output: about 1e-7 in float32 if nothing was missed; NaN
+        with dropout in training mode.
         """
         return self._layers.table("").drop(columns="model")
 
     @property
     def audit(self) -> pd.DataFrame:
-        """What was not captured, and what to know of what was: what, module, operation, reason, times.
+        """What was not captured, and remarks on what was: what, module, operation, reason, times.
 
         The column ``what`` is ``not captured`` for an operation that looks like attention, else ``remark``.
         """
@@ -194,7 +195,7 @@ class Calls:
 
     @property
     def other_softmaxes(self) -> int:
-        """How many softmaxes ran whose result met no values: routers, losses, outputs. They are no attention."""
+        """Number of softmaxes that met no values (routers, losses, outputs), which are no attention."""
         return self._audit.others.total()
 
     def _table(
@@ -234,11 +235,11 @@ class Calls:
     @torch.no_grad()
     def _add(self, call: AttentionCall, padding: Padding, samples: int) -> None:
         call = padding.marked(call, self._audit)
-        said = folded(call.q.shape[0], samples)
-        if said is not None:
-            self._audit.remarks[Remark(call.module, f"{said}: each row counts as a sample")] += 1
+        problem = folded(call.q.shape[0], samples)
+        if problem is not None:
+            self._audit.remarks[Remark(call.module, f"{problem}: each row counts as a sample")] += 1
         rows = counted_rows(call, self._k, self._draws.places(call))
-        statistics = replace(rows.statistics, top_keys=rows.statistics.top_keys[..., :0])  # asked for by nobody
+        statistics = replace(rows.statistics, top_keys=rows.statistics.top_keys[..., :0])  # unused
         on_cpu = {field.name: getattr(statistics, field.name).cpu() for field in fields(RowStatistics)}
         queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
         places = None if rows.places is None else rows.places.cpu().numpy()
@@ -251,13 +252,13 @@ class Calls:
 
 
 class _Batch(threading.local):
-    """How many samples the model is given in this thread, by its first tensor; 0 while that is not known."""
+    """Number of samples in this thread's current batch, by its first tensor; 0 if unknown."""
 
     samples = 0
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[None]:
-        """Listen to the model's arguments; torch's own layers, which keep their heads apart, are let alone."""
+        """Listen to the model's arguments, except those of torch's own layers, which keep their heads apart."""
         if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn."):
             yield
             return
@@ -287,31 +288,30 @@ def capture(
 ) -> Iterator[Calls]:
     """Watch every softmax attention of a model while you run it.
 
-    The model's outputs, parameters, mode and gradients are its own; nothing stays behind after the context. It
-    is never stopped: where the capture itself fails, :attr:`Calls.audit` says so. Watches may overlap, in
-    threads and in asynchronous tasks: each sees the calls of the thread or task it was opened in, and of others
-    that have no watch of their own.
-    Dropout in training mode is part of what the model does; its layers then have no residual.
+    The model's outputs, parameters, mode and gradients are unchanged, and nothing is left behind after the
+    context. The capture never stops the model: if it fails itself, :attr:`Calls.audit` says so. Watches may
+    overlap, in threads and in asynchronous tasks: each sees the calls of the thread or task in which it was
+    opened, and of those without a watch of their own. With dropout in training mode, layers have no residual.
 
     Args:
         model: any module, unmodified.
-        k: the largest k that :meth:`Calls.dispersion` and its like can be asked for. Each query keeps k + 1
-            scores.
-        queries: how many of the first call's queries are drawn per sample and head, and of all others the same
-            share; None: every query is looked at. Every query has the same chance, and of the others no score is
-            worked out: for sequences of 100,000 tokens.
-        scores: whether all scores are kept, for :meth:`Calls.scores` and :meth:`Calls.weights`: as many numbers as
-            batch × heads × queries × keys for each call, so for a few texts.
-        real: (B, L) bool, false for padded queries. By default read from the arguments of each forward
-            (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` says of which calls it is none.
+        k: the largest k for :meth:`Calls.dispersion` and its like. Each query keeps k + 1 scores.
+        queries: how many queries of the first call are drawn per sample and head; of other calls the same fraction
+            is drawn. None means all. Every query has the same chance, and no score of the others is computed: made
+            for sequences of 100,000 tokens.
+        scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
+            queries × keys numbers for each call, so for a few texts.
+        real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass
+            (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` lists the calls that it does not
+            fit.
         seed: of the draws.
 
     Yields:
-        The calls, which fill as the model runs.
+        The calls; they fill while the model runs.
 
     Raises:
-        InputError: if the model is no module, k or the seed no whole number of at least 0, ``queries`` none of at
-            least 2, or ``real`` no tensor of two axes.
+        InputError: unless the model is a module, k and the seed are whole numbers of at least 0, ``queries`` one
+            of at least 2, and ``real`` a tensor with two axes.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig

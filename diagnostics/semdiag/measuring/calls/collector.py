@@ -1,4 +1,4 @@
-"""Reducing attention calls to columns of numbers as they come; nothing of a call is kept."""
+"""Reduce attention calls to columns of numbers on arrival; nothing of a call is kept."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from semdiag.measuring.kept_rows import SKETCHES, KeptRows
 from semdiag.measuring.tables import HEADS
 
 MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
-LEAST_MAX_QUERIES = 50  # below, the sample that is left of more rows may be empty
+LEAST_MAX_QUERIES = 50  # with fewer, the sample of a larger table may be empty
 _QUERY_PLACES = ("sample", "layer", "head", "query", "stratum", "kept")
 _KEY_PLACES = ("sample", "layer", "head", "key")
 
 
 class Collector:
-    """Consumes calls; hands out the tables of one model's measurements.
+    """Consumes calls and makes the tables of one model's measurements.
 
     Args:
         model: written into the column ``model``.
         k: counterfactual numbers of heavy hitters.
         draws: which queries are looked at.
-        wanted: of a model that looks for its largest scores without seeing all, how many; None of any other.
+        wanted: how many keys a model selects that approximates its largest scores; None for any other model.
         min_keys: queries with fewer are left out.
-        max_queries: rows that are kept of a table; see :class:`~semdiag.measuring.kept_rows.KeptRows`.
+        max_queries: rows that a table keeps; see :class:`~semdiag.measuring.kept_rows.KeptRows`.
     """
 
     def __init__(
@@ -49,26 +49,22 @@ class Collector:
     ) -> None:
         self.model, self.k, self.draws, self.wanted = model, k, draws, wanted
         self._min_keys = min_keys
-        self.samples = 0  # so far, those of the running batch included
+        self.samples = 0  # so far, the current batch included
         self._numbers = SampleNumbers()
         self.layers = Layers()
-        self.counted: Counter[int] = Counter()  # queries of each layer that are no padding
+        self.counted: Counter[int] = Counter()  # real queries of each layer
         self._queries = KeptRows(max_queries, _QUERY_PLACES)
         self._loads = KeptRows(max_queries, _KEY_PLACES)
         self._non_finite: list[dict[str, np.ndarray]] = []
-        self._heads: dict[int, Tensor] = {}  # by layer (4 + k's, H): queries, and sums over them
+        self._heads: dict[int, Tensor] = {}  # by layer, (4 + number of k, H): queries, and sums over them
 
     def start(self, samples: int) -> None:
-        """Begin a batch.
-
-        Args:
-            samples: how many it has.
-        """
+        """Start a batch with so many samples."""
         self.samples += samples
         self._numbers.start(samples)
 
     def add(self, call: AttentionCall) -> None:
-        """Reduce a call, its padded queries marked."""
+        """Reduce a call whose padded queries are marked."""
         rows = counted_rows(call, max(self.k, default=0), self.draws.places(call))
         layer = self.layers.add(rows)
         self._add_rows(rows, layer)
@@ -76,7 +72,7 @@ class Collector:
         self._add_heads(rows, layer)
 
     def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
-        """Sample, layer, head and position of each entry of (B, H, L), flattened."""
+        """Return sample, layer, head and position of each entry of (B, H, L), flattened."""
         index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
         sample = self._numbers.of(len(values))[index]
         return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
@@ -125,12 +121,12 @@ class Collector:
         values = torch.stack([some, rows.statistics.entropy, *firsts])
         sums = torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64).cpu()
         known = self._heads.get(layer, sums.new_zeros(len(sums), 0))
-        heads = max(known.shape[1], sums.shape[1])  # calls of one place may differ in their number of heads
+        heads = max(known.shape[1], sums.shape[1])  # calls of one layer may differ in their number of heads
         known, sums = (pad(x, (0, heads - x.shape[1])) for x in (known, sums))
         self._heads[layer] = known + sums
 
     def heads(self) -> pd.DataFrame:
-        """The table ``heads``, with first_key_kK for each counterfactual K."""
+        """Return the table ``heads``, with first_key_kK for each counterfactual K."""
         names = ["entropy", "first_weight", "first_key", *(f"first_key_k{k}" for k in self.k)]
         rows = [
             {"model": self.model, "layer": layer, "head": head, "queries": int(queries)}
@@ -142,29 +138,29 @@ class Collector:
         return HEADS.of_rows(rows).assign(**further)
 
     def queries(self) -> pd.DataFrame:
-        """The table ``queries``."""
+        """Return the table ``queries``."""
         return self._table(self._queries.parts, ())
 
     def loads(self) -> pd.DataFrame:
-        """The table ``loads``."""
+        """Return the table ``loads``."""
         return self._table(self._loads.parts, ())
 
     def sketches(self) -> pd.DataFrame:
-        """The table ``sketches``: percentiles of a table that has more rows than are kept."""
+        """Return the table ``sketches``: percentiles of tables that have more rows than are kept."""
         rows = [*self._queries.sketched(), *self._loads.sketched()]
         return SKETCHES.of_rows({"model": self.model, **row} for row in rows)
 
     @property
     def share_kept(self) -> float:
-        """The chance of a query that was looked at to stand in the table: below 1 if not all were kept."""
+        """Probability that a query that was looked at is in the table: below 1 if not all were kept."""
         return self._queries.share
 
     def non_finite(self) -> pd.DataFrame:
-        """The table ``non_finite``."""
+        """Return the table ``non_finite``."""
         return self._table(self._non_finite, ("sample", "layer", "head", "scores"))
 
     def calls(self) -> pd.DataFrame:
-        """The table ``calls``: one row per place where attention happens."""
+        """Return the table ``calls``: one row per layer and occurrence."""
         return self.layers.table(self.model)
 
     def _table(self, parts: list[dict[str, np.ndarray]], empty: Sequence[str]) -> pd.DataFrame:
@@ -183,7 +179,7 @@ def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:
 
 
 def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray]:
-    """The rows of the entries that are kept."""
+    """Return the rows of the entries to keep."""
     if bool(keep.all()):
         return columns
     kept = _flat(keep)

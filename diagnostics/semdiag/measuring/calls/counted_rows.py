@@ -1,4 +1,4 @@
-"""What counts in an attention call, and what its rows say: made once a call, read by whoever looks at calls."""
+"""Which queries and keys of an attention call count, and the statistics of its rows: computed once per call."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
 from semdiag.mathematics.score_strips import part_of, rows_of
 
-_STRIP = 2**24  # entries of a mask looked at together
+_STRIP = 2**24  # entries of a mask processed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,11 +18,11 @@ class CountedRows:
     """The row statistics of an attention call, and which of its queries and keys count.
 
     Attributes:
-        call: what they are of.
-        statistics: of every row that is looked at, of padded queries too.
+        call: the call.
+        statistics: of every row that is looked at, padded queries included.
         queries: (B, H, R) bool, false for padded queries.
-        attending: (B, H, R) bool, queries that count and keep a key: those that have a softmax.
-        places: (B, H, R) int64, which queries they are, -1 for none; None: all, in their order.
+        attending: (B, H, R) bool, queries that count and keep a key, and so have a softmax.
+        places: (B, H, R) int64, positions of the queries, -1 for none; None means all, in order.
     """
 
     call: AttentionCall
@@ -33,13 +33,13 @@ class CountedRows:
 
     @cached_property
     def keys(self) -> Tensor:
-        """(B, H, Lk) bool: keys that a query that counts may attend to, drawn or not; the others are padding."""
+        """(B, H, Lk) bool: keys to which a real query may attend, drawn or not; the others are padding."""
         call, load = self.call, self.statistics.load
         if call.selected is None and self.places is None:
             return load > 0
         counted, allowed, first = call.counted[:, :1], call.allowed, call.first_query
         rows, keys = (torch.arange(length, device=load.device) for length in (counted.shape[2], load.shape[2]))
-        if allowed is None or allowed.shape[2] == 1:  # the last query that counts sees whatever the others do
+        if allowed is None or allowed.shape[2] == 1:  # the last real query sees all that others see
             last = torch.where(counted, rows, -1 - first).amax(-1, keepdim=True)
             seen = keys <= first + last if call.causal else last >= 0
             return (seen if allowed is None else seen & allowed[:, :, 0]).expand(load.shape)
@@ -54,7 +54,7 @@ class CountedRows:
 
     @cached_property
     def _first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the first key that is no padding, (B, H, R): its score, whether a row may attend to it, and does."""
+        """For the first real key, each (B, H, R): its score, whether a row may attend to it, whether it does."""
         call, exact = self.call, self.statistics.kept_log_sum_exp.dtype
         first = self.keys.to(torch.uint8).argmax(-1)[..., None]  # (B, H, 1)
         sample, head = (torch.arange(size, device=first.device) for size in first.shape[:2])
@@ -73,28 +73,29 @@ class CountedRows:
         return z, seen, kept
 
     def first_weight(self) -> Tensor:
-        """(B, H, R) attention weight on the first key that is no padding; NaN for a row without keys.
+        """Return the attention weight on the first real key, (B, H, R); NaN for a row without keys.
 
-        It is worked out from this key's scores alone; 0 where the query does not attend to it.
+        It is computed from this key's scores alone; 0 if the query does not attend to it.
         """
         z, _, kept = self._first
         weight = torch.where(kept, (z - self.statistics.kept_log_sum_exp).exp().clamp(max=1), 0.0)
         return weight.masked_fill(self.statistics.kept == 0, torch.nan)
 
     def first_kept(self, k: int | None = None) -> Tensor:
-        """(B, H, R) bool: whether a row attends to the first key that is no padding.
+        """Return whether a row attends to the first real key, (B, H, R) bool.
 
         Args:
-            k: whether it is among the row's k largest scores, 1 … K of the statistics; None: the row's own S_i.
+            k: whether it is among the row's k largest scores, 1 … K of the statistics; None means the row's own
+                S_i.
         """
         z, seen, kept = self._first
         if k is None:
             return kept
-        top = self.statistics.top  # of which the score may be rounded otherwise
+        top = self.statistics.top  # may be rounded differently
         return seen & (z >= (top[..., k - 1] + top[..., k]) / 2)
 
     def _at(self, values: Tensor | None, key: Tensor) -> Tensor | None:
-        """Of what is broadcastable to (B, H, Lq, Lk) one key of each head (B, H, 1)."""
+        """Select one key per head, (B, H, 1), from a tensor broadcastable to (B, H, Lq, Lk)."""
         values = part_of(values, slice(None), slice(None))
         if values is None or values.shape[3] == 1:
             return None if values is None else values[..., 0]
@@ -103,13 +104,13 @@ class CountedRows:
 
 
 def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:
-    """Reduce an attention call to statistics of its rows.
+    """Reduce an attention call to the statistics of its rows.
 
     Args:
-        call: its scores, masks and selections.
-        top: K, the number of heavy hitters for which counterfactuals can be asked.
-        places: (B, H, R) int64, queries to be looked at, as
-            :meth:`~semdiag.measuring.calls.query_draws.QueryDraws.places` gives them; None: all.
+        call: the call.
+        top: K, the largest number of heavy hitters for counterfactuals.
+        places: (B, H, R) int64, the queries to look at, from
+            :meth:`~semdiag.measuring.calls.query_draws.QueryDraws.places`; None means all.
     """
     statistics = row_statistics(
         call.q,

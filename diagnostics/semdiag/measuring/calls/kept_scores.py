@@ -1,4 +1,4 @@
-"""The scores of a few attention calls, kept whole."""
+"""Keep all scores of a few attention calls."""
 
 import torch
 from torch import Tensor
@@ -9,20 +9,15 @@ from semdiag_models import InputError
 
 
 class KeptScores:
-    """Scores by layer and occurrence, on the CPU, in float32 or the model's own if that is finer."""
+    """Scores by layer and occurrence, on the CPU, in float32 or the model's dtype if that is finer."""
 
     def __init__(self) -> None:
         self._scores: dict[tuple[int, int], list[Tensor]] = {}
         self._sinks: dict[tuple[int, int], Tensor | None] = {}
 
     def add(self, call: AttentionCall, layer: int) -> None:
-        """Keep the scores of a call.
-
-        Args:
-            call: with its padded queries marked.
-            layer: its number.
-        """
-        call = call.part()  # which says in ``allowed`` what the causal rule forbids
+        """Keep the scores of a call whose padded queries are marked."""
+        call = call.part()  # writes the causal rule into ``allowed``
         exact = torch.promote_types(call.q.dtype, torch.float32)
         with torch.autocast(call.q.device.type, enabled=False):
             scores = call.scores(exact)
@@ -34,37 +29,29 @@ class KeptScores:
         self._sinks[place] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
 
     def scores(self, layer: int, occurrence: int) -> Tensor:
-        """Return (B, H, L, Lk), −∞ where a query does not attend; forwards one below the other.
-
-        Args:
-            layer: its number.
-            occurrence: which call of it in one forward.
+        """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are concatenated along B.
 
         Raises:
-            InputError: if there is no such call, or the lengths of the forwards differ.
+            InputError: if there is no such call, or the forward passes differ in length.
         """
-        found = self._scores.get((layer, occurrence))
-        if found is None:
+        parts = self._scores.get((layer, occurrence))
+        if parts is None:
             layers = sorted({layer for layer, _ in self._scores})
             known = f"layers {layers[0]} to {layers[-1]}" if layers else "none: run the model inside the context"
-            raise InputError(f"There are no scores of layer {layer}, occurrence {occurrence}. Kept are {known}.")
-        shapes = {part.shape[1:] for part in found}
+            raise InputError(f"There are no scores of layer {layer}, occurrence {occurrence}. Kept: {known}.")
+        shapes = {part.shape[1:] for part in parts}
         if len(shapes) > 1:
             raise InputError(
-                f"The forwards of layer {layer} differ in their lengths, so that their scores are no one tensor: "
-                "capture one forward at a time."
+                f"The forward passes of layer {layer} differ in length, so their scores do not fit one tensor: "
+                "capture one forward pass at a time."
             )
-        return torch.cat(found)
+        return torch.cat(parts)
 
     def weights(self, layer: int, occurrence: int) -> Tensor:
         """Return the softmax of :meth:`scores`, with the sink's logit in the denominator; 0 in rows without keys.
 
-        Args:
-            layer: its number.
-            occurrence: which call of it in one forward.
-
         Raises:
-            InputError: as of :meth:`scores`.
+            InputError: as :meth:`scores`.
         """
         scores = self.scores(layer, occurrence)
         total = scores.logsumexp(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The places of a model where attention happens, and what the capture says of each."""
+"""Number the layers of a model that attend, and sum up what the capture knows of each."""
 
 from dataclasses import dataclass, field
 
@@ -16,20 +16,20 @@ from semdiag.measuring.tables import CALLS, REMARKS, RESIDUALS, SKIPPED
 
 @dataclass
 class Layer:
-    """What is known of one place where attention happens: a module, and which of its calls in a forward.
+    """What is known of one attention layer: a module, and which of its calls in a forward pass.
 
     Attributes:
-        number: position among the places, in the order of their first calls.
-        mechanism: which adapter saw it.
-        kinds: of its masks so far.
-        heads: of its queries.
-        key_heads: of its keys.
+        number: position in the order of first calls.
+        mechanism: the adapter that saw it.
+        kinds: kinds of its masks so far.
+        heads: number of query heads.
+        key_heads: number of key heads.
         width: of a head.
         longest: largest number of keys.
-        calls: so far.
-        residual: the largest so far, relative to the largest output; NaN if one was.
-        residual_over_rounding: likewise, in units of what rounding can do.
-        rounding: the largest so far that rounding can do, relative to the largest output.
+        calls: number of calls so far.
+        residual: largest so far, relative to the largest output; NaN if one was NaN.
+        residual_over_rounding: the same, in units of the possible effect of rounding.
+        rounding: largest possible effect of rounding so far, relative to the largest output.
     """
 
     number: int
@@ -45,19 +45,19 @@ class Layer:
     rounding: float = 0.0
 
     def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
-        """Count a call; the generator draws the rows of its residual."""
-        found = recomputation_residual(call, generator)  # first: a call where it fails does not count
+        """Record a call; the generator draws the rows on which the residual is checked."""
+        residual = recomputation_residual(call, generator)  # first: a call for which it fails does not count
         self.kinds.add(kind)
         self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
         self.longest = max(self.longest, call.k.shape[2])
         self.calls += 1
-        self.residual = float(np.maximum(self.residual, found.residual))  # keeps a NaN
-        self.residual_over_rounding = float(np.maximum(self.residual_over_rounding, found.over_rounding))
-        self.rounding = float(np.maximum(self.rounding, found.rounding))
+        self.residual = float(np.maximum(self.residual, residual.residual))  # keeps a NaN
+        self.residual_over_rounding = float(np.maximum(self.residual_over_rounding, residual.over_rounding))
+        self.rounding = float(np.maximum(self.rounding, residual.rounding))
 
 
 class Layers:
-    """Number the places in the order of their first calls; a module that a forward calls twice is two places."""
+    """Numbers layers in the order of first calls; a module called twice per forward pass is two layers."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, int], Layer] = {}
@@ -67,14 +67,7 @@ class Layers:
         return len(self._places)
 
     def add(self, rows: CountedRows) -> int:
-        """Count a call.
-
-        Args:
-            rows: of any call.
-
-        Returns:
-            The number of its place.
-        """
+        """Record a call; return the number of its layer."""
         call = rows.call
         name = call.module, call.occurrence
         place = self._places.get(name) or Layer(len(self._places), call.mechanism)
@@ -90,23 +83,15 @@ class Layers:
 
     @property
     def kind(self) -> str:
-        """Kind of the masks of all places together."""
+        """The kind of all layers' masks together."""
         return joint_kind({kind for place in self._places.values() for kind in place.kinds})
 
     def largest(self, name: str) -> float:
-        """Largest value of a number of :class:`Layer` over the places; NaN if one is.
-
-        Args:
-            name: of the attribute.
-        """
+        """Return the largest value of an attribute of :class:`Layer` over all layers; NaN if one is NaN."""
         return float(np.max([getattr(place, name) for place in self._places.values()]))
 
     def table(self, model: str) -> pd.DataFrame:
-        """The table ``calls`` of :class:`~semdiag.measuring.measurements.Measurements`.
-
-        Args:
-            model: written into the column ``model``.
-        """
+        """Return the table ``calls`` of :class:`~semdiag.measuring.measurements.Measurements`."""
         shared = ("mechanism", "heads", "key_heads", "width", "calls", *RESIDUALS)
         rows = [
             {"model": model, "layer": place.number, "module": module, "occurrence": occurrence}
@@ -118,7 +103,7 @@ class Layers:
 
 
 def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
-    """The table ``skipped``: what looks like attention and was not captured, and modules never called.
+    """Return the table ``skipped``: what looks like attention but was not captured, and modules never called.
 
     Args:
         model: written into the column ``model``.
@@ -133,11 +118,6 @@ def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
 
 
 def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
-    """The table ``remarks``: what a reader should know about the attention that was captured.
-
-    Args:
-        model: written into the column ``model``.
-        audit: of the capture.
-    """
+    """Return the table ``remarks``: what readers should know about the captured attention."""
     rows = [{"model": model, **remark.to_dict(), "times": times} for remark, times in audit.remarks.items()]
     return REMARKS.of_rows(rows)

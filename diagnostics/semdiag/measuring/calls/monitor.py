@@ -1,4 +1,4 @@
-"""Watching a model's attention while it is trained."""
+"""Monitor a model's attention during training."""
 
 import threading
 import time
@@ -37,66 +37,67 @@ from semdiag.measuring.calls.monitor_scalars import ScalarWriter
 from semdiag_models import InputError
 
 _COMPILED = (
-    "The hooks of a module inside a compiled one do not look, also not under fullgraph: give the monitor the "
-    "compiled model, Monitor(torch.compile(model))."
+    "Hooks on a module inside a compiled one do nothing, even with fullgraph: give the monitor the compiled "
+    "model, Monitor(torch.compile(model))."
 )
 
 
 class Monitor:
-    """Follow dispersion, separation, stability and entropy of a model's attention during training.
+    """Monitors dispersion, separation, stability and entropy of a model's attention during training.
 
-    Every ``every``-th forward call in training mode, a few query rows of each attention call are scored: 8 (or
-    ``queries``) random queries of 4 random samples, all heads. Nothing else happens at the other calls. Outputs,
-    gradients and random numbers are those of the training without a monitor, to the last bit. A training is
-    never stopped: where the monitor fails, on a full disk too, it warns, and so it does, once, where it cannot see
-    some attention, of which there are no rows. With gradient accumulation, forward calls are more than optimiser
-    steps.
+    At every ``every``-th forward call in training mode, it scores a few query rows of each attention call: 8 (or
+    ``queries``) random queries of 4 random samples, all heads. At other calls it does nothing. Outputs, gradients
+    and random numbers equal those of training without a monitor, to the last bit. It never stops training: if it
+    fails, even on a full disk, it warns. It also warns, once, if it cannot see some attention, which then has no
+    rows. With gradient accumulation, there are more forward calls than optimiser steps.
 
-    Of a compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls that
-    are looked at then run as they were written, and round otherwise (about 1e-7); the others are those of the
-    compiled model. The hooks of a module inside a compiled one are compiled with it and cannot look.
+    For compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. Forward calls that are
+    looked at then run uncompiled, with other rounding (about 1e-7); the others run compiled. Hooks of a module
+    inside a compiled one are compiled with it and cannot look.
 
-    Several threads may train the model: a look belongs to the thread that began it, and the forward calls that
-    others make meanwhile are counted and not looked at. Under torch.distributed every rank starts a monitor.
+    Several threads may train the model: a look belongs to the thread that began it, and other threads' forward
+    calls meanwhile are only counted. Under torch.distributed, every rank starts a monitor.
 
     Two tables grow. ``table`` has one row per step, attention layer and occurrence of the layer in that step:
-    ``step, layer, module, occurrence, rows`` (scored queries, padded ones left out), and medians over these rows
-    of ``keys``, ``dispersion`` (δ, nats), ``separation`` (Δ, nats; empty where nothing is dropped), ``xi`` (the
-    local stability 2p(1 − p) of the largest weight p, docs/theory.md#local-stability) and ``entropy`` (nats);
-    for each k also ``dispersion_kK``, ``separation_kK``, ``mass_kK`` as if the K largest scores were kept.
-    ``heads`` has one row per head of each of these: extremes over the same rows, as
-    :func:`~semdiag.measuring.calls.monitor_heads.describe_heads` says, and the rules that it crosses (``alarm``).
-    Extremes are those of the ``rows`` that were looked at; with ``rows="all"`` of every row.
+    ``step, layer, module, occurrence, rows`` (scored queries that are not padding), and medians over these rows of
+    ``keys``, ``dispersion`` (δ, nats), ``separation`` (Δ, nats; empty if nothing is dropped), ``xi`` (the local
+    stability 2p(1 − p) of the largest weight p, docs/theory.md#local-stability) and ``entropy`` (nats); for each k
+    also ``dispersion_kK``, ``separation_kK``, ``mass_kK`` as if the K largest scores were kept. ``heads`` has one
+    row per head of each of these: extremes over the same rows, defined in
+    :func:`~semdiag.measuring.calls.monitor_heads.describe_heads`, and the rules that it crosses (``alarm``).
+    Extremes are over the ``rows`` that were looked at; with ``rows="all"``, over every row.
 
     Args:
         model: the module whose forward calls are counted; an encoder of semdiag_models or any transformer that
             :func:`semdiag.watch_attention` understands.
-        every: forward calls in training mode from one look to the next; the first call is looked at.
+        every: number of forward calls in training mode from one look to the next; the first call is looked at.
         k: numbers of heavy hitters for the counterfactual columns, one or several.
-        path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued.
-            Those of heads go to ``NAME-heads`` beside it. The monitor has both alone until it stops.
+        path: ``.csv`` or ``.parquet`` file to which rows are appended; an existing one is continued. Rows of heads
+            go to ``NAME-heads`` beside it. The monitor locks both until it stops.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
-        log: called with a dictionary of numbers and the step, as ``wandb.log`` is. Keys are
+        log: called with a dictionary of numbers and the step, like ``wandb.log``. Keys are
             ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
             ``attention/layer_3/max_logit/max``, ``min`` and ``median``; TensorBoard gets the same.
-        rows: ``sample``, or ``all``: every query row is looked at, and no score is stored.
-        alarm: by quantity (a column of ``heads``) a threshold that must not be exceeded: 50, ``(0.05, "below")``,
-            ``(50, 100)`` for a warning and a severe alarm, ``(0.5, 0.05, "below")``; or a change, ``("halves",
-            500)`` or ``("doubles", 500)`` within so many steps. Each head alarms once for each rule.
-        on_alarm: ``warn`` (one warning a look), ``raise`` (:class:`~.monitor_alarms.AlarmError` behind the forward
-            call), or a function that is called with each :class:`~.monitor_alarms.Alarm`.
-        accumulation: forward calls in training mode that make one step, where gradients are accumulated: only the
-            first of a step can be looked at.
-        ranks: ``all``: under torch.distributed each look waits for all ranks, which then have the same rows and
-            alarms (:class:`~.monitor_reduction.Reduction`); rank 0 writes, logs and warns. ``own``: each alone.
+        rows: ``sample``, or ``all`` to look at every query row, without storing scores.
+        alarm: for each quantity (a column of ``heads``) a threshold: 50, ``(0.05, "below")``, ``(50, 100)`` for a
+            warning and a severe alarm, ``(0.5, 0.05, "below")``; or a change within so many steps: ``("halves",
+            500)`` or ``("doubles", 500)``. Each head alarms once per rule.
+        on_alarm: ``warn`` (one warning per look), ``raise`` (:class:`~.monitor_alarms.AlarmError` after the
+            forward call), or a function that is called with each :class:`~.monitor_alarms.Alarm`.
+        accumulation: forward calls in training mode per step, if gradients are accumulated: only the first of a
+            step is looked at.
+        ranks: with ``all``, under torch.distributed, each look waits for all ranks, which then have the same rows
+            and alarms (:class:`~.monitor_reduction.Reduction`); rank 0 writes, logs and warns. With ``own``, each
+            rank is on its own.
         seed: of the choice of samples and queries.
-        queries: looked at of each of the samples; medians of more rows vary less from look to look.
-        first_step: number of the first step, for resumed trainings; it warns where the file has come as far.
+        queries: number per sample; medians of more rows vary less from look to look.
+        first_step: number of the first step, for resumed training; it warns if the file already has this step.
 
     Raises:
-        InputError: if an argument is illegal, no row can ever cross a rule, the file cannot be written or
-            continued or is another's, TensorBoard is not installed, or (on start) the model has no attention that
-            can be watched or was compiled in place, or another rank has no monitor or one with other arguments.
+        InputError: if an argument is invalid, no row can ever cross a rule, the file cannot be written or
+            continued or is locked by another monitor, TensorBoard is not installed, or (on start) the model has no
+            attention that can be watched or was compiled in place, or another rank has no monitor or one with
+            other arguments.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -133,9 +134,9 @@ class Monitor:
         self.model, self.every = model, whole_number(every, "every", 1)
         self.k = tuple(dict.fromkeys(whole_numbers(k, "k", 1)))
         if rows not in ("sample", "all"):
-            raise InputError(f'rows is "sample" or "all". Got {rows!r}.')
+            raise InputError(f'rows must be "sample" or "all". Got {rows!r}.')
         if log is not None and not callable(log):
-            raise InputError(f"log is called with a dictionary and the step, like wandb.log. Got {log!r}.")
+            raise InputError(f"log must be a function of a dictionary and the step, like wandb.log. Got {log!r}.")
         looked_at = whole_number(queries, "queries", 1)
         self._queries = None if rows == "all" else looked_at
         self._watch = Watch(rules_of(alarm, self.k, self.every))
@@ -154,44 +155,37 @@ class Monitor:
         self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
         self._looked_at: int | None = None
-        self._looker: threading.Thread | None = None  # which the running look belongs to
+        self._looker: threading.Thread | None = None  # owner of the current look
         self._forwards: set[int] = set()  # threads that run the model
-        self._turn = threading.Lock()  # to count, and to begin a look
+        self._turn = threading.Lock()  # guards counting and starting a look
         self._rows: list[dict[str, Any]] = []
         self._head_rows: list[dict[str, Any]] = []
-        self._last: list[dict[str, Any]] = []  # rows of heads of the last step that was looked at
-        self._seen: bool | None = None  # whether the running look has seen attention; None: it cannot look
+        self._last: list[dict[str, Any]] = []  # rows of heads of the last look
+        self._seen: bool | None = None  # whether the current look saw attention; None if it cannot look
         self._padding = Padding(model)
-        self._audit = Audit()  # of the running look
+        self._audit = Audit()  # of the current look
 
     @property
     def table(self) -> pd.DataFrame:
-        """All rows so far, those of a continued file included."""
+        """All rows so far, including those of a continued file."""
         return self._outputs.layers.table()
 
     @property
     def heads(self) -> pd.DataFrame:
-        """All rows of heads so far, those of a continued file included."""
+        """All rows of heads so far, including those of a continued file."""
         return self._outputs.heads.table()
 
     def summary(self) -> str:
-        """Tell the extremes of the last step that was looked at, and every alarm, in plain text."""
+        """Return the extremes of the last step that was looked at, and every alarm, as plain text."""
         return summary_of(self._last, self.alarms, quantities(self.k))
 
     def begin_step(self, step: int) -> None:
-        """Say which step the next forward call belongs to, where a training loop knows it better.
-
-        Args:
-            step: its number.
-        """
+        """Set the step that the next forward call belongs to, if the training loop knows better."""
         with self._turn:
             self.step, self._micro = step, 0
 
     def start(self) -> Self:
-        """Begin to count and to look; ``with Monitor(…)`` does it.
-
-        Returns:
-            This monitor.
+        """Start counting and looking, and return the monitor; ``with Monitor(…)`` calls it.
 
         Raises:
             InputError: if the model has no attention that can be watched or was compiled in place, or TensorBoard
@@ -205,7 +199,7 @@ class Monitor:
                 "would be compiled too. Give it the compiled model: Monitor(torch.compile(model))."
             )
         with watch_attention(self.model, lambda call: None):
-            pass  # a model that cannot be watched is refused here, not in the middle of a training
+            pass  # refuse a model that cannot be watched now, not in the middle of training
         agreed = {"every": self.every, "k": self.k, "accumulation": self._accumulation, "first_step": self.step}
         try:
             self._outputs.open()
@@ -217,14 +211,14 @@ class Monitor:
         return self
 
     def stop(self) -> None:
-        """Leave the model as it was found; rows stay readable."""
-        begun, speaks = bool(self._handles), self._ranks.speaks
+        """Restore the model; rows remain readable."""
+        begun, reports = bool(self._handles), self._ranks.reports
         unseen = begun and self.step == self._first_step and not self._micro
         self._leave()
         never = {rule.quantity for rule in self._watch.rules} - self._watch.met
-        if begun and self._last and never and speaks:
-            said = ", ".join(sorted(never))
-            warnings.warn(f"No row had a value of {said}: these alarms watched nothing.", stacklevel=2)
+        if begun and self._last and never and reports:
+            names = ", ".join(sorted(never))
+            warnings.warn(f"No row had a value of {names}: these alarms watched nothing.", stacklevel=2)
         if unseen:
             warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
 
@@ -264,11 +258,11 @@ class Monitor:
             self.step += self._micro == 0
             if self._looker is not None and self._looker is not own and self._looker.is_alive():
                 return
-            self._look.close()  # of a call that was interrupted
+            self._look.close()  # of an interrupted call
             self._looked_at, self._looker = step, own if first and step % self.every == 0 else None
         if self._looker is own:
             self._rows, self._head_rows, self._seen = [], [], None
-            with self._faults.told(), ExitStack() as look:
+            with self._faults.reporting(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
                 watch = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
                 self._audit = look.enter_context(watch)
@@ -284,19 +278,19 @@ class Monitor:
         step, self._looked_at = self._looked_at, None
         alarms: list[Alarm] = []
         if step is not None and output is not None:
-            with self._faults.told():
+            with self._faults.reporting():
                 alarms = self._finish(step)
-        elif step is not None:  # the forward raised an exception
+        elif step is not None:  # the forward pass raised an exception
             self._ranks.fail(step)
         self._looker = None
         if alarms:
-            self._tell(alarms)
+            self._report_alarms(alarms)
 
     def _reduce(self, call: AttentionCall, step: int) -> None:
         if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
-            return  # of another thread's forward
+            return  # belongs to another thread's forward pass
         start, self._seen = time.perf_counter(), True
-        with self._faults.told():
+        with self._faults.reporting():
             call = self._marked(call)
             self._ranks.part(self.model, call.module)
             place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
@@ -306,7 +300,7 @@ class Monitor:
         self.seconds += time.perf_counter() - start
 
     def _marked(self, call: AttentionCall) -> AttentionCall:
-        """The call with its padded queries marked; what could not be matched is said once."""
+        """Return the call with its padded queries marked; warn once about masks that could not be matched."""
         audit = Audit()
         call = self._padding.marked(call, audit)
         self._faults.name_remarks(audit)
@@ -317,7 +311,7 @@ class Monitor:
         self._faults.begin()
         own = Look(step, self._rows, self._head_rows, self._ranks.parts)
         self._rows, self._head_rows = [], []
-        rows, heads = self._reduction(self._ranks.together(own))  # all ranks are here, whatever each of them saw
+        rows, heads = self._reduction(self._ranks.together(own))  # all ranks take part, whatever each of them saw
         if self._seen is False:
             warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
         if self._seen is not None:
@@ -330,14 +324,14 @@ class Monitor:
         self.seconds += time.perf_counter() - start
         return alarms
 
-    def _tell(self, alarms: list[Alarm]) -> None:
-        """Say who crossed a rule, as the user wants it."""
+    def _report_alarms(self, alarms: list[Alarm]) -> None:
+        """Report alarms in the way the user chose."""
         if callable(self._on_alarm):
             for alarm in alarms:
                 self._on_alarm(alarm)
         elif self._on_alarm == "raise":
             raise AlarmError(alarms[0], len(alarms) - 1)
-        elif self._ranks.speaks:
+        elif self._ranks.reports:
             more = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
             warnings.warn(f"{alarms[0]}{more}", stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""Alarms of a training monitor: rules, checked at the start, and who crossed them first."""
+"""Alarms of a training monitor: their rules, checked at the start, and the heads that crossed them."""
 
 import math
 from collections import deque
@@ -24,7 +24,7 @@ _SPELLINGS = (
 class Alarm:
     """A head whose quantity crossed a threshold for the first time.
 
-    Its text holds the same in ``name=value`` pairs, separated by blanks.
+    ``str(alarm)`` holds the same as ``name=value`` pairs, separated by spaces.
 
     Attributes:
         step: number of the step that was looked at.
@@ -57,7 +57,7 @@ class Alarm:
 
 
 class AlarmError(RuntimeError):
-    """A rule of a monitor with ``on_alarm="raise"`` was crossed; ``alarm`` is the first."""
+    """Raised when a rule is crossed, with ``on_alarm="raise"``; ``alarm`` is the first."""
 
     def __init__(self, alarm: Alarm, others: int) -> None:
         super().__init__(f"{alarm}{f' and {others} more' if others else ''}")
@@ -72,7 +72,7 @@ class Rule:
         quantity: a column of the table of heads.
         band: of the alarm.
         side: ``above``, ``below``, ``halves`` or ``doubles``.
-        threshold: value, or for a change the steps within which it happens.
+        threshold: a value; for a change, the number of steps within which it happens.
     """
 
     quantity: str
@@ -82,16 +82,16 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """What is crossed, in words."""
+        """The rule in words."""
         within = "within " if self.side in CHANGES else ""
         return f"{self.side} {within}{self.threshold:g}"
 
     def crossed(self, value: float, earlier: Iterable[tuple[int, float]]) -> bool:
-        """Whether a value crosses the rule.
+        """Return whether a value crosses the rule.
 
         Args:
-            value: now.
-            earlier: step and value of the same head within the steps of a change.
+            value: the current one.
+            earlier: step and value of the same head, within the steps of a change.
         """
         if self.side == ABOVE:
             return value > self.threshold
@@ -104,42 +104,39 @@ class Rule:
 
 
 def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> list[Rule]:
-    """Read the rules of ``Monitor(alarm=…)``.
+    """Return the rules of ``Monitor(alarm=…)``, severe ones first.
 
     Args:
-        alarm: quantity to threshold, pair of thresholds, or change.
+        alarm: quantity to threshold, pair of thresholds, or change; None means no rules.
         k: heavy hitters for which the monitor has columns.
         every: steps from one look to the next.
 
-    Returns:
-        The rules, severe ones first.
-
     Raises:
-        InputError: if a quantity is unknown, a rule is spelt otherwise, or no row can ever cross it.
+        InputError: if a quantity is unknown, a rule is malformed, or no row can ever cross it.
     """
     if alarm is not None and not isinstance(alarm, Mapping):
         raise InputError(f"alarm takes a dictionary from quantities to thresholds. Got {alarm!r}.")
-    rules = [rule for quantity, said in (alarm or {}).items() for rule in _rules(quantity, said, k, every)]
+    rules = [rule for quantity, setting in (alarm or {}).items() for rule in _rules(quantity, setting, k, every)]
     return sorted(rules, key=lambda rule: rule.band != SEVERE)
 
 
 def counted_above(rules: Iterable[Rule]) -> float:
-    """The score above which rows are counted: the lowest threshold of ``max_logit``, or 50."""
+    """Return the score above which rows are counted: the lowest threshold of ``max_logit``, or 50."""
     limits = (rule.threshold for rule in rules if (rule.quantity, rule.side) == ("max_logit", ABOVE))
     return min(limits, default=LOGIT)
 
 
-def _rules(quantity: str, said: Any, k: Sequence[int], every: int) -> list[Rule]:
+def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Rule]:
     """Read one quantity's rules: a change, or one or two thresholds."""
     limits = {**LIMITS, **{f"{name}_k{value}": ends for name, ends in OF_K.items() for value in k}}
     if quantity not in limits:
         of_k = [name for name in OF_K if str(quantity).startswith(f"{name}_k")]
-        more = " Give the monitor that k." if of_k else f" Known: {', '.join(limits)}."
+        more = " Add that k to the monitor's k." if of_k else f" Known: {', '.join(limits)}."
         raise InputError(f"alarm: there is no quantity {quantity!r}.{more}")
-    parts = (tuple(said) or (None,)) if isinstance(said, tuple | list) else (said,)
+    parts = (tuple(setting) or (None,)) if isinstance(setting, tuple | list) else (setting,)
     if len(parts) == 2 and isinstance(parts[0], str) and parts[0] in CHANGES:
         return [_change(quantity, parts[0], parts[1], every)]
-    side, numbers = _thresholds(quantity, said, parts)
+    side, numbers = _thresholds(quantity, setting, parts)
     low, high = limits[quantity]
     for x in numbers:
         if x >= high if side == ABOVE else x <= low:
@@ -148,37 +145,37 @@ def _rules(quantity: str, said: Any, k: Sequence[int], every: int) -> list[Rule]
 
 
 def _change(quantity: str, side: str, steps: Any, every: int) -> Rule:
-    """Read a change within some steps."""
+    """Read the rule for a change within some steps."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
         raise InputError(
-            f"alarm: {quantity} is looked at every {every} steps: what {side} within {steps!r} is never seen."
+            f"alarm: {quantity} is looked at every {every} steps; what {side} within {steps!r} is missed."
         )
     return Rule(quantity, WARNING, side, steps)
 
 
-def _thresholds(quantity: str, said: Any, parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Read one or two numbers, with the side on which they are crossed last if it is named."""
+def _thresholds(quantity: str, setting: Any, parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Read one or two numbers, optionally followed by the side on which they are crossed."""
     side = parts[-1] if parts[-1] in (ABOVE, BELOW) and isinstance(parts[-1], str) else ABOVE
     numbers = parts[:-1] if isinstance(parts[-1], str) else parts
     legal = 1 <= len(numbers) <= 2 and all(
         isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in numbers
     )
     if not legal or (isinstance(parts[-1], str) and parts[-1] not in (ABOVE, BELOW)):
-        raise InputError(f"alarm: a rule is {_SPELLINGS}. Got {quantity}: {said!r}.")
+        raise InputError(f"alarm: a rule must look like {_SPELLINGS}. Got {quantity}: {setting!r}.")
     if len(numbers) == 2 and not (numbers[0] < numbers[1] if side == ABOVE else numbers[0] > numbers[1]):
-        raise InputError(f"alarm: the warning comes before the severe threshold. Got {quantity}: {said!r}.")
+        raise InputError(f"alarm: the warning must come before the severe threshold. Got {quantity}: {setting!r}.")
     return side, numbers
 
 
 @dataclass
 class Watch:
-    """Which heads have crossed which rules.
+    """Records which heads have crossed which rules.
 
     Attributes:
         rules: severe ones first.
         crossed: quantity, band, side, layer, occurrence and head of every alarm so far.
-        history: by quantity, layer, occurrence and head, the values of the steps that a change looks back to.
-        met: quantities that had a value in a row.
+        history: values of the steps that a change looks back to, by quantity, layer, occurrence and head.
+        met: quantities that had a value in some row.
     """
 
     rules: Sequence[Rule]
@@ -193,12 +190,12 @@ class Watch:
             rows: of the table of heads; their ``alarm`` is filled in.
 
         Returns:
-            What was crossed for the first time: severe alarms first.
+            New alarms, severe ones first.
         """
-        found = []
+        alarms = []
         for row in rows:
             place = row["layer"], row["occurrence"], row["head"]
-            said: dict[str, str] = {}
+            bands: dict[str, str] = {}
             for rule in self.rules:
                 value = row[rule.quantity]
                 if math.isnan(value):
@@ -206,17 +203,17 @@ class Watch:
                 self.met.add(rule.quantity)
                 if not rule.crossed(value, self._earlier(rule, place, row["step"])):
                     continue
-                said.setdefault(rule.quantity, rule.band)
+                bands.setdefault(rule.quantity, rule.band)
                 mark = (rule.quantity, rule.band, rule.side, *place)
                 if mark not in self.crossed:
                     self.crossed.add(mark)
                     layer, occurrence, head = place
-                    found.append(
+                    alarms.append(
                         Alarm(row["step"], layer, head, rule.quantity, value, rule.band, rule.text, occurrence)
                     )
-            row["alarm"] = " ".join(f"{quantity}:{band}" for quantity, band in said.items())
+            row["alarm"] = " ".join(f"{quantity}:{band}" for quantity, band in bands.items())
             self._remember(row, place)
-        return sorted(found, key=lambda alarm: alarm.band != SEVERE)
+        return sorted(alarms, key=lambda alarm: alarm.band != SEVERE)
 
     def _earlier(self, rule: Rule, place: tuple[Any, ...], step: int) -> list[tuple[int, float]]:
         known = self.history.get((rule.quantity, *place), ())
@@ -236,22 +233,18 @@ class Watch:
 
 
 def checked_on_alarm(on_alarm: Any) -> str | Callable[[Alarm], object]:
-    """Who is told of alarms: ``warn``, ``raise`` or a callable.
+    """Return ``warn``, ``raise`` or a callable; refuse anything else.
 
     Raises:
         InputError: if it is none of these.
     """
     if on_alarm in ("warn", "raise") or callable(on_alarm):
         return on_alarm  # type: ignore[no-any-return]
-    raise InputError(f'on_alarm is "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
+    raise InputError(f'on_alarm must be "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
 
 
 def extremes_of(heads: pd.DataFrame) -> list[str]:
-    """The extremes of a whole run and the first step at which each rule was crossed, a line each.
-
-    Args:
-        heads: a monitor's table of heads.
-    """
+    """Return the extremes of a whole run, and the first step at which each rule was crossed, one per line."""
     rows = [{str(name): value for name, value in row.items()} for row in heads.to_dict("records")]
     if not rows:
         return ["no rows"]
@@ -273,13 +266,7 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quantities: Sequence[str]) -> str:
-    """The extremes of the last step and every alarm, a line each.
-
-    Args:
-        rows: of the table of heads.
-        alarms: so far.
-        quantities: columns to tell of.
-    """
+    """Return the extremes of the last step and every alarm, one per line."""
     if not rows:
         return "No step was looked at."
     last = rows[-1]["step"]

@@ -1,4 +1,4 @@
-"""What a monitor sees of each head: extremes over the rows that it looks at, before they are averaged away."""
+"""Describe each head in a monitor: extremes over the rows that it looks at, before averaging hides them."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from torch import Tensor
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.measuring.calls.counted_rows import CountedRows
 
-# Quantities, and the ends between which each lies whatever a model does.
+# Quantities, and the bounds between which each must lie.
 LIMITS = {
     "max_logit": (-math.inf, math.inf),
     "above": (0.0, 1.0),
@@ -32,21 +32,21 @@ LARGEST, SMALLEST = (
 )  # extremes of rows; others are averages
 OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "mass": (0.0, 1.0)}
 PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
-LOGIT = 50.0  # nats: above which rows are counted where no rule says
+LOGIT = 50.0  # nats: rows above it are counted unless a rule says otherwise
 
 
 def head_columns(k: Sequence[int]) -> list[str]:
-    """Names of the columns of a monitor's table of heads."""
+    """Return the column names of a monitor's table of heads."""
     return [*PLACE, *quantities(k), "alarm"]
 
 
 def quantities(k: Sequence[int]) -> list[str]:
-    """Names of the columns that are quantities."""
+    """Return the names of the columns that are quantities."""
     return [*LIMITS, *(f"{name}_k{value}" for value in k for name in OF_K)]
 
 
 def head_key(row: Mapping[str, Any]) -> str:
-    """Where a row is of, in a logger's words.
+    """Return a row's layer, occurrence and head as a logger's key.
 
     Example:
         >>> head_key({"layer": 3, "head": 5, "occurrence": 0})
@@ -57,15 +57,16 @@ def head_key(row: Mapping[str, Any]) -> str:
 
 
 def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
-    """Reduce the rows of a call to a row for each head; NaN where no row has a quantity.
+    """Reduce the rows of a call to one row per head; NaN for a quantity that no row has.
 
-    max_logit: the largest score of a query and a key that it attends to (nats; scale and bias included; +inf
-    where a score is not finite). above: share of the rows whose largest score is above ``logit`` or
-    one of whose scores is not finite. entropy
-    (mean), least_entropy: of the weights, nats. first_key, heaviest_key: mean weights on the first key that is
-    no padding, and on the heaviest key of each row. dispersion δ, separation Δ, xi: medians. output_rank: e to
-    the entropy of the singular values of the head's outputs on these rows, each divided by their sum.
-    query_norm, key_norm: the largest.
+    max_logit: the largest score of a query and a key that it attends to (nats; with scale and bias; +inf if a
+        score
+    is not finite). above: fraction of the rows with a score above ``logit`` or one that is not finite. entropy
+    (mean),
+    least_entropy: of the weights, nats. first_key, heaviest_key: mean weights on the first real key, and on the
+        heaviest key of each row. dispersion δ, separation Δ, xi: medians. output_rank: e to the entropy of the
+        singular
+    values of the head's outputs on these rows, each divided by their sum. query_norm, key_norm: the largest.
 
     Source: Roy and Vetterli 2007 for the effective rank. Deviation: none.
 
@@ -77,30 +78,30 @@ def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) ->
     Returns:
         One dictionary per head, with ``head`` and ``rows``.
     """
-    found, used = rows.statistics, rows.attending
-    weight = found.largest_weight()
-    above = (found.kept_maximum > logit) | (found.non_finite > 0)
+    statistics, used = rows.statistics, rows.attending
+    weight = statistics.largest_weight()
+    above = (statistics.kept_maximum > logit) | (statistics.non_finite > 0)
     medians = {
-        "dispersion": found.dispersion(),
-        "separation": found.separation(),
+        "dispersion": statistics.dispersion(),
+        "separation": statistics.separation(),
         "xi": local_stability_of_weight(weight),
     }
     for value in k:
-        most = min(value, len(found.top_load))
-        medians[f"dispersion_k{value}"] = found.dispersion(most)
-        medians[f"separation_k{value}"] = found.separation(most)
-        medians[f"mass_k{value}"] = found.mass_kept(most)
+        most = min(value, len(statistics.top_load))
+        medians[f"dispersion_k{value}"] = statistics.dispersion(most)
+        medians[f"separation_k{value}"] = statistics.separation(most)
+        medians[f"mass_k{value}"] = statistics.mass_kept(most)
     values = {
         "max_logit": _largest_logits(rows),
-        "above": _each(above.to(weight.dtype), used, "mean"),
-        "entropy": _each(found.entropy, used, "mean"),
-        "least_entropy": _each(found.entropy, used, "min"),
-        "first_key": _each(rows.first_weight(), used, "mean"),
-        "heaviest_key": _each(weight, used, "mean"),
+        "above": _per_head(above.to(weight.dtype), used, "mean"),
+        "entropy": _per_head(statistics.entropy, used, "mean"),
+        "least_entropy": _per_head(statistics.entropy, used, "min"),
+        "first_key": _per_head(rows.first_weight(), used, "mean"),
+        "heaviest_key": _per_head(weight, used, "mean"),
         "output_rank": _output_rank(rows),
-        "query_norm": _each(rows.call.q.float().norm(dim=-1), rows.queries, "max"),
+        "query_norm": _per_head(rows.call.q.float().norm(dim=-1), rows.queries, "max"),
         "key_norm": _key_norms(rows),
-        **{name: _each(numbers, used, "median") for name, numbers in medians.items()},
+        **{name: _per_head(numbers, used, "median") for name, numbers in medians.items()},
     }
     counts = used.sum((0, 2)).tolist()
     names = quantities(k)
@@ -110,37 +111,37 @@ def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) ->
     ]
 
 
-def _each(values: Tensor, used: Tensor, what: str) -> list[float]:
-    """One number for each head over its rows that are used and finite."""
-    found = []
+def _per_head(values: Tensor, used: Tensor, what: str) -> list[float]:
+    """Return one number per head over its rows that are used and finite; NaN if there are none."""
+    numbers = []
     for head in range(values.shape[1]):
         own = values[:, head][used[:, head]].double()
         own = own[own.isfinite()]
         if not len(own):
-            found.append(math.nan)
+            numbers.append(math.nan)
         elif what == "median":
-            found.append(float(own.quantile(0.5)))
+            numbers.append(float(own.quantile(0.5)))
         else:
-            found.append(float(getattr(own, what)()))
-    return found
+            numbers.append(float(getattr(own, what)()))
+    return numbers
 
 
 def _largest_logits(rows: CountedRows) -> list[float]:
-    """The largest score by head; +inf where one is not a finite number."""
+    """Return the largest score of each head; +inf if one is not finite."""
     broken = ((rows.statistics.non_finite > 0) & rows.queries).any(2).any(0).tolist()
-    largest = _each(rows.statistics.kept_maximum, rows.attending, "max")
+    largest = _per_head(rows.statistics.kept_maximum, rows.attending, "max")
     return [math.inf if lost else value for lost, value in zip(broken, largest, strict=True)]
 
 
 def _key_norms(rows: CountedRows) -> list[float]:
-    """The largest norm of a key that a row may attend to, by query head."""
+    """Return the largest norm of a key to which a row may attend, by query head."""
     norms = rows.call.k.float().norm(dim=-1)
     norms = norms.repeat_interleave(rows.call.q.shape[1] // norms.shape[1], 1)
-    return _each(norms, rows.keys.expand_as(norms), "max")
+    return _per_head(norms, rows.keys.expand_as(norms), "max")
 
 
 def _output_rank(rows: CountedRows) -> list[float]:
-    """e to the entropy of the normalised singular values of each head's outputs."""
+    """Return e to the entropy of the normalised singular values of each head's outputs."""
     outputs = rows.call.mixed.double().transpose(0, 1).flatten(1, 2)  # (H, b · r, Dv)
     outputs = outputs * rows.attending.transpose(0, 1).flatten(1)[..., None]
     tall = outputs.shape[1] > outputs.shape[2]
@@ -153,7 +154,7 @@ def _output_rank(rows: CountedRows) -> list[float]:
 
 
 def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, float]:
-    """The numbers of one step for a logger: of every head, and per layer largest, smallest and median.
+    """Return the numbers of one step for a logger: of every head, and the largest, smallest and median per layer.
 
     Args:
         rows: of the table of heads, of one step.
@@ -164,17 +165,17 @@ def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, fl
 
     Example:
         >>> place = {"layer": 0, "occurrence": 0, **dict.fromkeys(LIMITS, math.nan)}
-        >>> found = scalars([{**place, "head": 0, "entropy": 1.0}, {**place, "head": 1, "entropy": 3.0}], ())
-        >>> found["attention/layer_0/head_1/entropy"], found["attention/layer_0/entropy/median"]
+        >>> logged = scalars([{**place, "head": 0, "entropy": 1.0}, {**place, "head": 1, "entropy": 3.0}], ())
+        >>> logged["attention/layer_0/head_1/entropy"], logged["attention/layer_0/entropy/median"]
         (3.0, 2.0)
     """
-    found: dict[str, float] = {}
+    logged: dict[str, float] = {}
     layers: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         place = head_key(row)
         for name in quantities(k):
             if not math.isnan(row[name]):
-                found[f"attention/{place}/{name}"] = row[name]
+                logged[f"attention/{place}/{name}"] = row[name]
                 layers.setdefault(place.split("/")[0], {}).setdefault(name, []).append(row[name])
     for layer, names in layers.items():
         for name, numbers in names.items():
@@ -183,5 +184,5 @@ def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, fl
                 ("min", min(numbers)),
                 ("median", statistics.median(numbers)),
             ):
-                found[f"attention/{layer}/{name}/{how}"] = number
-    return found
+                logged[f"attention/{layer}/{name}/{how}"] = number
+    return logged

@@ -1,4 +1,4 @@
-"""The rows of a training monitor, in memory and in a file that grows with them."""
+"""Keep the rows of a training monitor, in memory and in a growing file."""
 
 import os
 import warnings
@@ -18,20 +18,19 @@ from semdiag_models.run_lock import RunLock
 
 
 class MonitorLog:
-    """Rows that are added step by step, to a CSV file line by line or to a parquet file that is replaced.
+    """Rows that are added step by step: appended to a CSV file, or to a parquet file that is rewritten.
 
-    A CSV file whose last line is torn, as a training leaves it that was killed while it wrote, is continued
-    without that line. Rows that could not be written are written with the next. The file is this log's alone,
-    from its beginning until it is closed.
+    A CSV file whose last line is incomplete, because training was killed while writing, is continued without that
+    line. Rows that could not be written are written with the next ones. The log locks its file until it is closed.
 
     Args:
-        path: ``.csv`` or ``.parquet``; None keeps the rows in memory only.
+        path: ``.csv`` or ``.parquet``; None keeps rows in memory only.
         columns: names of the columns.
-        first_step: number of the first step; a file that goes as far is continued with a warning (None: without).
+        first_step: number of the first step; warn if the file already has this step. None means no warning.
 
     Raises:
-        InputError: if the ending is another one, the folder does not exist, the file cannot be written or has
-            other columns, or another log writes to it.
+        InputError: if the suffix is another one, the folder does not exist, the file cannot be written or has
+            other columns, or another log has locked it.
     """
 
     def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
@@ -54,20 +53,20 @@ class MonitorLog:
             raise InputError(f"{path} cannot be continued (a step: {error}). Name a new file.") from None
         if first_step is not None and last >= first_step:
             warnings.warn(
-                f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "
-                "stand there twice. Monitor(…, first_step=…) continues it, or name a new file.",
+                f"{path} goes up to step {last}, but this monitor starts at step {first_step}: steps may occur "
+                "twice. Continue it with Monitor(…, first_step=…), or name a new file.",
                 stacklevel=4,
             )
 
     def open(self) -> None:
-        """Take the file, with what stands in it; a log that is open stays as it is.
+        """Lock the file and read its rows; nothing happens if the log is already open.
 
         Raises:
-            InputError: if it cannot be written or continued, or another log writes to it.
+            InputError: if it cannot be written or continued, or another log has locked it.
         """
         if self.path is None or self._lock is not None:
             return
-        with suppress(OSError, NotImplementedError):  # where no file can be locked
+        with suppress(OSError, NotImplementedError):  # on file systems without locks
             self._lock = RunLock(self.path.parent, self.path.name)
         try:
             _check_writable(self.path)
@@ -79,10 +78,10 @@ class MonitorLog:
             raise
 
     def close(self) -> None:
-        """Write what is left, and let the file go.
+        """Write the remaining rows and unlock the file.
 
         Raises:
-            OSError: if the file cannot be written; it is as it was.
+            OSError: if the file cannot be written; it is unchanged.
         """
         try:
             self.write()
@@ -102,13 +101,13 @@ class MonitorLog:
         return pd.concat([self._earlier, own], ignore_index=True) if len(own) else self._earlier.copy()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """Add rows, to the file too.
+        """Add rows, also to the file.
 
         Args:
             rows: a value or None for every column.
 
         Raises:
-            OSError: if the file cannot be written; the rows are kept, and the file is as it was.
+            OSError: if the file cannot be written; the rows are kept, and the file is unchanged.
         """
         self._rows += rows
         self.write()
@@ -117,7 +116,7 @@ class MonitorLog:
         """Write the rows that are not in the file yet.
 
         Raises:
-            OSError: if the file cannot be written; it is as it was.
+            OSError: if the file cannot be written; it is unchanged.
         """
         new = self._rows[self._written :]
         if self.path is None or not new:
@@ -150,7 +149,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def _append(path: Path, table: pd.DataFrame) -> None:
-    """Add lines to a CSV file, all or none."""
+    """Append lines to a CSV file, all or none."""
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
@@ -170,7 +169,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
                 content = file.read()
             torn = len(content) - content.rfind(b"\n") - 1
             if torn == len(content) and ",".join(columns).encode().startswith(content):
-                table = pd.DataFrame(columns=columns)  # not even the head was written
+                table = pd.DataFrame(columns=columns)  # not even the header is complete
             else:
                 table = from_csv_table(pd.read_csv(BytesIO(content[: len(content) - torn])))
         else:
@@ -184,7 +183,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
         )
     if torn:
         os.truncate(path, path.stat().st_size - torn)
-        warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=6)
+        warnings.warn(f"The last line of {path} was incomplete and is left out.", stacklevel=6)
     return table
 
 
@@ -192,16 +191,16 @@ def read_heads(path: Path) -> pd.DataFrame:
     """Read the table of heads of a monitor.
 
     Args:
-        path: its file, or that of the layers, beside which it stands.
+        path: its file, or the file of layers beside it.
 
     Raises:
-        InputError: if it is not there, cannot be read, or is another table.
+        InputError: if it does not exist, cannot be read, or is another table.
     """
     heads = path if path.stem.endswith("-heads") else path.with_name(f"{path.stem}-heads{path.suffix}")
     if heads.suffix not in (".csv", ".parquet"):
         raise InputError(f"A monitor writes .csv or .parquet. Got {path}.")
     if not heads.exists():
-        raise InputError(f"There is no {heads}: a Monitor with path=… writes it beside its table of layers.")
+        raise InputError(f"{heads} does not exist: a Monitor with path=… writes it beside its table of layers.")
     try:
         if heads.suffix == ".csv":
             with open_file(heads) as file:
@@ -211,7 +210,7 @@ def read_heads(path: Path) -> pd.DataFrame:
         numbers = [name for name in ("step", "layer", "head", *LIMITS) if name in table]
         table[numbers] = table[numbers].apply(pd.to_numeric)
         if missing := [name for name in head_columns(()) if name not in table]:
-            raise InputError(f"{heads} is no table of heads of a monitor: it lacks the column {missing[0]}.")
+            raise InputError(f"{heads} is not a monitor's table of heads: it lacks the column {missing[0]}.")
         table = table.dropna(subset=["step", "layer", "head"])
         return table.astype({"step": "int64", "layer": "int64", "head": "int64"})
     except InputError:

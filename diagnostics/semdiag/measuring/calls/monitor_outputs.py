@@ -1,4 +1,4 @@
-"""What a monitor keeps and sends: its two tables, with their files, and the numbers for loggers."""
+"""A monitor's outputs: its two tables, with their files, and the numbers for loggers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +12,12 @@ from semdiag.measuring.calls.monitor_scalars import Scalars, ScalarWriter
 
 
 class Outputs:
-    """The tables of a monitor, and whoever gets what is added to them.
+    """The tables of a monitor, and the loggers that get what is added to them.
 
     Args:
-        path: of the file of layers; None: rows stay in memory.
+        path: of the file of layers; None keeps rows in memory.
         tensorboard: see :class:`~semdiag.measuring.calls.monitor_scalars.Scalars`.
-        log: likewise.
+        log: see there.
         k: counterfactual numbers of heavy hitters.
         first_step: of the training.
 
@@ -41,38 +41,27 @@ class Outputs:
         self.heads = MonitorLog(beside, head_columns(k), None)
 
     def open(self) -> None:
-        """Take the files and the loggers.
+        """Open the files and the loggers.
 
         Raises:
-            InputError: if one cannot be had.
+            InputError: if one cannot be opened.
         """
         self.layers.open()
         self.heads.open()
         self._scalars.open()
 
     def add(self, step: int, rows: list[dict[str, Any]], heads: list[dict[str, Any]], faults: Faults) -> None:
-        """Keep and send the rows of a step; what fails is told, and stops nothing.
-
-        Args:
-            step: its number.
-            rows: of layers.
-            heads: of heads.
-            faults: to whom it is told.
-        """
+        """Keep and send the rows of a step; failures are reported to ``faults`` and stop nothing."""
         if self._scalars.wanted:
-            with faults.told():
+            with faults.reporting():
                 self._scalars.send(step, scalars(heads, self._k))
         for log, more in ((self.layers, rows), (self.heads, heads)):
-            with faults.told():
+            with faults.reporting():
                 log.add(more)
 
     def close(self, faults: Faults) -> None:
-        """Write what is left, and let all go.
-
-        Args:
-            faults: who is told what fails.
-        """
+        """Write the remaining rows, and close everything; failures are reported to ``faults``."""
         for log in (self.layers, self.heads):
-            with faults.told():
+            with faults.reporting():
                 log.close()
         self._scalars.close()

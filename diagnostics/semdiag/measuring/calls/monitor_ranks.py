@@ -1,4 +1,4 @@
-"""The monitors of several processes: what all of them saw is put together once a look."""
+"""Combine the monitors of several processes: each look joins what all ranks saw."""
 
 import hashlib
 import warnings
@@ -14,7 +14,7 @@ from torch import nn
 
 from semdiag_models import InputError
 
-PATIENCE = timedelta(minutes=10)  # for which a look waits for the other ranks
+PATIENCE = timedelta(minutes=10)  # how long a look waits for the other ranks
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Look:
         step: its number.
         rows: of the table of layers.
         heads: of the table of heads.
-        parts: by module, which part of its weights the rank holds.
+        parts: by module, a fingerprint of the part of its weights that the rank holds.
     """
 
     step: int
@@ -35,13 +35,13 @@ class Look:
 
 
 class Ranks:
-    """This process among those of torch.distributed, asked by a group of its own, on the CPU.
+    """This process among those of torch.distributed; they communicate in a group of their own, on the CPU.
 
     Args:
-        ranks: ``all``: a look is that of all ranks, where there are several; ``own``: of this one alone.
+        ranks: ``all`` for looks that join all ranks, if there are several; ``own`` for looks of this rank alone.
 
     Attributes:
-        rank: of this process; 0 where it is alone.
+        rank: of this process; 0 if it is alone.
 
     Raises:
         InputError: if ranks is neither.
@@ -49,60 +49,57 @@ class Ranks:
 
     def __init__(self, ranks: str) -> None:
         if ranks not in ("all", "own"):
-            raise InputError(f'ranks is "all" or "own". Got {ranks!r}.')
+            raise InputError(f'ranks must be "all" or "own". Got {ranks!r}.')
         self._together, self._wanted = ranks == "all" and _several(), ranks == "all"
         self.rank = dist.get_rank() if self._together else 0
         self._group: Any = None
         self._parts: dict[str, str] = {}
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process tells what all of them would tell alike."""
+    def reports(self) -> bool:
+        """Whether this process reports what all of them would report alike."""
         return self.rank == 0 or self._group is None
 
     def open(self, settings: Mapping[str, Any]) -> None:
-        """Meet the other ranks.
+        """Connect to the other ranks.
 
         Args:
-            settings: in which their monitors must agree.
+            settings: on which all monitors must agree.
 
         Raises:
             InputError: if a rank starts no monitor, or one with other settings.
         """
         if self._wanted and not self._together and _several():
             warnings.warn(
-                "The monitor was made before torch.distributed began: it looks at its own process alone. Make it "
-                "behind init_process_group.",
+                "The monitor was made before torch.distributed was initialised, so it sees its own process only. "
+                "Make it after init_process_group.",
                 stacklevel=3,
             )
         if not self._together or self._group is not None:
             return
         try:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-            told = self._gathered(dict(settings))
+            others = self._gathered(dict(settings))
         except (RuntimeError, ValueError) as error:
             self.leave()
             raise InputError(
-                f"A monitor looks at all ranks together, and {_why(error)} when it started. Start it in every "
-                'process, with gloo, or give it ranks="own".'
+                f"A monitor joins all ranks, but {_why(error)} when it started. Start it in every process, with "
+                'gloo, or give it ranks="own".'
             ) from None
-        for rank, other in enumerate(told):
+        for rank, other in enumerate(others):
             if unlike := [name for name in settings if settings[name] != other[name]]:
                 self.leave()
                 (name, *_) = unlike
                 raise InputError(
                     f"Monitors of all ranks look together: {name} is {settings[name]!r} in rank {self.rank} and "
-                    f'{other[name]!r} in rank {rank}. Give all the same, or ranks="own".'
+                    f'{other[name]!r} in rank {rank}. Give all the same value, or ranks="own".'
                 )
 
     def together(self, look: Look) -> list[Look]:
-        """What every rank saw of a step, in their order; where they cannot be asked, what this one saw.
+        """Return what every rank saw of a step, in rank order; if they cannot be reached, what this one saw.
 
-        Every rank gets the same. It waits until all ranks have looked. A rank that has ended or does not come,
-        or looks at another step, is told of in one warning, and from then on this one is alone.
-
-        Args:
-            look: of this rank.
+        It waits until all ranks have looked, and every rank gets the same. If a rank has ended, does not arrive in
+        time or looks at another step, it warns, and this rank continues alone.
         """
         if self._group is None:
             return [look]
@@ -113,38 +110,34 @@ class Ranks:
             return [look]
         steps = [other.step for other in looks]
         if len(set(steps)) > 1:
-            said = ", ".join(map(str, steps))
-            self._go_on_alone(look.step, f"the ranks look at different steps ({said})")
+            numbers = ", ".join(map(str, steps))
+            self._go_on_alone(look.step, f"the ranks look at different steps ({numbers})")
             return [look]
         return looks
 
     def fail(self, step: int) -> None:
-        """Tell the others that this rank's forward did not come to its end."""
+        """Tell the others that this rank's forward pass failed."""
         if self._group is not None:
-            self._go_on_alone(step, "its forward failed")
+            self._go_on_alone(step, "its forward pass failed")
 
     def part(self, model: nn.Module, name: str) -> None:
         """Note which part of a module's weights this rank holds when it first attends.
 
-        Replicated weights, and those that FSDP has gathered, are the same in every rank; those of tensor parallel
-        layers are not, and then the ranks' heads are different heads.
-
-        Args:
-            model: that is watched.
-            name: of the module.
+        Replicated weights, and those that FSDP has gathered, are the same in every rank. Those of tensor-parallel
+        layers differ, and then the ranks have different heads.
         """
         if self._group is not None and name not in self._parts:
             self._parts[name] = _fingerprint(model, name)
 
     @property
     def parts(self) -> dict[str, str]:
-        """By module, what :meth:`part` noted."""
+        """What :meth:`part` noted, by module."""
         return dict(self._parts)
 
     def leave(self) -> None:
-        """Close the group, by which ranks that wait know at once."""
+        """Close the group, which other ranks notice at once."""
         if self._group is not None:
-            with suppress(Exception):  # of a training that has closed all groups
+            with suppress(Exception):  # training may have closed all groups
                 dist.destroy_process_group(self._group)
         self._group = None
 
@@ -152,62 +145,62 @@ class Ranks:
         size = dist.get_world_size(self._group) if dist.is_initialized() else -1
         if size < 1:
             raise RuntimeError("the training has closed its groups")
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, own, group=self._group)
-        return found
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, own, group=self._group)
+        return gathered
 
     def _go_on_alone(self, step: int, why: str) -> None:
         self.leave()
         warnings.warn(
-            f"The monitor of rank {self.rank} looks at its own rank alone from step {step} on: {why}.",
+            f"The monitor of rank {self.rank} looks at its own rank only from step {step} on: {why}.",
             stacklevel=4,
         )
 
 
 def _several() -> bool:
-    """Whether there are other processes."""
+    """Return whether there are other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _why(error: Exception) -> str:
-    """What a failed collective says of the other ranks."""
-    said = str(error)
-    if "closed by peer" in said or "reset by peer" in said or "Broken pipe" in said:
+    """Return the reason why a collective operation failed, in words."""
+    text = str(error)
+    if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
         return "another rank has ended or stopped its monitor"
-    if "imed out" in said or "imeout" in said:
-        return f"not every rank came within {PATIENCE.total_seconds():g} s"
-    return f"the ranks could not be asked ({' '.join(said.split())[:120]})"
+    if "imed out" in text or "imeout" in text:
+        return f"not every rank arrived within {PATIENCE.total_seconds():g} s"
+    return f"the ranks could not be reached ({' '.join(text.split())[:120]})"
 
 
 def _fingerprint(model: nn.Module, name: str) -> str:
-    """A text that is the same in ranks that hold the same weights of a module, and hardly in others."""
+    """Return a text that is equal in ranks with the same weights of a module, and almost never in others."""
     modules = {known.replace("_orig_mod", "").strip("."): module for known, module in model.named_modules()}
-    found = hashlib.sha256()
-    while True:  # of a module without weights, those around it
+    digest = hashlib.sha256()
+    while True:  # a module without weights takes those around it
         seen = _weights(modules[name]) if name in modules else []
         if seen or not name:
             break
         name = name.rpartition(".")[0]
     for weight in seen:
-        found.update(repr(weight.tolist()).encode())  # numpy() would keep FSDP from putting the weight away
-    return found.hexdigest()[:16]
+        digest.update(repr(weight.tolist()).encode())  # numpy() would keep FSDP from freeing the weight
+    return digest.hexdigest()[:16]
 
 
 def _weights(module: nn.Module) -> list[torch.Tensor]:
-    """A few values of each parameter, as this rank holds them while the module runs."""
+    """Return a few values of each parameter, as this rank holds them while the module runs."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    found, left = [], [module]
+    samples, left = [], [module]
     while left:
         each = left.pop()
         for parameter in each.parameters(recurse=False):
             own = parameter.detach()
             values = (own.to_local() if isinstance(own, DTensor) else own).reshape(-1)
-            if len(values):  # none of those that a training has put away
-                found.append(values[:: max(1, len(values) // 16)][:16])
-        # Inside, what FSDP wraps by itself is put away again when attention runs.
+            if len(values):  # training may have freed some
+                samples.append(values[:: max(1, len(values) // 16)][:16])
+        # Inner modules that FSDP wraps separately are freed again when attention runs.
         left += [
             inner for inner in each.children() if not isinstance(inner, FSDPModule | FullyShardedDataParallel)
         ]
-    return found
+    return samples

@@ -1,4 +1,4 @@
-"""One look out of those of all ranks: extremes, and means weighted by rows."""
+"""Combine the looks of all ranks into one: extremes, and means weighted by rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,40 +10,36 @@ from semdiag.measuring.calls.monitor_ranks import Look
 
 
 class Reduction:
-    """Puts the looks of all ranks together; in every rank it gives the same.
+    """Combines the looks of all ranks; every rank gets the same result.
 
-    Rows of the same module, occurrence and head become one: ``rows`` is their sum, largest and smallest values
-    are those of all ranks, and all else is the mean of the ranks' numbers, weighted by their rows. So it is with
-    medians and ``output_rank``, too, which no reduction gives exactly: the median of all rows lies, as their mean
-    does, between the smallest and the largest median of a rank.
+    Rows of the same module, occurrence and head become one: ``rows`` is their sum, largest and smallest values are
+    those of all ranks, and everything else is the ranks' mean, weighted by rows. This includes medians and
+    ``output_rank``, which no reduction gives exactly: the median of all rows lies between the ranks' smallest and
+    largest median, and so does this mean.
 
-    Ranks that hold different weights of a module (tensor parallel layers) have different heads of it, which are
-    numbered on in the order of the ranks. Ranks that are given the same samples count their rows each.
+    Ranks with different weights of a module (tensor-parallel layers) have different heads of it, numbered in rank
+    order. Ranks that get the same samples all count their rows.
     """
 
     def __init__(self) -> None:
         self._heads_before: dict[tuple[str, str], int] = {}  # by module and part of its weights
 
     def __call__(self, looks: Sequence[Look]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Rows of layers and of heads of one step.
-
-        Args:
-            looks: of the ranks, in their order.
-        """
+        """Return the rows of layers and of heads of one step, from the ranks' looks in rank order."""
         if len(looks) == 1:
             return looks[0].rows, looks[0].heads
         layers: dict[str, int] = {}
         for look in looks:
             for row in look.rows:
                 layers.setdefault(row["module"], row["layer"])
-        if len(set(layers.values())) < len(layers):  # ranks that have other modules count them from 0, too
+        if len(set(layers.values())) < len(layers):  # ranks with other modules also number them from 0
             layers = {module: layer for layer, module in enumerate(layers)}
         rows = [row | {"layer": layers[row["module"]]} for look in looks for row in look.rows]
         heads = [row | {"layer": layers[row["module"]]} for look in looks for row in self._numbered(look)]
         return _reduced(rows, ["module", "occurrence"]), _reduced(heads, ["module", "occurrence", "head"])
 
     def _numbered(self, look: Look) -> list[dict[str, Any]]:
-        """A rank's rows of heads, numbered on from those of other parts of the same module."""
+        """Return a rank's rows of heads, numbered after those of other parts of the same module."""
         count: dict[tuple[str, str], int] = {}
         for row in look.heads:
             key = row["module"], look.parts.get(row["module"], "")
@@ -59,7 +55,7 @@ class Reduction:
 
 
 def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any]]:
-    """One row for each place, in the order in which a single process would have them."""
+    """Return one row per module, occurrence and head, in the order that a single process would have."""
     if not rows:
         return []
     table = pd.DataFrame(rows)
@@ -70,7 +66,7 @@ def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any
     weights = table[means].notna().mul(table["rows"], axis=0)
     sums = (table[means].fillna(0.0) * weights).groupby(by, sort=False).sum()
     groups = table.groupby(place, sort=False)
-    found = pd.concat(
+    joined = pd.concat(
         [
             groups[["step", "layer", "order"]].first(),
             groups["rows"].sum(),
@@ -80,5 +76,5 @@ def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any
         ],
         axis=1,
     )
-    found = found.reset_index().sort_values(["order", *place[2:]], kind="stable").drop(columns="order")
-    return [{str(name): value for name, value in row.items()} for row in found.to_dict("records")]
+    joined = joined.reset_index().sort_values(["order", *place[2:]], kind="stable").drop(columns="order")
+    return [{str(name): value for name, value in row.items()} for row in joined.to_dict("records")]

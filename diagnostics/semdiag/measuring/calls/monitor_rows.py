@@ -1,4 +1,4 @@
-"""The rows of a monitor's table: what is seen of one attention call while a model is trained."""
+"""The rows of a monitor's table: statistics of one attention call during training."""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
 
-_SAMPLES = 4  # looked at in each attention call: rows of scores = their number × queries × heads
+_SAMPLES = 4  # looked at per attention call: score rows = samples × queries × heads
 
 
 def columns(k: Sequence[int]) -> list[str]:
-    """Names of the columns of a monitor's table."""
+    """Return the column names of a monitor's table."""
     own = ["step", "layer", "module", "occurrence", "rows", "keys", "dispersion", "separation", "xi", "entropy"]
     return own + [f"{name}_k{value}" for value in k for name in ("dispersion", "separation", "mass")]
 
@@ -23,19 +23,19 @@ def columns(k: Sequence[int]) -> list[str]:
 def sampled_rows(
     call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int | None = 8
 ) -> CountedRows:
-    """A few random rows of an attention call, or all of them.
+    """Return a few random rows of an attention call, or all of them.
 
     Args:
         call: one attention call.
         k: counterfactual numbers of heavy hitters.
         generator: on CPU; chooses samples and queries, the same for all heads.
-        queries: of each sample, at most; None: every row, of which no score is stored.
+        queries: of each sample, at most; None means every row, without storing scores.
 
     Returns:
         The rows, shapes (b, H, r).
     """
     most = min(max(k, default=0), call.k.shape[2])
-    call = replace(call, v=call.v[..., :0])  # nobody looks at values: none are copied
+    call = replace(call, v=call.v[..., :0])  # values are unused: copy none
     if queries is None:
         return counted_rows(call, top=most)
     batch, _, length, _ = call.q.shape
@@ -51,7 +51,7 @@ def _on_cpu(call: AttentionCall) -> AttentionCall:
 
 
 def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
-    """Medians over the rows that count and have keys; NaN where no row has the quantity."""
+    """Return medians over the rows that count and have keys; NaN for a quantity that no row has."""
     statistics, used = rows.statistics, rows.attending
     weight = statistics.largest_weight()
     values = {
@@ -66,8 +66,8 @@ def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
         values[f"dispersion_k{value}"] = statistics.dispersion(most)
         values[f"separation_k{value}"] = statistics.separation(most)
         values[f"mass_k{value}"] = statistics.mass_kept(most)
-    found: dict[str, float | int] = {"rows": int(used.sum())}
+    medians: dict[str, float | int] = {"rows": int(used.sum())}
     for name, numbers in values.items():
         there = numbers[used & numbers.isfinite()]
-        found[name] = float(there.quantile(0.5)) if len(there) else math.nan
-    return found
+        medians[name] = float(there.quantile(0.5)) if len(there) else math.nan
+    return medians

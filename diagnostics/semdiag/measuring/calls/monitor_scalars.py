@@ -1,4 +1,4 @@
-"""Where a monitor sends its numbers besides files: TensorBoard, and a function like ``wandb.log``."""
+"""Send a monitor's numbers to TensorBoard, and to a function like ``wandb.log``."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from semdiag_models import InputError
 
 
 class ScalarWriter(Protocol):
-    """What is needed of a TensorBoard SummaryWriter."""
+    """The part of a TensorBoard SummaryWriter that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Log one number."""
@@ -33,14 +33,14 @@ class Scalars:
 
     @property
     def wanted(self) -> bool:
-        """Whether anyone takes the numbers."""
+        """Whether there is a receiver."""
         return self._writer is not None or self._log is not None
 
     def open(self) -> None:
-        """Begin.
+        """Open the writer.
 
         Raises:
-            InputError: if TensorBoard is wanted and not installed.
+            InputError: if TensorBoard is wanted but not installed.
         """
         self._writer = self._tensorboard
         if self._own:
@@ -52,16 +52,16 @@ class Scalars:
                 ) from None
             self._writer = SummaryWriter(str(self._tensorboard))
 
-    def send(self, step: int, found: dict[str, float]) -> None:
+    def send(self, step: int, numbers: dict[str, float]) -> None:
         """Send the numbers of a step."""
         if self._writer is not None:
-            for name, value in found.items():
+            for name, value in numbers.items():
                 self._writer.add_scalar(name, value, step)
         if self._log is not None:
-            self._log(found, step)
+            self._log(numbers, step)
 
     def close(self) -> None:
-        """End; a writer that was given stays open."""
+        """Close the writer, unless the user passed it."""
         if self._own and self._writer is not None:
             self._writer.close()
         self._writer = None

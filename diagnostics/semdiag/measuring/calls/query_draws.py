@@ -1,4 +1,4 @@
-"""Which queries of the attention calls of a model are looked at, where not all are."""
+"""Draw which queries of a model's attention calls are looked at."""
 
 from collections import Counter
 
@@ -11,56 +11,52 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.query_draws import draw_queries
 from semdiag_models import InputError
 
-DRAWN = "queries were drawn:"  # how a remark about them begins
-FEWEST = 2  # of one query nothing says how much the next would differ
+DRAWN = "queries were drawn:"  # start of a remark about them
+FEWEST = 2  # a single query shows no variation
 
 
 class QueryDraws:
-    """Draws the same share of the queries of every call: so many per sample and head of the longest sequence.
+    """Draws the same fraction of the queries of every call: N per sample and head of the longest sequence.
 
-    N are drawn of the L queries of the longest sequence that is expected, or of the first call, if that has more.
-    The share stays what it was at the first call, so that plain means are estimates; where a longer sequence comes
-    later, :attr:`said` says how many are drawn of it.
-    What is drawn of a sample depends on the seed, the layer and which sample it is, not on the batches.
+    N are drawn of the L queries of the longest expected sequence, or of the first call's, if that is longer. The
+    fraction is fixed at the first call, so that plain means are estimates; if a longer sequence follows,
+    :attr:`said` says how many are drawn of it. The draw depends on the seed, the layer and the sample's number,
+    not on the batches.
 
     Args:
-        count: N, queries per sample and head; None: all are looked at.
+        count: N, queries per sample and head; None means all.
         seed: of the draws.
 
     Raises:
-        InputError: if count is no whole number of at least 2.
+        InputError: unless count is a whole number of at least 2.
     """
 
     def __init__(self, count: int | None, seed: int) -> None:
         if isinstance(count, Tensor):
-            raise InputError("queries is how many to draw. Which of them are padding is said with real=mask.")
+            raise InputError("queries is the number to draw. To mark padding, use real=mask.")
         if count is not None:
             whole_number(count, "Queries to draw per sample and head", FEWEST)
         self.count, self._seed, self._longest, self._started = count, seed, 1, False
-        self._seen = 0  # queries of the longest sequence so far that are no padding
+        self._seen = 0  # real queries of the longest sequence so far
         self._samples: Counter[tuple[int, int]] = Counter()
 
     def expect(self, longest: int) -> None:
-        """Say, before the first call, how long the longest sequence is.
-
-        Args:
-            longest: its queries.
-        """
+        """Set, before the first call, the number of queries of the longest sequence."""
         self._longest = longest
 
     @property
     def share(self) -> float:
-        """The chance of every query, N / L; 1 where all are looked at."""
+        """Probability of every query, N / L; 1 if all are looked at."""
         return 1.0 if self.count is None else min(1.0, self.count / self._longest)
 
     @property
-    def said(self) -> list[str]:
-        """What is to be known of the draws: how many there are of the longest sequence so far, if not N of it."""
+    def remarks(self) -> list[str]:
+        """A remark on how many are drawn of the longest sequence so far, if not N; else empty."""
         if self.count is None or abs(self.share * self._seen - min(self.count, self._seen)) < 1:
             return []
         return [
             f"{DRAWN} {self.share * self._seen:.3g} of {self._seen} per sample and head of the longest sequence, "
-            f"not {self.count}: the share, {self.count} of {self._longest}, was set before that was seen"
+            f"not {self.count}: the fraction, {self.count} of {self._longest}, was fixed before it was seen"
         ]
 
     def places(self, call: AttentionCall) -> Tensor | None:
@@ -70,8 +66,8 @@ class QueryDraws:
             call: with its padded queries marked.
 
         Returns:
-            (B, H, R) int64 positions, -1 (at the end) for none; None: all are looked at. Columns 2s and 2s + 1 are
-            of stratum s.
+            (B, H, R) int64 positions, -1 (at the end) for none; None means all. Columns 2s and 2s + 1 belong to
+            stratum s.
         """
         batch, heads, length, _ = call.q.shape
         if not self._started:
@@ -87,9 +83,9 @@ class QueryDraws:
         drawn = []
         for row, counted in enumerate(real, first):
             own, rng = np.flatnonzero(counted), np.random.default_rng([self._seed, *place, row])
-            found = draw_queries(len(own), heads, self.count, self._longest, rng)
-            drawn.append(np.where(found >= 0, own[found], -1) if len(own) else found)
-        places = np.full((batch, heads, max(found.shape[1] for found in drawn)), -1)
-        for row, found in enumerate(drawn):
-            places[row, :, : found.shape[1]] = found
+            indices = draw_queries(len(own), heads, self.count, self._longest, rng)
+            drawn.append(np.where(indices >= 0, own[indices], -1) if len(own) else indices)
+        places = np.full((batch, heads, max(columns.shape[1] for columns in drawn)), -1)
+        for row, columns in enumerate(drawn):
+            places[row, :, : columns.shape[1]] = columns
         return torch.from_numpy(places).to(call.q.device)

@@ -1,15 +1,15 @@
-"""Notice random numbers that a model draws in evaluation mode, and replay them."""
+"""Detect random numbers that a model draws in evaluation mode, and replay them."""
 
 import torch
 from torch import Tensor
 
-DRAWS = "its forward draws random numbers in evaluation mode"
+DRAWS = "its forward pass draws random numbers in evaluation mode"
 
 
 class RandomNumbers:
-    """The state of torch's own generators, as it was when this was made: of the CPU, and of a CUDA device.
+    """The state of torch's global generators at construction, for the CPU and a CUDA device.
 
-    What a model draws from a generator of its own, or from another library's, is not known.
+    Draws from a model's own generator, or from another library, go unnoticed.
 
     Args:
         device: where the model runs.
@@ -30,7 +30,7 @@ class RandomNumbers:
 
     @property
     def drawn(self) -> bool:
-        """Whether some have been drawn since."""
+        """Whether numbers have been drawn since."""
         return any(not torch.equal(now, then) for now, then in zip(self._now(), self._states, strict=True))
 
     def again(self) -> None:

@@ -12,19 +12,19 @@ from semdiag.mathematics.row_statistics import RowStatistics
 
 @dataclass(frozen=True, eq=False)
 class ReducedCall:
-    """What is kept of a call: which one, positions of query 0 and key 0, what is real, its row statistics."""
+    """What is kept of a call: its identity, positions of query 0 and key 0, what is real, row statistics."""
 
     place: dict[str, Any]
     first_query: int
     keys_before: int
     queries: np.ndarray  # (B, H, R) bool
-    places: np.ndarray | None  # (B, H, R), positions of the queries; None: all, in their order
+    places: np.ndarray | None  # (B, H, R), positions of the queries; None means all, in order
     keys: np.ndarray  # (B, H, Lk) bool
     statistics: RowStatistics
 
 
 def rows_of_call(reduced: ReducedCall, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
-    """One call's rows: an entry per sample, head and position of (B, H, L)."""
+    """Return one call's rows: an entry per sample, head and position of (B, H, L)."""
     sample, head, where = (axis.ravel() for axis in np.indices(values.shape))
     columns = {**reduced.place, "sample": sample, "head": head, position: where}
     if position == "query":

@@ -1,4 +1,4 @@
-"""Whether a captured call is all that the layer's attention is made of."""
+"""Check that a captured call is complete: recompute the layer's output from it."""
 
 import math
 from collections.abc import Iterable
@@ -12,19 +12,19 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.unraveled import unraveled
 
 _CHECKED_ROWS = 32  # of all samples, heads and queries, drawn at random
-_DEVIATIONS = 6  # standard deviations of a sum of rounding errors that are taken to be independent
+_DEVIATIONS = 6  # standard deviations allowed for a sum of rounding errors, taken as independent
 _HALVES = torch.float16, torch.bfloat16
 
 
 class Residual(NamedTuple):
-    """How far the attention's formula, recomputed on random rows, is from what the layer returned.
+    """The deviation of the attention's formula, recomputed on random rows, from the layer's output.
 
     Attributes:
         residual: the largest deviation, relative to the largest output of these rows.
-        over_rounding: the largest deviation in units of what rounding can do to that output; at most 1 where the
-            capture is complete.
-        rounding: what rounding can do in the median row, relative to the largest output: what is missing and
-            changes less is not seen.
+        over_rounding: the largest deviation in units of the possible effect of rounding on that output; at most 1
+            if the capture is complete.
+        rounding: possible effect of rounding in the median row, relative to the largest output: a missing term
+            with a smaller effect goes unnoticed.
     """
 
     residual: float
@@ -36,10 +36,10 @@ UNKNOWN = Residual(math.nan, math.nan, math.nan)
 
 
 class _Rows(NamedTuple):
-    """The formula on r rows over n keys, in the precision in which it is recomputed."""
+    """The formula on r rows over n keys, in the precision of the recomputation."""
 
     again: Tensor  # (r, Dv)
-    some: Tensor  # (r, 1), rows with a key that count
+    some: Tensor  # (r, 1), real rows with a key
     weights: Tensor  # (r, n)
     scores: Tensor  # (r, n), before the softmax; 0 where forbidden
     products: Tensor  # (r, n), |scale| √Σ_d q_d² k_d²
@@ -48,22 +48,20 @@ class _Rows(NamedTuple):
 
 
 def recomputation_residual(call: AttentionCall, generator: torch.Generator | None = None) -> Residual:
-    """Deviation of the attention's formula, recomputed on random rows, from what the layer returned.
+    """Return the deviation of the attention's formula, recomputed on random rows, from the layer's output.
 
     The formula is that of :class:`AttentionCall`, with soft-cap, bias, sinks, grouped heads and selection. It
-    tells whether the captured tensors are all that the layer's attention is made of: a missed bias, soft-cap or
-    mask deviates by more than rounding does. Rows without an allowed key and padded queries are left out: what a
-    layer returns for them is its own choice.
+    shows whether the capture is complete: a missed bias, soft-cap or mask deviates by more than rounding. Rows
+    without an allowed key and padded queries are left out: a layer may return anything for them.
 
     Source: docs/theory.md#residual for what rounding can do. Deviation: none.
 
     Args:
         call: one attention call.
-        generator: on CPU; draws 32 rows of all samples, heads and queries. None: one of a fixed seed.
+        generator: on CPU; draws 32 rows of all samples, heads and queries. None means a fixed seed.
 
     Returns:
-        Three numbers; NaN if an output is not finite, or if weights were dropped at random (training mode with
-        dropout).
+        Three numbers; NaN if an output is not finite, or with dropout in training mode.
 
     Example:
         >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])
@@ -82,20 +80,20 @@ def recomputation_residual(call: AttentionCall, generator: torch.Generator | Non
         else torch.randint(rows, (_CHECKED_ROWS,), generator=generator)
     )
     index = unraveled(drawn, shape, call.q.device)
-    found = _attend(call, index)
-    mixed = call.mixed[index].to(found.again.dtype)
-    tiny = torch.finfo(mixed.dtype).tiny  # of zeros: no fault
-    scale = (mixed * found.some).abs().max().clamp(min=tiny)
-    deviation = ((found.again - mixed) * found.some).abs()
-    bound = _rounding(call, found, mixed).clamp(min=tiny) * found.some
+    recomputed = _attend(call, index)
+    mixed = call.mixed[index].to(recomputed.again.dtype)
+    tiny = torch.finfo(mixed.dtype).tiny  # avoids 0 / 0
+    scale = (mixed * recomputed.some).abs().max().clamp(min=tiny)
+    deviation = ((recomputed.again - mixed) * recomputed.some).abs()
+    bound = _rounding(call, recomputed, mixed).clamp(min=tiny) * recomputed.some
     excess = (deviation / bound.clamp(min=tiny)).max()
-    worst = bound.amax(-1)[found.some[:, 0]]
+    worst = bound.amax(-1)[recomputed.some[:, 0]]
     rounding = worst.median() / scale if len(worst) else scale.new_zeros(())
     return Residual(*(float(x) for x in (deviation.max() / scale, excess, rounding)))
 
 
 def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
-    """What rounding, in the model and here, can do to each output: docs/theory.md#residual. (r, Dv)."""
+    """Return the possible effect of rounding, in the model and here, on outputs (r, Dv): theory.md#residual."""
     unit, sums = _units(call)
     scores, weights, products = rows.scores.abs(), rows.weights, rows.products
     top = rows.scores.masked_fill(weights == 0, -torch.inf).amax(-1, keepdim=True)
@@ -129,14 +127,14 @@ def _of_sums(terms: int, squares: Tensor, total: Tensor) -> Tensor:
 
 
 def _coarsest(call: AttentionCall) -> torch.dtype:
-    """The least precise dtype of the call: under autocast that of what it returned."""
+    """Return the least precise dtype of the call: under autocast, that of its output."""
     return max((x.dtype for x in (call.q, call.k, call.v, call.mixed)), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _units(call: AttentionCall) -> tuple[float, float]:
-    """Unit roundoffs: of numbers, and of the sums in products."""
+    """Return the unit roundoffs of numbers, and of the sums in products."""
     unit, single = torch.finfo(_coarsest(call)).eps / 2, torch.finfo(torch.float32).eps / 2
-    if call.mechanism != MECHANISM:  # many models take the softmax in float32, whatever goes in and out
+    if call.mechanism != MECHANISM:  # many models compute the softmax in float32, whatever their dtype
         unit = max(unit, single)
     sums = min(unit, single)
     precision, device = torch.get_float32_matmul_precision(), call.q.device.type
@@ -149,7 +147,7 @@ def _units(call: AttentionCall) -> tuple[float, float]:
 
 
 def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> _Rows:
-    """The formula on some rows."""
+    """Evaluate the formula on some rows."""
     sample, head, query = index
     dtype = torch.float32 if call.q.dtype in _HALVES else call.q.dtype
     full = (*call.q.shape[:3], call.k.shape[2])
@@ -169,7 +167,7 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> _Rows:
     if call.causal:
         keep = keep & (torch.arange(full[3], device=keep.device) <= call.first_query + query[:, None])
     some = keep.any(-1, keepdim=True)
-    if call.queries is not None:  # what a layer returns for padding is its own choice, too
+    if call.queries is not None:  # a layer may return anything for padding
         some = some & call.queries[sample, query, None]
     if call.selected is not None:
         chosen = call.selected[index]
@@ -186,5 +184,5 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> _Rows:
 
 
 def _products(matrices: Iterable[Tensor], vectors: Tensor) -> Tensor:
-    """Matrices (n, m), r of them, times vectors (r, m): (r, n). One by one: what is read is not copied."""
+    """Multiply r matrices (n, m) by r vectors (r, m), one by one to avoid copies: (r, n)."""
     return torch.stack([matrix @ vector for matrix, vector in zip(matrices, vectors, strict=True)])

@@ -1,4 +1,4 @@
-"""Running a model of any kind while its attention is watched: in evaluation mode, without gradients, unchanged."""
+"""Run any model while its attention is watched: in evaluation mode, without gradients, unchanged."""
 
 import copy
 import re
@@ -25,16 +25,16 @@ from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag_models import Encoder, InputError
 
 _GROUPED = (
-    ": its experts are one grouped matrix product, which knows no float64; "
+    ": its experts are one grouped matrix product, which does not support float64; "
     'model.set_experts_implementation("eager") multiplies them one by one'
 )
 
 
 class Run:
-    """Call it with a batch; every attention call of the forward pass goes to a consumer.
+    """Runs the model on a batch when called; a consumer gets every attention call of the forward pass.
 
-    Calls come with their padded queries marked, and numbered by place: a module that one forward calls twice
-    is two layers.
+    Calls have their padded queries marked, and layers numbered: a module called twice per forward pass is two
+    layers.
 
     Attributes:
         module: what runs: the model, or a copy that was moved or converted.
@@ -42,7 +42,7 @@ class Run:
         dtype: of the module.
         audit: of the capture.
         padding: which queries are padding.
-        drew: whether an external model has drawn random numbers: its next run on the same inputs is another one.
+        drew: whether an external model drew random numbers, so that another run on the same inputs would differ.
     """
 
     module: nn.Module
@@ -67,11 +67,11 @@ class Run:
             batch: on any device.
 
         Returns:
-            What the model returns; None for an external model, of whose output nothing is known.
+            What the model returns; None for an external model, whose output we cannot interpret.
 
         Raises:
-            NotAvailableError: if an external model fails in float64, which not every operation knows.
-            InputError: if it fails otherwise.
+            NotAvailableError: if an external model fails in float64, which not every operation supports.
+            InputError: if it fails in another dtype.
         """
         size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
         if self._queries is not None:
@@ -84,47 +84,47 @@ class Run:
             batching.call(self.module, batch)
         except InputError:
             raise
-        except Exception as error:  # whatever the model raises
-            if error is self._failure:  # it is ours, not the model's
+        except Exception as error:  # models raise anything
+            if error is self._failure:  # raised by our consumer
                 raise
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             pair = isinstance(batch, tuple | list) and len(batch) > 1
             if self.dtype == torch.float64:
                 grouped = "grouped_mm" in "".join(traceback.format_tb(error.__traceback__))
                 raise NotAvailableError(
                     f"{self._loaded.path} cannot run in float64, in which it is measured here "
-                    f"({type(error).__name__}: {said}){_GROUPED if grouped else ''}"
+                    f"({type(error).__name__}: {reason}){_GROUPED if grouped else ''}"
                 ) from error
             raise InputError(
-                f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
-                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple; a "
-                "model that takes a dictionary as one argument, with [(dictionary,)]."
-                + " Labels that are none of its arguments go to labels=."
+                f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {reason}). It is "
+                "called with a batch's tensor, with a dictionary's entries by name, or with a tuple's; for a "
+                "model that takes a dictionary as one argument, use [(dictionary,)]."
+                + " Labels that are no argument of the model go to labels=."
                 * pair
             ) from error
         if not self.drew and numbers.drawn:
             self.drew = True
-            said = f"{DRAWS}: another run on the same inputs has other scores"
-            self.audit.remarks[Remark("", said, "random-forward")] += 1
+            remark = f"{DRAWS}: another run on the same inputs has other scores"
+            self.audit.remarks[Remark("", remark, "random-forward")] += 1
         return None
 
     def alike(self) -> None:
-        """Refuse a model of which two copies of an input, side by side in a batch, draw other random numbers.
+        """Refuse a model that draws random numbers, so that copies of an input in one batch differ.
 
         Raises:
-            NotAvailableError: if it has drawn some.
+            NotAvailableError: if it drew some.
         """
         if self.drew:
-            raise NotAvailableError(f"{DRAWS}: copies of an input differ by more than the noise that is added")
+            raise NotAvailableError(f"{DRAWS}: copies of an input differ by more than the added noise")
 
     def add(self, call: AttentionCall) -> None:
-        """Hand a call on."""
+        """Pass a call to the consumer."""
         layer = call.layer
         if self._loaded.external:
             layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
-        said = folded(call.q.shape[0], self._batch)
-        if said is not None:
-            self.audit.remarks[Remark(call.module, f"{said}: {counted_as(call.q.shape[0], self._batch)}")] += 1
+        problem = folded(call.q.shape[0], self._batch)
+        if problem is not None:
+            self.audit.remarks[Remark(call.module, f"{problem}: {counted_as(call.q.shape[0], self._batch)}")] += 1
         try:
             self._consume(replace(self.padding.marked(call, self.audit), layer=layer))
         except BaseException as error:
@@ -140,16 +140,16 @@ def running(
     dtype: torch.dtype | None = None,
     queries: Tensor | None = None,
 ) -> Iterator[Run]:
-    """Run a model in evaluation mode and without gradients; the mode of every module is restored.
+    """Run a model in evaluation mode without gradients; restore the mode of every module afterwards.
 
-    The model is copied only if it has to be moved or converted.
+    The model is copied only if it must be moved or converted.
 
     Args:
         loaded: the model.
         consume: gets each attention call while its tensors are alive.
-        device: where to run; None: where the model is.
-        dtype: of the model; None: its own.
-        queries: (N, L) bool over all samples to come, false for padding; None: what each batch says.
+        device: where to run; None means where the model is.
+        dtype: of the model; None means its own.
+        queries: (N, L) bool over all samples to come, false for padding; None means what each batch says.
 
     Yields:
         A function from batches to what the model returns.
@@ -167,12 +167,12 @@ def running(
 def in_evaluation(
     loaded: LoadedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
-    """A model on a device, in evaluation mode and without gradients; the mode of every module is restored.
+    """Put a model on a device, in evaluation mode without gradients; restore the mode of every module afterwards.
 
     Args:
-        loaded: the model; it is copied only if it has to be moved or converted.
-        device: where to run; None: where the model is.
-        dtype: of the model; None: its own.
+        loaded: the model; copied only if it must be moved or converted.
+        device: where to run; None means where the model is.
+        dtype: of the model; None means its own.
 
     Yields:
         The module that runs, its device and its dtype.
@@ -189,13 +189,10 @@ def in_evaluation(
 
 
 def unnamed(module: nn.Module) -> LoadedModel:
-    """A module of one's own, as if it had been loaded.
-
-    Args:
-        module: any.
+    """Wrap a user's module as if it had been loaded.
 
     Raises:
-        InputError: if it is none.
+        InputError: if it is no module.
     """
     if not isinstance(module, nn.Module):
         raise InputError(
@@ -206,9 +203,10 @@ def unnamed(module: nn.Module) -> LoadedModel:
 
 
 def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where a model runs, and in which dtype: those of its first floating-point tensor that has values.
+    """Return a model's device and dtype: those of its first floating-point tensor with values.
 
-    Weights without values (offloaded to memory or disk, and fetched in the forward) are wherever the others are.
+    Weights without values (offloaded to memory or disk, and fetched in the forward pass) are ignored for the
+    device.
 
     Args:
         module: any; without tensors it is on the CPU.
@@ -233,8 +231,8 @@ def placed(
 
     Args:
         module: any.
-        device: where to; None: where it is.
-        dtype: of its floating-point parameters and buffers; None: their own.
+        device: where to; None means where it is.
+        dtype: of its floating-point parameters and buffers; None means their own.
 
     Returns:
         The same module.
@@ -281,7 +279,7 @@ def _frequencies(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 def _placed(
     module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[nn.Module, torch.device, torch.dtype]:
-    """The module on a device and in a dtype; a copy only if it is not there already."""
+    """Return the module on a device and in a dtype; a copy only if it must change."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
     place, kind = home_of(module)
     place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
@@ -290,7 +288,7 @@ def _placed(
     if not there or (dtype is not None and any(t.dtype != kind for t in tensors if id(t) not in own)):
         if any(t.is_meta for t in tensors):
             raise NotAvailableError(
-                "its weights are offloaded (meta tensors): it runs as it is, without another device or dtype"
+                "its weights are offloaded (meta tensors): it runs only as it is, on its device and in its dtype"
             )
         refuse_masked(module, "in another dtype or on another device")
         module = placed(copy.deepcopy(module), place, dtype)
@@ -298,11 +296,11 @@ def _placed(
 
 
 def refuse_masked(module: nn.Module, how: str) -> None:
-    """Refuse a model that runs under sparsify where a copy of it would run, without the mask.
+    """Refuse a model under sparsify, since a copy of it would run without the mask.
 
     Args:
         module: the model.
-        how: it is to run, in a copy.
+        how: the copy would run, in words.
 
     Raises:
         InputError: if it runs under sparsify.

@@ -1,4 +1,4 @@
-"""The score rows of an attention call in float64, with their sets as masks and ties at rounding level seen."""
+"""The score rows of an attention call in float64, with its sets as masks; ties up to rounding are recognised."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ from torch import Tensor
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag_models import InputError
 
-_TIE = 8 * torch.finfo(torch.float64).eps  # of |scale|·‖q‖·‖k‖: the rounding of a dot product, with a margin
+_TIE = 8 * torch.finfo(torch.float64).eps  # times |scale|·‖q‖·‖k‖: the rounding of a dot product, with a margin
 
 
 class NotAvailableError(InputError):
-    """Something cannot be measured on a model; the message says why, and goes after "because"."""
+    """Raised if something cannot be measured on a model; the message can follow "because"."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """Rows of scores and what their sets say; shapes (B, H, L) unless said otherwise.
+    """Rows of scores and statistics of their sets; shapes (B, H, L) unless stated otherwise.
 
     Attributes:
         scores: (B, H, L, L) float64, nats; -inf where a key is not allowed.
         selected: (B, H, L, L) bool, S_i; empty for padded queries.
         counted: bool, false for padded queries and for rows without keys.
         kept: int64, k_i.
-        dispersion: δ_i in nats; 0 where a row does not count.
-        separation: Δ_i in nats, +inf where nothing is dropped; 0 where it is a tie within rounding, below 0
-            where the set is not that of the largest scores.
+        dispersion: δ_i in nats; 0 if a row does not count.
+        separation: Δ_i in nats; +inf if nothing is dropped, 0 for a tie up to rounding, negative if the set is not
+            that of the largest scores.
     """
 
     scores: Tensor
@@ -43,15 +43,15 @@ class ScoredRows:
         return weights.where(self.selected, 0.0)
 
     def halves(self) -> tuple["ScoredRows", "ScoredRows"]:
-        """Return the rows of the first and of the second half of the batch."""
+        """Return the rows of the first and the second half of the batch."""
         first, second = zip(*(getattr(self, name).chunk(2) for name in self.__dataclass_fields__), strict=True)
         return ScoredRows(*first), ScoredRows(*second)
 
 
 def scored_rows(call: AttentionCall) -> ScoredRows:
-    """Score an attention call and read off δ, Δ and the sets.
+    """Score an attention call and compute δ, Δ and the sets.
 
-    Memory is that of a few L × L matrices per sample and head: cut the batch before, not here.
+    It needs a few L × L matrices per sample and head: pass small batches.
 
     Source: docs/theory.md#attention-call. Deviation: a separation within the rounding of the dot products
     is a tie, Δ = 0.
@@ -90,6 +90,6 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
 
 
 def as_mask(selected: Tensor, length: int) -> Tensor:
-    """Key positions (B, H, L, K), -1 for none, as a mask (B, H, L, length)."""
+    """Convert key positions (B, H, L, K), -1 for none, to a mask (B, H, L, length)."""
     mask = torch.zeros(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
     return mask.scatter(-1, selected.where(selected >= 0, length), True)[..., :-1]

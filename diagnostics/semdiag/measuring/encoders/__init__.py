@@ -1,1 +1,1 @@
-"""The question encoders."""
+"""Measurements of semdiag's own encoders, whose parts are all known."""

@@ -1,4 +1,4 @@
-"""Inputs of semdiag's own encoders, checked before anything runs."""
+"""Check inputs of semdiag's own encoders before anything runs."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from semdiag_models import Encoder, InputError
 
 
 def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
-    """Those of several k that do not exceed the number of keys.
+    """Return those of several k that do not exceed the number of keys.
 
     Args:
         k: numbers of kept keys.
         longest: the largest number of keys of a query.
-        what: that number is, for the message.
+        what: names that number in the message.
 
     Raises:
         InputError: if a k is below 1, or none fits.
@@ -31,25 +31,22 @@ def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
 
 
 def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int]) -> list[Tensor]:
-    """Check that an encoder takes these inputs.
+    """Return an encoder's inputs as int64, after checking them.
 
     Args:
         encoder: the model.
         batches: token ids (N, L), at least one sample each.
         k: counterfactual numbers of heavy hitters.
 
-    Returns:
-        The batches as int64.
-
     Raises:
-        InputError: if they are no token ids, a token id or a length does not fit the model, all are PAD, or no
-            k is in 1 … length.
+        InputError: if they are no token ids, a token id or a length does not fit the model, all are PAD, or no k
+            is in 1 … length.
     """
     config = encoder.config
     tokens = [checked_batch(encoder, batch) for batch in batches]
     padding_counts = config.pad_as_token or config.extra_tokens
     if not padding_counts and all(bool((batch == config.pad_id).all()) for batch in tokens):
-        raise InputError("There is no query to measure: every token of the inputs is PAD.")
+        raise InputError("There is no query to measure: all input tokens are PAD.")
     longest = max(batch.shape[1] for batch in tokens)
     if k:
         fitting(k, longest, "the length of the inputs")
@@ -57,14 +54,11 @@ def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int])
 
 
 def checked_batch(encoder: Encoder, batch: Batch) -> Tensor:
-    """Check that an encoder takes a batch.
+    """Return a batch of an encoder's inputs as int64, after checking it.
 
     Args:
         encoder: the model.
         batch: token ids (N, L), at least one sample.
-
-    Returns:
-        The batch as int64.
 
     Raises:
         InputError: if it is no token ids, or a token id or the length does not fit the model.

@@ -1,4 +1,4 @@
-"""The local form of Theorem 2: the residual of the loss carried back token by token, with what a point knows."""
+"""The local form of Theorem 2: propagate the residual of the loss back token by token, at one point."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from semdiag.measuring.encoders.weights import embedding_scale
 from semdiag_models import Encoder
 
 _SCORES = 2**20  # scores of one pass, at most (or one sample's)
-_GRAM_STEPS = 3  # a norm of width 64 comes out a few per cent too large, 30% at most
-_ROUNDING = 4 * torch.finfo(torch.float64).eps  # of softmax − one-hot in a gradient that is measured
+_GRAM_STEPS = 3  # overestimates a norm of width 64 by a few per cent, 30% at most
+_ROUNDING = 4 * torch.finfo(torch.float64).eps  # of softmax − one-hot in a measured gradient
 Tensors = dict[str, Tensor]
 
 
@@ -28,7 +28,7 @@ class LocalBounds:
     Attributes:
         tensors: by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`; −∞ for key biases.
         network: of all parameters together.
-        any_residual: likewise, were every input's residual as long as it can be, √2.
+        any_residual: the same with the largest possible residual, √2, for every input.
     """
 
     tensors: dict[str, float]
@@ -39,24 +39,21 @@ class LocalBounds:
 def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> LocalBounds:
     """Bound the gradient of the mean cross-entropy in every tensor, while no mask changes.
 
-    Of each input the gradient in the pooled token is known, Φᵀ(softmax − one-hot). Its norm is carried back
-    through the blocks as one bound for each token's gradient; the bounds of the tensors are means over the inputs.
+    For each input, the gradient in the pooled token is known, Φᵀ(softmax − one-hot). Its norm is propagated back
+    through the blocks as a bound of each token's gradient; the bounds of the tensors are means over the inputs.
 
     Source: docs/theory.md#local-form. Deviation: not in the paper.
 
     Args:
         encoder: a float64 model in evaluation mode; hooks are added and removed.
         tokens: (N, L) int64 on its device, each with a token that is not padding.
-        labels: (N,) int64 likewise; None: every residual counts as √2.
-
-    Returns:
-        The bounds.
+        labels: (N,) int64 on the same device; None means that every residual counts as √2.
 
     Example:
         >>> from semdiag_models import ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1)).double().eval()
-        >>> found = local_bounds(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]))
-        >>> found.network < found.any_residual, found.tensors["blocks.0.attention.k.bias"]
+        >>> bounds = local_bounds(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]))
+        >>> bounds.network < bounds.any_residual, bounds.tensors["blocks.0.attention.k.bias"]
         (True, -inf)
     """
     length = tokens.shape[1] + encoder.config.extra_tokens
@@ -66,7 +63,7 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
     sums: dict[str, list[Tensor]] = {}
     for start in range(0, len(tokens), per_pass):
         part = slice(start, start + per_pass)
-        for sample, (logits, pooled, inside) in enumerate(_carried_back(encoder, tokens[part])):
+        for sample, (logits, pooled, inside) in enumerate(_propagate_back(encoder, tokens[part])):
             residual = worst = torch.full_like(largest, CROSS_ENTROPY_LIPSCHITZ)
             pooled_gradient = worst * largest
             if labels is not None:
@@ -83,8 +80,8 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
     return LocalBounds({name: float(log(value[0])) for name, value in means.items()}, known, unknown)
 
 
-def _carried_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensors]]:
-    """Of each input: its logits, its pooled token, and what a gradient of norm 1 there can be in each tensor."""
+def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensors]]:
+    """Yield each input's logits, pooled token, and gradient bound of each tensor, per gradient norm there."""
     calls: list[BlockCall] = []
     seen: list[Tensor] = []
     handle = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
@@ -100,17 +97,17 @@ def _carried_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, Te
         gradients = torch.full_like(counted, 1.0, dtype=torch.float64) / len(counted)
         if encoder.config.cls_tokens:
             gradients = torch.zeros_like(gradients).index_fill(0, torch.tensor(0, device=ids.device), 1.0)
-        found: Tensors = {}
+        bounds: Tensors = {}
         for layer in reversed(range(len(blocks))):
             inside, gradients = _through_block(blocks[layer][sample], gradients)
-            found |= {f"blocks.{layer}.{name}": value for name, value in inside.items()}
+            bounds |= {f"blocks.{layer}.{name}": value for name, value in inside.items()}
         rows = torch.zeros(encoder.embedding.num_embeddings).to(gradients).index_add(0, counted, gradients)
-        found["embedding.weight"] = embedding_scale(encoder) * rows.norm()
-        yield logits, pooled, found
+        bounds["embedding.weight"] = embedding_scale(encoder) * rows.norm()
+        yield logits, pooled, bounds
 
 
 def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor]:
-    """Bounds of the gradients in a block's tensors and in its input's tokens, from those in its output's: (L,)."""
+    """Bound the gradients in a block's tensors and in its input tokens by those in its output tokens, (L,)."""
     attention, (first, second) = at.attention, at.stds
     mlp = gradients if at.pre_norm else gradients / second
     mlp_in = spectral_norm(at.weights.mlp_out) * at.slopes.abs().amax(-1) * mlp
@@ -124,7 +121,7 @@ def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor
         for x in (attention.keys, inputs)
     )
     sizes, out = at.tokens.norm(dim=-1), at.weights.whole_output
-    found = {
+    bounds = {
         "attention.q.weight": (as_query * sizes).sum(-1).norm(),
         "attention.q.bias": as_query.sum(-1).norm(),
         "attention.k.weight": (as_key * attention.queries.norm(dim=-1)).sum(-1).norm(),
@@ -139,4 +136,4 @@ def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor
         "contract.bias": mlp.sum(),
     }
     reached = attended @ attention_reach(attention)
-    return found, attended + (reached / first if at.pre_norm else reached)
+    return bounds, attended + (reached / first if at.pre_norm else reached)

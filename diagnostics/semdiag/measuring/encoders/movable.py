@@ -1,4 +1,4 @@
-"""A private copy of an encoder that can be put anywhere in its parameter space."""
+"""A private copy of an encoder that can be moved anywhere in its parameter space."""
 
 import copy
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measuring.encoders.weights import named_tensors
 from semdiag_models import Encoder, InputError
 
-_TOKENS = 10_000  # of one forward pass, about what fits a core's cache
+_TOKENS = 10_000  # per forward pass: about what fits into a core's cache
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a parameter tensor lies in the vector of all parameters.
+    """Position of a parameter tensor in the vector of all parameters.
 
     Attributes:
-        name: as in :func:`~semdiag.measuring.encoders.weights.named_tensors`.
-        group: likewise.
-        bound: likewise, its name among the constants of Theorem 2.
+        name: as in :func:`~semdiag.measuring.encoders.weights.named_tensors`, like group and bound.
+        group: of the tensor.
+        bound: its name among the constants of Theorem 2.
         part: of the vector.
     """
 
@@ -34,14 +34,13 @@ class TensorPlace:
 class MovableEncoder:
     """An encoder in evaluation mode whose parameters are views into one vector.
 
-    Moving it is one copy into that vector. It is a copy: the model it was made of is never written to, so there
-    is nothing to put back, whatever happens on the way.
+    Moving it copies into that vector. The original model is never written to, so nothing needs to be restored.
 
     Args:
         encoder: the model.
         device: where to run.
         dtype: of the parameters.
-        gradients: whether the copy's parameters want gradients.
+        gradients: whether the copy's parameters require gradients.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -75,16 +74,16 @@ class MovableEncoder:
         )
 
     def move_to(self, point: Tensor) -> None:
-        """Put the copy at a point, (n,)."""
+        """Move the copy to a point, (n,)."""
         self.vector.copy_(point)
 
     def slices(self, group: str | None = None) -> list[slice]:
-        """Where the tensors of a group, or all tensors, lie."""
+        """Return the positions of the tensors of a group, or of all tensors."""
         return [place.part for place in self.places if group in (None, place.group)]
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits (N, classes) where the copy stands now, in passes of about 10,000 tokens.
+        """Return logits (N, classes) at the current point, in passes of about 10,000 tokens.
 
         Args:
             tokens: (N, L) int64 on its device.
@@ -93,11 +92,11 @@ class MovableEncoder:
         return torch.cat([self.encoder(batch) for batch in torch.split(tokens, per_pass)])
 
     def loss_and_accuracy(self, tokens: Tensor, labels: Tensor) -> tuple[float, float]:
-        """Mean cross-entropy (nats) and accuracy in [0, 1] where the copy stands now.
+        """Return the mean cross-entropy (nats) and accuracy in [0, 1] at the current point.
 
         Args:
             tokens: (N, L) int64 on its device.
-            labels: (N,) int64 likewise.
+            labels: (N,) int64 on its device.
         """
         logits = self.logits(tokens)
         right = predicted_classes(logits) == labels
@@ -107,13 +106,13 @@ class MovableEncoder:
 def usable_samples(
     encoder: Encoder, tokens: Tensor, labels: Tensor | None, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Samples that have a loss: those that are not PAD alone.
+    """Return the samples that have a loss: those with a token other than PAD.
 
     Args:
         encoder: the model.
         tokens: (N, L) int64.
-        labels: (N,) classes.
-        device: where they are wanted.
+        labels: (N,) classes; None raises.
+        device: of the result.
 
     Returns:
         Tokens and labels on the device.

@@ -1,4 +1,4 @@
-"""Theorem 2 over the evaluated inputs of one encoder: the constants of its blocks, in both forms."""
+"""Theorem 2 on the evaluated inputs of one encoder: the constants of its blocks, in both forms."""
 
 import math
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class BlockForms:
         weights: of the block.
         trace: what the inputs showed.
         sound: per sample, shape (N,) and (N, H).
-        paper: of the whole set of inputs, shape () and (H,).
+        paper: for all inputs together, shape () and (H,).
     """
 
     weights: BlockWeights
@@ -53,10 +53,10 @@ class NetworkForms:
     Attributes:
         blocks: first to last.
         log_sound: ln λ_g by name, the largest over the samples.
-        log_paper: the paper's ln λ_g by name: of its W, V, P, R, and carried to our tensors by the chain rule.
+        log_paper: the paper's ln λ_g by name: for its W, V, P, R, and for our tensors by the chain rule.
         sound: λ_L, the largest over the samples.
         paper: the paper's λ_L, over its W, V, P, R.
-        infinite: of how many samples the sound λ_g is infinite, by name.
+        infinite: number of samples whose sound λ_g is infinite, by name.
         each: sound ln λ_L of every sample, shape (N,).
     """
 
@@ -70,16 +70,13 @@ class NetworkForms:
 
 
 def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
-    """Put the constants of Theorem 2 together, input by input, and in the paper's form for all at once.
+    """Combine the constants of Theorem 2 input by input, and in the paper's form for all inputs at once.
 
     Source: docs/theory.md#network. Deviation: none.
 
     Args:
         encoder: a float64 model.
-        traces: what its inputs showed.
-
-    Returns:
-        The constants.
+        traces: of its inputs.
     """
     blocks = [_block(encoder, layer, traces) for layer in range(len(traces.layers))]
     head = spectral_norm(encoder.head.weight.detach())
@@ -147,7 +144,7 @@ def _mlp(weights: BlockWeights, slope: float, token_norm: Tensor, hidden_norm: T
 
 
 def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: BlockConstants) -> BlockConstants:
-    """The paper's λ_A and λ_W with the largest norms, dispersion and load and the smallest separation."""
+    """Return the paper's λ_A and λ_W from the largest norms, dispersion and load and the smallest separation."""
     k, heavy = encoder.config.keys_kept, encoder.config.attention in HEAVY_HITTERS
     xi = trace.token_norm.max()
     norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi, query_bias=True))
@@ -179,7 +176,7 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
 
 
 def _normalisation(std: Tensor) -> Tensor:
-    """λ_LN of each sample; +inf where a token's entries are all equal and eps is 0."""
+    """Return λ_LN of each sample; +inf if a token's entries are all equal and eps is 0."""
     constant = ~(std > 0)
     lipschitz = normalisation_lipschitz(torch.where(constant, 1.0, std)[:, None])
     return torch.where(constant, math.inf, lipschitz)
@@ -190,7 +187,7 @@ def _covered(encoder: Encoder) -> bool:
 
 
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
-    """What the block's constants rest on; what a later Assumption repeats is left to it."""
+    """Return the assumptions of the block's constants, except those that a later Assumption repeats."""
     kind, activation = encoder.config.attention, encoder.config.activation
     bad = int(trace.not_finite.sum())
     checks = [
@@ -217,7 +214,7 @@ def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
 
 
 def _papers_own(encoder: Encoder, tokens: float) -> tuple[Assumption, ...]:
-    """What the paper's form supposes besides, as far as this encoder does not meet it."""
+    """Return the further assumptions of the paper's form that this encoder does not meet."""
     config, unmet = encoder.config, []
     if config.norm != "post":
         unmet.append(POST_NORM)
@@ -228,5 +225,5 @@ def _papers_own(encoder: Encoder, tokens: float) -> tuple[Assumption, ...]:
 
 
 def _only_unmet(assumptions: tuple[Assumption, ...]) -> tuple[Assumption, ...]:
-    """Of the paper's assumptions, those that fail and are not said yet (the separation is)."""
+    """Return the paper's assumptions that fail, except the separation's, which is already listed."""
     return tuple(a for a in assumptions if not a.holds and "separation" not in a.statement)

@@ -19,19 +19,19 @@ _MLP_NORM_EPS = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class BlockAtPoint:
-    """One block at one input; padded tokens are left out, L are not.
+    """One block at one input, with its L tokens that are not padding.
 
     Attributes:
-        attention: as it is.
+        attention: at this input.
         tokens: (L, d), the attention's input.
         mlp_tokens: (L, d), the MLP's.
         hidden: (L, mlp width), input of the MLP's second matrix.
         weights: of the block.
-        pre_norm: whether it normalises what goes into its parts, or what comes out.
-        streams: (2, L, d), what the two normalisations see.
+        pre_norm: whether it normalises the inputs of its parts rather than their outputs.
+        streams: (2, L, d), inputs of the two normalisations.
         eps: of the two normalisations.
         slopes: (L, mlp width), σ' of the MLP's hidden units.
-        activation: λ_σ, which no slope exceeds.
+        activation: λ_σ, the largest possible slope.
     """
 
     attention: AttentionAtPoint
@@ -47,7 +47,7 @@ class BlockAtPoint:
 
     @property
     def after_attention(self) -> Tensor:
-        """(L, d, d), derivative of each token of the output in what attention adds to the residual stream."""
+        """(L, d, d), derivative of each output token in what attention adds to the residual stream."""
         first, second = self.norm_jacobians
         eye = torch.eye(first.shape[-1]).to(first)
         mlp = self.mlp_out @ self.weights.mlp_in
@@ -72,7 +72,7 @@ class BlockAtPoint:
 
 
 def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) -> list[BlockAtPoint]:
-    """Take apart one pass of a batch through one block, sample by sample.
+    """Return one pass of a batch through one block, split by sample.
 
     Args:
         encoder: a float64 model in evaluation mode.
@@ -87,10 +87,10 @@ def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) ->
     with torch.enable_grad():
         (slopes,) = torch.autograd.grad(block.activation(before).sum(), before)  # type: ignore[operator]
     p = scored_rows(attention).weights
-    found = []
+    blocks = []
     for sample in range(len(p)):
         kept = torch.arange(p.shape[-1], device=p.device) if valid is None else valid[sample].nonzero()[:, 0]
-        found.append(
+        blocks.append(
             BlockAtPoint(
                 attention=AttentionAtPoint(
                     weights=p[sample][:, kept][:, :, kept],
@@ -114,16 +114,15 @@ def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) ->
                 activation=ACTIVATION_LIPSCHITZ.get(encoder.config.activation, math.inf),
             )
         )
-    return found
+    return blocks
 
 
 def log_point_constant(at: BlockAtPoint) -> float:
-    """Closed form of a block's constant at one input, against the sum over tokens of the 2-norm.
+    """Return a block's constant at one input in closed form, in the norm Σ_tokens ‖·‖₂.
 
-    Pre-norm: max_l [ m_l + Σ_i m_i r_il / s_l ], m_i = 1 + B_R B_P λ_σ/s'_i.
-    Post-norm: max_l [ m_l + Σ_i m_i r_il ], m_i = (1 + B_R B_P λ_σ)/(s_i s'_i).
-    r bounds the attention's derivatives (:func:`~semdiag.mathematics.bounds.point_bounds.attention_reach`), s and
-    s' are the tokens' own.
+    Pre-norm: max_l [ m_l + Σ_i m_i r_il / s_l ], m_i = 1 + B_R B_P λ_σ/s'_i. Post-norm: max_l [ m_l + Σ_i m_i r_il
+    ], m_i = (1 + B_R B_P λ_σ)/(s_i s'_i). r bounds the attention's derivatives
+    (:func:`~semdiag.mathematics.bounds.point_bounds.attention_reach`); s and s' belong to the tokens.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -146,10 +145,10 @@ def log_point_constant(at: BlockAtPoint) -> float:
 
 
 def log_exact_constant(at: BlockAtPoint) -> float:
-    """Largest column sum of a block's Jacobian at one input, max_l Σ_i ‖∂Z_i/∂X_l‖₂, while no mask changes.
+    """Return the largest column sum of a block's Jacobian at one input, max_l Σ_i ‖∂Z_i/∂X_l‖₂, for a fixed mask.
 
-    No output moves further than this times the input, both by the sum over tokens of the 2-norm. Columns are taken
-    in the order of their Frobenius norms, which are larger, until none of the others can be the largest.
+    In the norm Σ_tokens ‖·‖₂, no output moves further than this times the input. Columns are computed in the order
+    of their Frobenius norms, which are upper bounds, until no other one can be the largest.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -186,7 +185,7 @@ def _std(x: Tensor, eps: float) -> Tensor:
 
 
 def _norm_jacobians(x: Tensor, eps: float) -> Tensor:
-    """Derivatives of a normalisation without parameters, (P − c cᵀ/(d s²))/s, c the centred token: (L, d, d)."""
+    """Return derivatives of a parameter-free normalisation, (P − c cᵀ/(d s²))/s with c centred, (L, d, d)."""
     centred, std = x - x.mean(-1, keepdim=True), _std(x, eps)[:, None, None]
     width = x.shape[-1]
     project = torch.eye(width).to(x) - 1 / width

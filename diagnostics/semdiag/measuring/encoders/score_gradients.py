@@ -1,4 +1,4 @@
-"""Bounds of the gradient in queries and keys, from the gradients that the loss really has in the mixed values."""
+"""Bound the gradient in queries and keys by the measured gradients in the mixed values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,15 @@ BOUNDED_TENSORS = ("attention.q.weight", "attention.q.bias", "attention.k.weight
 
 
 def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
-    """Bound the gradient of the mean cross-entropy in W_q, b_q and W_k of every block, at this point.
+    """Bound the gradient of the mean cross-entropy in W_q, b_q and W_k of every block at this point.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
     Args:
-        encoder: a float64 model in evaluation mode whose parameters want gradients; hooks are added and removed.
+        encoder: a float64 model in evaluation mode whose parameters require gradients; hooks are added and
+            removed.
         tokens: (N, L) int64 on its device.
-        labels: (N,) int64 likewise.
+        labels: (N,) int64 on the same device.
 
     Returns:
         Natural logarithms by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`.
@@ -53,14 +54,14 @@ def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> d
 
 @contextmanager
 def _mixed_values(encoder: Encoder) -> Iterator[list[Tensor]]:
-    """Collect what the attention of each block returns, with its graph, inside the context."""
-    found: list[Tensor] = []
+    """Collect, inside the context, the output of each block's attention, with its graph."""
+    outputs: list[Tensor] = []
     handles = [
-        encoder.attention(layer).core.register_forward_hook(lambda core, inputs, output: found.append(output))
+        encoder.attention(layer).core.register_forward_hook(lambda core, inputs, output: outputs.append(output))
         for layer in range(len(encoder.blocks))
     ]
     try:
-        yield found
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

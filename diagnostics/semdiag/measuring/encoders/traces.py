@@ -1,4 +1,4 @@
-"""What the evaluated inputs show of each block: the norms, stabilities and masks that the bounds are made of."""
+"""Trace the evaluated inputs through each block: the norms, stabilities and masks behind the bounds."""
 
 import math
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """One block over the evaluated inputs: one entry per sample (and head), padding left out.
+    """One block on the evaluated inputs: one entry per sample (and head), without padding.
 
     Attributes:
         token_norm: (N,) Ξ, largest norm at the attention's input.
-        score_reach: (N,) largest |scale|·‖q‖·‖k‖, which no score exceeds and their rounding grows with.
+        score_reach: (N,) largest |scale|·‖q‖·‖k‖, a bound of the scores to which their rounding is proportional.
         attention_std: (N,) smallest sqrt(var + eps) that the first normalisation sees.
-        mlp_std: (N,) likewise the second.
+        mlp_std: (N,) the same for the second.
         mlp_token_norm: (N,) Ξ_P, largest norm at the MLP's input.
         hidden_norm: (N,) largest norm at the MLP's second matrix.
-        log_map: (N, H) ln λ_A; +inf where the kind of attention is not covered, or Δ ≤ 0.
+        log_map: (N, H) ln λ_A; +inf if the kind of attention is not covered, or Δ ≤ 0.
         log_form: (N, H) ln λ_M.
         dispersion: (N, H) largest δ of a query.
         separation: (N, H) smallest Δ of a query.
@@ -77,18 +77,15 @@ class InputTraces:
 def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
     """Run the inputs and measure, input by input, everything that the bounds need.
 
-    λ_A is the form with each token's own load, from the masks the model really used. For heavy-hitter masks
-    the sums over a token's queries are doubled: that covers the union S_i ∪ S'_i with any second mask
-    that gives no token a larger (weighted) load than the measured one.
+    λ_A is the form with each token's own load, from the masks that the model used. For heavy-hitter masks, the
+    sums over a token's queries are doubled: this covers the union S_i ∪ S'_i with any second mask that gives no
+    token a larger (weighted) load than the measured one.
 
     Source: docs/theory.md#attention-map. Deviation: none.
 
     Args:
         encoder: a float64 model in evaluation mode; hooks are added and removed.
         tokens: (N, L) int64 on its device.
-
-    Returns:
-        The traces.
     """
     tracer = _Tracer(encoder)
     length = tokens.shape[1] + encoder.config.extra_tokens
@@ -105,7 +102,7 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
 
 
 class _Tracer:
-    """Collects the traces batch by batch."""
+    """Collects traces batch by batch."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.kind = encoder, encoder.config.attention
@@ -132,7 +129,7 @@ class _Tracer:
         pre = self.encoder.config.norm == "pre"
         seen = (call.stream, call.middle) if pre else (call.middle, call.end)
         q, k = (heads.norm(dim=-1).amax(1) for heads in (call.attention.q, call.attention.k))
-        found = {
+        norms = {
             "token_norm": self._largest(call.tokens.norm(dim=-1)),
             "score_reach": abs(call.attention.scale) * self._largest(q) * self._largest(k),
             "attention_std": -self._largest(-_token_std(seen[0], eps)),
@@ -141,15 +138,15 @@ class _Tracer:
             "hidden_norm": self._largest(call.hidden.norm(dim=-1)),
         }
         rows = scored_rows(call.attention)
-        self.layers[call.layer].append(found | self._attention(call.layer, rows, found["token_norm"]))
+        self.layers[call.layer].append(norms | self._attention(call.layer, rows, norms["token_norm"]))
 
     def _largest(self, values: Tensor) -> Tensor:
-        """Largest value of each sample's tokens: (B, L) -> (B,)."""
+        """Return the largest value of each sample's tokens: (B, L) -> (B,)."""
         return values.masked_fill(~self.valid, -math.inf).amax(-1)
 
     def _attention(self, layer: int, rows: ScoredRows, token_norm: Tensor) -> dict[str, Tensor]:
         finite = rows.dispersion.isfinite()
-        found = {
+        statistics = {
             "dispersion": rows.dispersion.amax(-1),
             "separation": rows.separation.amin(-1),
             "not_positive": (rows.separation <= 0).sum(-1),
@@ -159,18 +156,20 @@ class _Tracer:
         delta, gap = rows.dispersion.where(finite, 0.0), rows.separation.where(finite, math.inf)
         constants = rows_of(self.kind, delta, gap, rows.kept.where(finite, 0))
         if constants is None:
-            nothing = torch.full_like(found["dispersion"], math.inf)
-            return found | dict.fromkeys(("log_map", "log_form"), nothing)
+            nothing = torch.full_like(statistics["dispersion"], math.inf)
+            return statistics | dict.fromkeys(("log_map", "log_form"), nothing)
         xi = token_norm[:, None]
         norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
         bounds = {
             "log_map": attention_map_bound(self._united(constants), rows.selected, norms),
             "log_form": bilinear_form_bound(constants, norms),
         }
-        return found | {name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()}
+        return statistics | {
+            name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()
+        }
 
     def _united(self, rows: AttentionRows) -> AttentionRows:
-        """For heavy hitters, double the sums over a token's queries: the union of two masks."""
+        """Double the sums over a token's queries for heavy hitters, to cover the union of two masks."""
         if self.kind not in HEAVY_HITTERS:
             return rows
         double = math.log(2)

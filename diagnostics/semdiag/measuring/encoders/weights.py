@@ -1,4 +1,4 @@
-"""The weights of an encoder as the theory names them: per block, per head, query, key and value apart."""
+"""The weights of an encoder as the theory names them: per block and head, with query, key and value split."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from semdiag_models import Encoder
 # A tensor's name below "blocks.T." -> the name that the bounds have for it, and its group.
 BLOCK_TENSORS = {
     "attention.q.weight": ("W_q", "qk"),
-    "attention.q.bias": ("W_q", "qk"),  # the constant speaks about [W_q b_q]
+    "attention.q.bias": ("W_q", "qk"),  # the constant is for [W_q b_q]
     "attention.k.weight": ("W_k", "qk"),
     "attention.k.bias": ("b_k", "qk"),
     "attention.v.weight": ("W_v", "value-output"),
@@ -41,7 +41,7 @@ OTHER_TENSORS = {
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A parameter tensor, query, key and value apart.
+    """A parameter tensor, with query, key and value split.
 
     Attributes:
         name: as in the encoder's state dict, with ``qkv`` split: ``blocks.0.attention.q.weight``.
@@ -61,13 +61,9 @@ class NamedTensor:
 
 
 def named_tensors(encoder: Encoder) -> list[NamedTensor]:
-    """Every parameter tensor of an encoder, in the order of its layers, embedding first and head last.
+    """Return all parameter tensors of an encoder in the order of its layers, embedding first, head last.
 
-    Args:
-        encoder: the model.
-
-    Returns:
-        Views, sharing the parameters' memory.
+    They are views that share the parameters' memory.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -75,13 +71,13 @@ def named_tensors(encoder: Encoder) -> list[NamedTensor]:
         >>> [tensor.name for tensor in named_tensors(encoder)][:3]
         ['embedding.weight', 'blocks.0.attention.q.weight', 'blocks.0.attention.q.bias']
     """
-    found = [_whole(encoder, "embedding.weight")]
+    named = [_whole(encoder, "embedding.weight")]
     for layer in range(len(encoder.blocks)):
         for name, (bound, group) in BLOCK_TENSORS.items():
             full = f"blocks.{layer}.{name}"
             values, gradient = _block_tensor(encoder, full)
-            found.append(NamedTensor(full, layer, group, f"block {layer} {bound}", values, gradient))
-    return [*found, _whole(encoder, "head.weight"), _whole(encoder, "head.bias")]
+            named.append(NamedTensor(full, layer, group, f"block {layer} {bound}", values, gradient))
+    return [*named, _whole(encoder, "head.weight"), _whole(encoder, "head.bias")]
 
 
 def _whole(encoder: Encoder, name: str) -> NamedTensor:
@@ -91,7 +87,7 @@ def _whole(encoder: Encoder, name: str) -> NamedTensor:
 
 
 def _block_tensor(encoder: Encoder, name: str) -> tuple[Tensor, Tensor | None]:
-    """A block's tensor and its gradient; q, k and v are thirds of what the model stores as one."""
+    """Return a block's tensor and its gradient; q, k and v are thirds of one stored tensor."""
     prefix, part, kind = name.rsplit(".", 2)
     if part not in ("q", "k", "v"):
         parameter = encoder.get_parameter(name)
@@ -104,7 +100,7 @@ def _block_tensor(encoder: Encoder, name: str) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True, eq=False)
 class BlockWeights:
-    """One block's weights and biases; float64, heads leading where a matrix belongs to a head."""
+    """One block's weights and biases, float64; heads come first if a matrix belongs to a head."""
 
     query: Tensor  # (H, d_head, d)
     query_bias: Tensor  # (H, d_head)
@@ -135,7 +131,7 @@ class BlockWeights:
         return spectral_norm(torch.cat(list(self.output), dim=-1))
 
     def paper_code_norms(self) -> dict[str, Tensor]:
-        """Γ and Υ per head, B_P and B_R, as the paper's released code takes them."""
+        """Return Γ and Υ per head, B_P and B_R, as the paper's released code computes them."""
         query, key = (self.query, self.query_bias), (self.key, self.key_bias)
         return {
             "gamma": paper_code_bilinear_norm(*query, *key, self.scale),
@@ -146,15 +142,7 @@ class BlockWeights:
 
 
 def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
-    """One block's weights, split into heads.
-
-    Args:
-        encoder: the model.
-        layer: which block.
-
-    Returns:
-        float64 weights on the encoder's device.
-    """
+    """Return one block's weights split into heads, float64 on the encoder's device."""
     heads, config = encoder.config.heads, encoder.config
     named = {t.name.split(".", 2)[2]: t.values.double() for t in named_tensors(encoder) if t.layer == layer}
     per_head = ("attention.q", "attention.k", "attention.v")
@@ -176,10 +164,10 @@ def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
 
 
 def not_finite(encoder: Encoder) -> list[str]:
-    """Names of the parameter tensors that hold a NaN or an infinity."""
+    """Return the names of parameter tensors with a NaN or an infinity."""
     return [t.name for t in named_tensors(encoder) if not bool(t.values.isfinite().all())]
 
 
 def embedding_scale(encoder: Encoder) -> float:
-    """Factor on the embedding, sqrt(d)."""
+    """Return the factor on the embedding, sqrt(d)."""
     return math.sqrt(encoder.config.width)

@@ -1,1 +1,1 @@
-"""What every question asks of the tables: pairs, percentiles, intervals, words for numbers."""
+"""What all questions share: pairs, percentiles, intervals, words for numbers."""

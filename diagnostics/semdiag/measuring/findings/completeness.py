@@ -1,17 +1,17 @@
-"""Whether what was captured of a model's attention is all of it."""
+"""Judge whether the capture of a model's attention is complete."""
 
 import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-BLIND = 0.25  # of the largest output: rounding that can move it by so much hides what is missing,
-OFF = 0.1  # and rounding that has moved it by so much may be something missing
-_OLDER = 1e-3  # residual above which something is missing, in measurements of which no rounding is known
+BLIND = 0.25  # of the largest output: if rounding can change it by so much, missing terms go unnoticed,
+OFF = 0.1  # and a change of so much by rounding may as well be a missing term
+_OLDER = 1e-3  # residual above which something is missing, if the effect of rounding is unknown
 
 
 class Completeness(StrEnum):
-    """What the residuals of a model say."""
+    """The verdict on the residuals of a model."""
 
     COMPLETE = "recomputed within rounding"
     MISSING = "something is missing"
@@ -20,14 +20,13 @@ class Completeness(StrEnum):
 
 
 def completeness(row: Mapping[str, Any]) -> Completeness:
-    """Say whether attention, recomputed from what was captured, is what the model computed.
+    """Judge whether attention recomputed from the capture agrees with the model's.
 
     Args:
         row: of the table ``models`` or ``calls``.
 
     Returns:
-        Complete where no output is further off than rounding can carry it; blind where rounding can carry it so
-        far, or has, that a missing head or mask would not be seen.
+        Complete if rounding explains every deviation; blind if rounding could hide a missing head or mask.
 
     Example:
         >>> completeness({"residual": 0.03, "residual_over_rounding": 0.4, "rounding": 0.05}).value

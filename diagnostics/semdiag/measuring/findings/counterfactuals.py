@@ -1,4 +1,4 @@
-"""Which k were asked of full-attention models, and what a mask of that size would keep."""
+"""The k measured on full-attention models, and what a mask of that size would keep."""
 
 import pandas as pd
 
@@ -9,14 +9,14 @@ from semdiag.measuring.table import ALL
 
 
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
-    """Numbers of heavy hitters for which a model's table has counterfactual columns."""
+    """Return the numbers of heavy hitters for which a model's table has counterfactual columns."""
     prefix = "dispersion_k"
     named = [str(column) for column in queries if str(column).startswith(prefix)]
     return [int(name.removeprefix(prefix)) for name in named if queries[name].notna().any()]
 
 
 def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
-    """Ask of one model's own scores what a top-k mask would keep, of the queries that have more than k keys.
+    """Return what a top-k mask would keep by one model's own scores, for queries with more than k keys.
 
     Args:
         findings: with counterfactual columns for k.
@@ -24,11 +24,10 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
         k: keys kept.
 
     Returns:
-        share (of the queries that have more; of those that were measured, also where not all are kept), mass and
-        mass_p5 (attention weight kept at the median and at the 5th percentile), lowest and highest (median mass of
-        a layer), lowest_layer and highest_layer, and medians: dispersion, whole (δ over all keys), separation.
-        sampled: of how many queries that have more all but the share is told where a sample is kept; else 0. Empty
-        if no query has more, or scores are NaN or infinite.
+        share (fraction of all measured queries with more than k keys), mass and mass_p5 (attention weight kept,
+        median and 5th percentile), lowest and highest (median mass of a layer), lowest_layer and highest_layer,
+        and medians: dispersion, whole (δ over all keys), separation. sampled: number of queries behind all but the
+        share, if only a sample is kept; else 0. Empty if no query has more keys, or scores are not finite.
     """
     if diverged(findings, model):
         return {}
@@ -39,7 +38,7 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
         return {}
     sketches = findings.measurements.sketches
     sketched = sketches[(sketches["model"] == model) & (sketches["quantity"] == f"separation_k{k}")]
-    pooled = sketched[sketched["layer"] == ALL]  # where nothing is dropped, a separation is undefined
+    pooled = sketched[sketched["layer"] == ALL]  # without dropped keys, separation is undefined
     share = 1 - (pooled["undefined"] / pooled["queries"]).sum() if len(pooled) else len(dropping) / len(queries)
     medians = {"dispersion": f"dispersion_k{k}", "whole": "dispersion", "separation": f"separation_k{k}"}
     return {

@@ -22,17 +22,13 @@ def _rows(findings: Findings, quantity: str) -> pd.DataFrame:
 
 
 def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
-    """The layers and heads of a table in their order, each with the positions of its rows.
-
-    Args:
-        rows: with the columns layer and head.
-    """
-    found: dict[Any, Any] = rows.groupby(["layer", "head"]).indices
-    return [((int(layer), int(head)), found[layer, head]) for layer, head in sorted(found)]
+    """Return the layers and heads of a table, sorted, each with the positions of its rows."""
+    indices: dict[Any, Any] = rows.groupby(["layer", "head"]).indices
+    return [((int(layer), int(head)), indices[layer, head]) for layer, head in sorted(indices)]
 
 
 def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
-    """Percentiles of a model's quantity in every layer and head, and pooled: ``(ALL, ALL)``.
+    """Return percentiles of a quantity of one model for every layer and head, and pooled: ``(ALL, ALL)``.
 
     Args:
         findings: of any number of models.
@@ -40,25 +36,25 @@ def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pla
         quantity: a column of the queries, or of the loads.
 
     Returns:
-        By layer and head, in their order; of a model with more queries than are kept from the table ``sketches``.
-        Where scores are NaN or infinite nothing is known, nor of a pool that such a place is part of.
+        By layer and head, in order; from the table ``sketches`` if the model has more queries than are kept.
+        Layers, heads and pools with scores that are not finite are unknown.
     """
     broken = broken_places(findings, model)
-    found = _place_percentiles(findings, model, quantity)
-    return {place: _unknown(row) if place in broken else row for place, row in found.items()}
+    table = _place_percentiles(findings, model, quantity)
+    return {place: _unknown(row) if place in broken else row for place, row in table.items()}
 
 
 def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) -> pd.DataFrame:
-    """What percentiles, intervals and verdicts about a model's pool, or about one of its layers, rest on.
+    """Return the rows behind percentiles, intervals and verdicts on a model, or on one of its layers.
 
     Args:
         findings: of any number of models.
         model: its path.
         quantity: a column of the queries, or of the loads.
-        layer: one of its layers; ALL: all of them.
+        layer: one of its layers; ALL means all.
 
     Returns:
-        The columns sample and ``quantity``; where a score of the pool is NaN or infinite no value is a number.
+        The columns sample and ``quantity``; all values are NaN if some score is not finite.
     """
     rows = rows_of(_rows(findings, quantity), model)
     rows = rows.loc[slice(None) if layer == ALL else rows["layer"] == layer, ["sample", quantity]]
@@ -66,7 +62,7 @@ def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) 
 
 
 def _unknown(row: Percentiles) -> Percentiles:
-    """Percentiles of as many queries, all undefined."""
+    """Return percentiles of the same number of queries, all undefined."""
     return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
 
 
@@ -79,12 +75,12 @@ def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pl
         return {place: known[place][list(percentiles([]))].to_dict() for place in ordered}
     rows = rows_of(_rows(findings, quantity), model)
     values = rows[quantity].to_numpy(np.float64)
-    found = {place: percentiles(values[at]) for place, at in places_of(rows)}
-    return found | {(ALL, ALL): percentiles(values)}
+    table = {place: percentiles(values[at]) for place, at in places_of(rows)}
+    return table | {(ALL, ALL): percentiles(values)}
 
 
 def pooled_percentiles(findings: Findings, quantity: str) -> dict[str, Percentiles]:
-    """Percentiles of a quantity over all layers and heads.
+    """Return percentiles of a quantity over all layers and heads.
 
     Args:
         findings: of any number of models.
@@ -98,35 +94,35 @@ def pooled_percentiles(findings: Findings, quantity: str) -> dict[str, Percentil
 
 
 def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFrame]:
-    """Percentiles of a quantity in every layer, heads pooled.
+    """Return percentiles of a quantity in every layer, heads pooled.
 
     Args:
         findings: of any number of models.
         quantity: a column of the queries, or of the loads.
 
     Returns:
-        By model a row per layer, in their order.
+        By model, one row per layer, in order.
     """
-    found = {}
+    tables = {}
     for model, rows in _rows(findings, quantity).groupby("model", sort=False):
         places = findings(place_percentiles, str(model), quantity).items()
         sketched = [{"layer": layer, **row} for (layer, head), row in places if head == ALL != layer]
         table = pd.DataFrame(sketched) if sketched else pooled_table(rows, quantity, by="layer")
         broken = {layer for layer, head in broken_places(findings, str(model)) if head == ALL}
         layers = records(table.sort_values("layer"))
-        found[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
-    return found
+        tables[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
+    return tables
 
 
 def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
-    """Percentiles of a quantity per layer and head, and pooled, of every model.
+    """Return percentiles of a quantity per layer and head, and pooled, of every model.
 
     Args:
         findings: of any number of models.
         quantity: dispersion, separation or load.
 
     Returns:
-        model, layer and head (ALL where pooled), then the columns of
+        model, layer and head (ALL if pooled), then the columns of
         :func:`~semdiag.measuring.percentiles.percentiles`.
     """
     models = [str(model) for model in findings.measurements.models["model"]]
@@ -134,13 +130,13 @@ def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
 
 
 def within_table(findings: Findings) -> pd.DataFrame:
-    """Percentiles of what every counterfactual k would leave, per layer and head, and pooled, of every model.
+    """Return percentiles of what every counterfactual k would keep, by layer and head and pooled, by model.
 
     Args:
         findings: of any number of models.
 
     Returns:
-        Columns model, quantity (dispersion, separation, mass or load), k, layer and head (ALL where pooled),
+        Columns model, quantity (dispersion, separation, mass or load), k, layer and head (ALL if pooled),
         then those of :func:`~semdiag.measuring.percentiles.percentiles`.
     """
     table: list[dict[Any, Any]] = []
@@ -156,7 +152,7 @@ def within_table(findings: Findings) -> pd.DataFrame:
 
 
 def _places(findings: Findings, model: str, column: str) -> list[dict[Any, Any]]:
-    """Rows of each layer and head, then of all together."""
+    """Return one row per layer and head, then one for all together."""
     return [
         {"layer": layer, "head": head, **row}
         for (layer, head), row in findings(place_percentiles, model, column).items()
@@ -165,10 +161,6 @@ def _places(findings: Findings, model: str, column: str) -> list[dict[Any, Any]]
 
 
 def all_by_name(table: pd.DataFrame) -> pd.DataFrame:
-    """A table for readers: layer and head say ``all`` where a row speaks about all of them.
-
-    Args:
-        table: with the columns layer and head, ALL where pooled.
-    """
+    """Replace ALL by ``all`` in the columns layer and head, for readers."""
     named = {name: table[name].astype(object).mask(table[name] == ALL, "all") for name in ("layer", "head")}
     return table.assign(**named)

@@ -1,4 +1,4 @@
-"""Where the scores of a model are NaN or infinite, and what therefore nothing can be said of."""
+"""Find models, layers and heads with scores that are not finite, about which nothing can be said."""
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import records
@@ -8,22 +8,12 @@ Place = tuple[int, int]  # layer and head
 
 
 def broken_places(findings: Findings, model: str) -> set[Place]:
-    """Where a model's scores are NaN or infinite, and the pools that such a place is part of.
-
-    Args:
-        findings: of any number of models.
-        model: its path.
-    """
+    """Return the layers and heads of a model with scores that are not finite, and the pools that include them."""
     bad = findings.measurements.non_finite
     places = {(int(row["layer"]), int(row["head"])) for row in records(bad[bad["model"] == model])}
     return places | {(layer, ALL) for layer, _ in places} | ({(ALL, ALL)} if places else set())
 
 
 def diverged(findings: Findings, model: str) -> bool:
-    """Whether scores of a model are NaN or infinite, so that nothing can be said of all its queries together.
-
-    Args:
-        findings: of any number of models.
-        model: its path.
-    """
+    """Return whether some scores of a model are not finite, so that nothing can be said of its pooled queries."""
     return bool(broken_places(findings, model))

@@ -1,4 +1,4 @@
-"""What drawn queries say of all: estimates with intervals, and what is refused because it rests on every one."""
+"""What drawn queries say about all: estimates with intervals; what needs every query is refused."""
 
 from collections.abc import Sequence
 
@@ -19,21 +19,17 @@ _SIGNS = {"dispersion": "δ", "separation": "Δ"}
 
 
 def drawn(findings: Findings) -> list[str]:
-    """Models of which queries were drawn: what is said of them is estimated.
-
-    Args:
-        findings: of any number of models.
-    """
+    """Return the models whose queries were drawn: statements about them are estimates."""
     models = findings.measurements.models
     return [str(m) for m in models["model"][models["share"] < 1]]
 
 
 def in_part(findings: Findings, *models: str) -> bool:
-    """Whether a table of single queries holds some of a model's only: drawn, or kept of more than fit.
+    """Return whether a table of queries has only some of a model's queries: drawn, or a sample of too many.
 
     Args:
         findings: of the models.
-        models: their paths; none: all.
+        models: their paths; without any, all models.
     """
     table = findings.measurements.models
     own = table[table["model"].isin(models)] if models else table
@@ -41,11 +37,11 @@ def in_part(findings: Findings, *models: str) -> bool:
 
 
 def require_every_query(findings: Findings, what: str) -> None:
-    """Refuse what rests on extremes or on every query where some were drawn or kept only.
+    """Refuse what rests on extremes or on every query if only some were drawn or kept.
 
     Args:
         findings: of any number of models.
-        what: is refused, the subject of a sentence.
+        what: the refused thing, as the subject of a sentence.
 
     Raises:
         InputError: naming it.
@@ -58,7 +54,7 @@ def require_every_query(findings: Findings, what: str) -> None:
 
 
 def estimate_table(findings: Findings) -> pd.DataFrame:
-    """Mean and percentiles of every quantity per layer and head, and pooled, of models whose queries were drawn.
+    """Return mean and percentiles per layer and head and pooled, for models whose queries were drawn.
 
     Source: :func:`~semdiag.mathematics.sampled_intervals.sampled_estimates`. Deviation: none.
 
@@ -66,14 +62,16 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
         findings: of any number of models.
 
     Returns:
-        model, layer and head (ALL where pooled), quantity, statistic (mean, p1 … p99), estimate, low and high
-        (95%; missing where too few were drawn to say) and target, what the interval speaks about: a row for each
-        of :data:`~semdiag.mathematics.sampled_intervals.TARGETS`.
+        model, layer and head (ALL if pooled), quantity, statistic (mean, p1 … p99), estimate, low and high (95%;
+        missing if too few were drawn) and target, what the interval is about: one row for each of
+        :data:`~semdiag.mathematics.sampled_intervals.TARGETS`.
     """
     rows: list[list[object]] = []
     for model in drawn(findings):
         own = findings.measurements.of(model)
-        share = float((own.models["share"] * own.models["share_kept"]).iloc[0])  # chance to stand in the table
+        share = float(
+            (own.models["share"] * own.models["share_kept"]).iloc[0]
+        )  # probability of being in the table
         queries = own.queries.sort_values(["layer", "head", "sample", "stratum"], ignore_index=True)
         place = queries[["layer", "head", "sample", "stratum"]].to_numpy()
         strata = np.cumsum(np.any(np.diff(place, axis=0, prepend=place[:1]) != 0, axis=1))
@@ -83,20 +81,15 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
         for quantity in ("dispersion", "separation", *names):
             values = queries[quantity].to_numpy(np.float64)
             for (layer, head), at in parts:
-                for found in sampled_estimates(values[at], samples[at], strata[at], share):
-                    for target, ends in zip(TARGETS, (found.these, found.such), strict=True):
-                        start = [model, layer, head, quantity, found.statistic, found.estimate]
+                for sampled in sampled_estimates(values[at], samples[at], strata[at], share):
+                    for target, ends in zip(TARGETS, (sampled.these, sampled.such), strict=True):
+                        start = [model, layer, head, quantity, sampled.statistic, sampled.estimate]
                         rows.append([*start, *ends, target])
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def estimates_of(findings: Findings, model: str) -> Summary:
-    """The part of a command's JSON that says what was drawn, and the pooled estimates; empty if nothing was.
-
-    Args:
-        findings: of the model.
-        model: its path.
-    """
+    """Return a command's JSON on drawn queries, with the pooled estimates; empty if none were drawn."""
     if model not in drawn(findings):
         return {}
     table = findings(estimate_table)
@@ -105,25 +98,20 @@ def estimates_of(findings: Findings, model: str) -> Summary:
 
 
 def drawing(findings: Findings, model: str) -> Summary:
-    """How many queries of a model were drawn, which share of all and kept of these, and what extremes are over.
-
-    Args:
-        findings: of the model.
-        model: its path.
-    """
+    """Return the number of drawn queries of a model, their share, the share kept, and what extremes are over."""
     row = rows_of(findings.measurements.models, model).iloc[0]
     shares = {"share": float(row["share"]), "share_kept": float(row["share_kept"])}
     return {"queries": int(row["drawn"]), **shares, "extremes_and_loads": SAMPLED}
 
 
 def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispersion",)) -> list[str]:
-    """What was drawn and what that means, and which tables come from a sketch; nothing where all was looked at.
+    """Return sentences on what was drawn and which tables come from a sketch; none if all was measured.
 
     Args:
         findings: of any number of models.
-        quantities: dispersion or separation, or both: whose medians are said.
+        quantities: dispersion or separation, or both: their medians are stated.
     """
-    said = []
+    sentences = []
     for model in drawn(findings):
         words = drawing(findings, model)
         medians = " ".join(_median(findings, model, quantity) for quantity in quantities)
@@ -131,16 +119,16 @@ def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispers
         if words["share_kept"] < 1:
             rows = len(findings.measurements.of(model).queries)
             kept = f" Medians and intervals here are of the {rows:,} that were kept one by one."
-        said.append(
+        sentences.append(
             f"Estimated: {words['share']:.2%} of the queries of {model} were drawn ({words['queries']} per sample "
             f"and head of the longest sequence).{kept} {medians} Extremes (p0, p100) and key loads are {SAMPLED}. "
             "No bound, certificate or gate is judged on them."
         )
-    return said + _sketch_sentences(findings)
+    return sentences + _sketch_sentences(findings)
 
 
 def _median(findings: Findings, model: str, quantity: str) -> str:
-    """The estimated median of a quantity over all layers and heads, with its intervals."""
+    """Return a sentence on the estimated median of a quantity over all layers and heads, with its intervals."""
     table = findings(estimate_table)
     pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
     median = pooled[(pooled["quantity"] == quantity) & (pooled["statistic"] == "p50")]
@@ -159,8 +147,8 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
 
 
 def _sketch_sentences(findings: Findings) -> list[str]:
-    """Of which models there were more queries or keys than are kept one by one, and what that means."""
-    said = []
+    """Return sentences on models with more queries or keys than are kept one by one."""
+    sentences = []
     for name, rows in findings.measurements.sketches.groupby("model", sort=False):
         of = "drawn " * (name in drawn(findings))
         counts = _counts(findings, str(name))
@@ -170,28 +158,24 @@ def _sketch_sentences(findings: Findings) -> list[str]:
             if quantity in counts
         )
         exact = "those of all drawn queries" if of else "exact"
-        said.append(
+        sentences.append(
             f"Sketched: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
             f"tables are {exact}; percentiles are within {rows['rank_error'].max():.2%} in rank (with 99% "
             f"confidence). Figures, and sentences that say so, use a random sample of the {of}queries."
         )
-    return said
+    return sentences
 
 
 def _counts(findings: Findings, model: str) -> dict[str, int]:
-    """How many queries (dispersion) and keys (load) a model has, where these are more than are kept one by one."""
+    """Return the numbers of queries (dispersion) and keys (load) of a model, if more than are kept one by one."""
     rows = rows_of(findings.measurements.sketches, model)
     pooled = rows[(rows["layer"] == ALL) & rows["quantity"].isin(("dispersion", "load"))]
     return {str(name): int(count) for name, count in zip(pooled["quantity"], pooled["queries"], strict=True)}
 
 
 def partial_sentences(findings: Findings) -> list[str]:
-    """What the tables of single queries and keys hold of each model of which they do not hold everything.
-
-    Args:
-        findings: of any number of models.
-    """
-    said = []
+    """Return what the tables of queries and keys contain of each model of which they lack some."""
+    sentences = []
     for model in map(str, findings.measurements.models["model"]):
         own, counts, words = findings.measurements.of(model), _counts(findings, model), drawing(findings, model)
         of = "drawn " * (words["share"] < 1)
@@ -199,8 +183,8 @@ def partial_sentences(findings: Findings) -> list[str]:
         some += [f"{len(own.loads):,}{_out_of(counts, 'load')} keys"]
         why = [f"{words['share']:.2%} of the queries were drawn"] * bool(of)
         why += ["of more than --max-queries a random sample is kept"] * bool(counts)
-        said += [f"of {model} {' and '.join(some)}; {', and '.join(why)}"] * bool(why)
-    return said
+        sentences += [f"of {model} {' and '.join(some)}; {', and '.join(why)}"] * bool(why)
+    return sentences
 
 
 def _out_of(counts: dict[str, int], quantity: str) -> str:

@@ -1,4 +1,4 @@
-"""A finding: a claim of the theory about a measured model or pair, its verdict, and the numbers behind it."""
+"""Findings: claims of the theory about a measured model or pair, with verdicts and the numbers behind them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,17 +21,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One claim and what became of it.
+    """One claim and its verdict.
 
     Attributes:
         subject: a model's path, or a pair's label.
         claim: in words.
-        form: ``sound`` or ``paper``; empty where the claim has only one.
+        form: ``sound`` or ``paper``; empty if the claim has only one.
         where: ``all``, a percentile (``p95``), a layer (``layer 2``) or a tensor's name.
-        verdict: the word.
-        numbers: what decided it, by name; logarithms are natural and named ``ln …``.
-        note: what a reader must know besides; empty if nothing.
-        percentile: at which the claim was judged; None: not at one.
+        verdict: one word.
+        numbers: the deciding numbers, by name; logarithms are natural and named ``ln …``.
+        note: a further remark for readers; may be empty.
+        percentile: at which the claim was judged; None if it was not judged at a percentile.
     """
 
     subject: str
@@ -44,15 +44,15 @@ class Finding:
     percentile: int | None = None
 
     def __str__(self) -> str:
-        said = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
-        numbers = ", ".join(f"{name} = {words}" for name, words in said.items())
+        words_of = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
+        numbers = ", ".join(f"{name} = {words}" for name, words in words_of.items())
         head = f"{self.verdict}: {self.claim}" + (f" [{self.form}]" if self.form else "")
         where = "" if self.where == "all" else f", {self.where}"
         return f"{head}{where}" + (f" ({numbers})" if numbers else "") + (f"; {self.note}" if self.note else "")
 
 
 def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
-    """The verdict on a claim about many rows: violated if any row is, else the word of most rows.
+    """Return the verdict on a claim about many rows: violated if any row violates it, else that of most rows.
 
     Args:
         holds: rows for which the claim holds and says something.
@@ -61,7 +61,7 @@ def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
         not_met: rows that break its assumptions.
 
     Returns:
-        The word; nothing conclusive without rows.
+        The verdict; nothing conclusive without rows.
 
     Example:
         >>> of_rows(holds=90, violated=0, vacuous=8, not_met=2).value
@@ -74,7 +74,7 @@ def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
 
 
 def agreed(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict that all share; inconclusive if they differ or there is none.
+    """Return the verdict that all have in common; inconclusive if they differ or there are none.
 
     Args:
         verdicts: for instance one per percentile.
@@ -88,17 +88,12 @@ def agreed(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def log10(natural: float) -> float:
-    """Decimal logarithm from a natural one."""
+    """Return the decimal logarithm for a natural one."""
     return natural / math.log(10)
 
 
 def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]:
-    """What became of the claims about a model or a pair, as plain values.
-
-    Args:
-        judged: findings on any subjects.
-        subject: a model's path, or a pair's label.
-    """
+    """Return the findings about a model or pair as plain values."""
     return [
         {
             "claim": f.claim,

@@ -1,20 +1,19 @@
-"""Findings: everything that follows from measurements, each answer made when first asked for, and once."""
+"""Findings: answers derived from measurements, each computed once, when first needed."""
 
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from semdiag.measuring.measurements import Measurements
 
-Asked = ParamSpec("Asked")
+Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
 
 
 class Findings:
     """Measurements, and the answers they give to questions.
 
-    An answer is a function of findings, like ``mask_table`` of the question mask stability, and may ask others.
-    Terminal, page, figures, CSV and JSON ask one and the same object, so that all say the same, and what takes
-    seconds to work out is worked out once.
+    An answer is a function of findings, like ``mask_table`` of the question mask stability, and may use others.
+    Terminal, page, figures, CSV and JSON share one object, so that they agree, and slow answers are computed once.
 
     Args:
         measurements: of one or several models.
@@ -40,16 +39,19 @@ class Findings:
         return f"Findings on {self.measurements!r}"
 
     def __call__(
-        self, question: "Callable[Concatenate[Findings, Asked], Answer]", *asked: Asked.args, **named: Asked.kwargs
+        self,
+        question: "Callable[Concatenate[Findings, Parameters], Answer]",
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
     ) -> Answer:
         """Return the answer to a question; it is computed once.
 
         Args:
-            question: a function of findings. What it returns is shared: nobody may change it.
-            *asked: further arguments of the question, hashable.
-            **named: further arguments of the question, by name.
+            question: a function of findings. Its result is shared and must not be changed.
+            *args: further arguments of the question, hashable.
+            **kwargs: further keyword arguments of the question, hashable.
         """
-        key = question, asked, *sorted(named.items())
+        key = question, args, *sorted(kwargs.items())
         if key not in self._answers:
-            self._answers[key] = question(self, *asked, **named)
+            self._answers[key] = question(self, *args, **kwargs)
         return cast("Answer", self._answers[key])

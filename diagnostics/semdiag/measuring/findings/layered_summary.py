@@ -1,4 +1,4 @@
-"""Percentiles by layer and head and pooled, within a model and for every counterfactual k, as plain values."""
+"""Percentiles by layer and head and pooled, and for every counterfactual k, as plain values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,17 +13,17 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import ALL
 from semdiag.measuring.tables import RESIDUALS
 
-Percentile = Callable[[str], Summary]  # of a column of the queries or loads, at one place
+Percentile = Callable[[str], Summary]  # of a column of the queries or loads, for one layer and head
 Describe = Callable[[Percentile, str], Summary]
 
 
 def by_layer(command: str, findings: Findings, describe: Describe) -> Summary:
-    """Numbers of every model by layer and head and pooled; likewise for every counterfactual k.
+    """Return the numbers of every model by layer and head and pooled, also for every counterfactual k.
 
     Args:
-        command: whose object this is.
+        command: that prints them.
         findings: of one or more models.
-        describe: from the percentiles of a column and the suffix of the counterfactual's columns to numbers.
+        describe: makes numbers from the percentiles of a column and the suffix of a counterfactual's columns.
     """
     measurements = findings.measurements
     results = []
@@ -49,12 +49,12 @@ def _layers(findings: Findings, model: str, describe: Describe, suffix: str) -> 
 
 
 def without(table: Summary, *names: str) -> Summary:
-    """A table of numbers without some of them."""
+    """Return a table of numbers without some of them."""
     return {key: value for key, value in table.items() if key not in names}
 
 
 def _capture(own: Measurements) -> Summary:
-    """How much of a model's attention was seen: modules found and captured, residual, what was skipped and why."""
+    """Return how complete the capture was: modules found and captured, residual, skipped operations, remarks."""
     row = own.models.iloc[0]
     found, captured = int(row["attention_found"]), int(row["attention_captured"])
     listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}

@@ -1,4 +1,4 @@
-"""Which trained models may be compared with each other: same task, seed, size, setting and snapshot."""
+"""Pair trained models that may be compared: same task, seed, size, setting and snapshot."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import pandas as pd
 from semdiag.capturing.attention_kinds import external
 from semdiag.measuring.findings.findings import Findings
 
-# Models that differ in one of these are never compared, nor drawn on the same axes.
+# Models that differ in one of these are never compared or drawn on the same axes.
 RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "setting")
 RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 
@@ -30,17 +30,17 @@ class Pair:
 
 
 def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
-    """Pair every model of one attention kind with the full model trained on the same data.
+    """Pair every model of one attention kind with the full-attention model trained on the same data.
 
     Args:
         models: the table of :class:`Measurements`.
-        attention: kind of the counterpart; None for every kind but full.
+        attention: kind of the counterpart; None means every kind but full.
 
     Returns:
         The pairs, and the paths of full models and counterparts that have no partner.
     """
     pairs, alone = [], []
-    models = models[~external(models)]  # of which nobody knows how they were trained
+    models = models[~external(models)]  # their training is unknown
     sparse = models["attention"] != "full" if attention is None else models["attention"] == attention
     some = models[sparse | (models["attention"] == "full")]
     for _, group in some.groupby([*RUN_AND_SNAPSHOT], dropna=False, sort=False):
@@ -54,11 +54,11 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
             if row["snapshot"] != "last":
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
-    return _told_apart(pairs, [pair.other for pair in pairs]), alone
+    return _with_distinct_labels(pairs, [pair.other for pair in pairs]), alone
 
 
 def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
-    """Find other models that could serve as the full model of a pair.
+    """Return other models that could serve as the full model of a pair.
 
     Args:
         models: the table of :class:`Measurements`.
@@ -75,10 +75,10 @@ def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
 
 
 def compared_pairs(findings: Findings) -> list[Pair]:
-    """Find what a report compares: with the model named by --against, or full models with their counterparts.
+    """Return the pairs that a report compares: with the model of --against, or full models with counterparts.
 
     Args:
-        findings: of any number of models; the reference's path stands in ``provenance["against"]``.
+        findings: of any number of models; the reference's path is ``provenance["against"]``.
 
     Returns:
         The pairs, of every kind of attention.
@@ -91,15 +91,15 @@ def compared_pairs(findings: Findings) -> list[Pair]:
 
 
 def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
-    """Pair every model with one reference, whether or not they are alike.
+    """Pair every model with one reference, whether or not they match.
 
     Args:
         models: the table of :class:`Measurements`.
         against: the reference's path.
 
     Returns:
-        One pair per other model; where only one of the two has full attention, that one is ``full``,
-        else the reference is.
+        One pair per other model; if exactly one of the two has full attention, that one is ``full``, else the
+        reference is.
     """
     reference = models[models["model"] == against].iloc[0]
     pairs = []
@@ -108,11 +108,11 @@ def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
         swap = row["attention"] == "full" and reference["attention"] != "full"
         ends = (row["model"], against) if swap else (against, row["model"])
         pairs.append(Pair(label, *ends))
-    return _told_apart(pairs, [path for path in models["model"] if path != against])
+    return _with_distinct_labels(pairs, [path for path in models["model"] if path != against])
 
 
 def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
-    """In what, besides attention, the two models of a pair differ.
+    """Return the differences between the two models of a pair besides attention.
 
     Args:
         models: the table of :class:`Measurements`.
@@ -134,7 +134,7 @@ def _equal(one: Any, two: Any) -> bool:
 
 
 def attention_word(row: Any) -> str:
-    """Name a model's attention in one word: ``full``, ``topk-5``, ``banded-5-global-1``.
+    """Return a model's attention in one word: ``full``, ``topk-5``, ``banded-5-global-1``.
 
     Args:
         row: of the table of models: attention, k, global_tokens.
@@ -148,8 +148,8 @@ def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
 
     Args:
         path: to shorten.
-        among: the paths that it is to be told from; it stays whole where another one ends alike.
-        letters: how many to keep.
+        among: paths from which it must differ; it stays whole if another one has the same end.
+        letters: number of characters to keep.
     """
     tail = path[-letters:]
     if len(path) <= letters or sum(other.endswith(tail) for other in set(among) | {path}) > 1:
@@ -157,8 +157,8 @@ def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
     return f"…{tail}"
 
 
-def _told_apart(pairs: list[Pair], compared: list[str]) -> list[Pair]:
-    """The pairs; where labels are equal, as models differ in what none says, with the compared models' paths."""
+def _with_distinct_labels(pairs: list[Pair], compared: list[str]) -> list[Pair]:
+    """Add the compared models' paths to labels that occur more than once."""
     labels = [pair.label for pair in pairs]
     return [
         pair

@@ -1,10 +1,10 @@
-"""Intervals by resampling whole sequences: the queries of one sequence are dependent.
+"""Intervals by resampling whole sequences, because the queries of one sequence are dependent.
 
-A percentile bootstrap of few sequences is too narrow: its spread is that of a variance divided by n instead of
-n − 1, and its shape is normal where Student's is due. Both are mended in the levels at which the resampled values
-are read (:func:`tail_levels`). How often the intervals hold the truth then: docs/reading-a-report.md. Of
-fewer units than :data:`FEWEST` there is none: resampled values stay within the range of the n values, which holds
-their law's median in 1 − 2^(1 − n) of all cases.
+A percentile bootstrap of few sequences is too narrow: its variance is divided by n instead of n − 1, and its shape
+is normal instead of Student's. Both are corrected in the levels of the percentiles (:func:`tail_levels`). The
+resulting coverage: docs/reading-a-report.md. With fewer units than :data:`FEWEST` there is no interval: resampled
+values stay within the range of the n values, which contains the median of their law with probability 1 − 2^(1 −
+n).
 """
 
 import math
@@ -16,11 +16,11 @@ import pandas as pd
 import scipy
 from numpy.typing import NDArray
 
-FEWEST = 5  # sequences or planes of which there is an interval
+FEWEST = 5  # fewest sequences or planes for an interval
 
 
 def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentiles of the resampled values between which an interval lies, wider for few units.
+    """Return the percentiles of the resampled values that bound an interval; it is wider for few units.
 
     α' = Φ(−sqrt(n/(n − 1)) t_{1 − α/2, n − 1}) on each side instead of α/2.
 
@@ -28,7 +28,7 @@ def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
     Deviation: none.
 
     Args:
-        units: n ≥ FEWEST, what is drawn with replacement: sequences, planes.
+        units: n ≥ FEWEST, the number of units drawn with replacement: sequences, planes.
         confidence: 1 − α, in (0, 1).
 
     Returns:
@@ -42,22 +42,22 @@ def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
         ([0.57, 99.43], [2.5, 97.5])
     """
     if units < FEWEST:
-        raise ValueError(f"Of fewer than {FEWEST} there is no interval. Got {units}.")
+        raise ValueError(f"An interval needs at least {FEWEST} units. Got {units}.")
     reach = math.sqrt(units / (units - 1)) * float(scipy.stats.t.ppf((1 + confidence) / 2, units - 1))
     tail = 100 * float(scipy.stats.norm.sf(reach))
     return tail, 100 - tail
 
 
 def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The ends of an interval: resampled values at :func:`tail_levels`.
+    """Return the ends of an interval: resampled values at :func:`tail_levels`.
 
     Args:
         resampled: of an estimate.
-        units: n ≥ 1, what was drawn with replacement.
+        units: n ≥ 1, the number of units drawn with replacement.
         confidence: 1 − α, in (0, 1).
 
     Returns:
-        Both ends; NaN for fewer units than FEWEST, or where a resampled value is NaN.
+        Both ends; NaN for fewer units than FEWEST, or if a resampled value is NaN.
 
     Example:
         >>> interval_ends(np.array([2.0, 2.0]), units=5), interval_ends(np.array([2.0, 2.0]), units=4)
@@ -71,7 +71,7 @@ def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the range that holds it with the given confidence; NaN where there is none."""
+    """An estimate with its confidence interval; NaN if there is none."""
 
     estimate: float
     low: float
@@ -87,23 +87,23 @@ def ratio_interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Ratio of one percentile of a quantity in two sets of queries, with a bootstrap interval.
+    """Return the ratio of one percentile of a quantity in two sets of queries, with a bootstrap interval.
 
-    Whole sequences are drawn with replacement. Where both sets come from the same samples, both sides of the
-    ratio use the same draw, so what the sequences have in common cancels.
+    Whole sequences are drawn with replacement. If both sets come from the same samples, both sides of the ratio
+    use the same draw, so that common variation cancels.
 
     Args:
         numerator: queries with the columns sample and ``quantity``; the same number for every sample.
-        denominator: likewise.
+        denominator: queries like these.
         quantity: the column.
-        percentile: which percentile of the queries is compared.
+        percentile: the percentile of the queries to compare.
         resamples: bootstrap draws.
         confidence: of the interval, in (0, 1).
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where a side has no finite value, or the denominator is 0; no interval of
-        fewer sequences than FEWEST.
+        Estimate and interval; NaN if a side has no finite value, or the denominator is 0; no interval for fewer
+        sequences than FEWEST.
 
     Raises:
         ValueError: if a side has no samples.
@@ -116,7 +116,7 @@ def ratio_interval(
         return np.bincount(rng.integers(sequences.count, size=sequences.count), minlength=sequences.count)
 
     draws = [(times, times if paired else draw(below)) for times in (draw(above) for _ in range(resamples))]
-    every = np.ones(above.count, np.int64), np.ones(below.count, np.int64)  # the first: the estimate
+    every = np.ones(above.count, np.int64), np.ones(below.count, np.int64)  # the first is the estimate
     tops, bottoms = (
         side.percentiles(list(times), percentile)
         for side, times in zip((above, below), zip(every, *draws, strict=True), strict=True)
@@ -125,11 +125,11 @@ def ratio_interval(
     return Interval(float(ratios[0]), *interval_ends(ratios[1:], min(above.count, below.count), confidence))
 
 
-_AT_ONCE = 2**21  # numbers that one step of resampling holds
+_AT_ONCE = 2**21  # numbers held by one step of resampling
 
 
 class _Sequences:
-    """The finite values of a quantity, sorted once, and the sequence each belongs to; in chunks of equal size."""
+    """The finite values of a quantity, sorted once, with the sequence of each; in chunks of equal size."""
 
     def __init__(self, rows: pd.DataFrame, quantity: str) -> None:
         if rows.empty:
@@ -149,9 +149,9 @@ class _Sequences:
         self.held = held.reshape(self.count + 1, chunks).astype(np.float64)  # floats: for a product by BLAS
 
     def percentiles(self, draws: Sequence[NDArray[np.int64]], percentile: float) -> NDArray[np.float64]:
-        """For each draw the percentile, linear interpolation, when sequence s is taken ``draw[s]`` times.
+        """Return the linearly interpolated percentile for each draw, which takes sequence s ``draw[s]`` times.
 
-        NaN where nothing finite was drawn.
+        NaN if nothing finite was drawn.
         """
         step = max(1, _AT_ONCE // (self.count + sum(self.values.shape)))
         parts = (np.array(draws[start : start + step]) for start in range(0, len(draws), step))
@@ -161,21 +161,21 @@ class _Sequences:
         times = np.pad(times, [(0, 0), (0, 1)])
         ends = np.cumsum(times @ self.held, axis=1)  # where the copies of each chunk's values end among all
         place = (ends[:, -1] - 1) * percentile / 100
-        found = []
+        values = []
         for wanted in (np.floor(place), np.ceil(place)):
             chunk = np.minimum((ends <= wanted[:, None]).sum(axis=1), ends.shape[1] - 1)
             copies = np.cumsum(np.take_along_axis(times, self.owner[chunk], axis=1), axis=1)
             copies_before = np.where(chunk > 0, ends[np.arange(len(ends)), chunk - 1], 0)
             inside = (copies <= (wanted - copies_before)[:, None]).sum(axis=1)
-            found.append(self.values[chunk, np.minimum(inside, self.values.shape[1] - 1)])
-        below, above = found
+            values.append(self.values[chunk, np.minimum(inside, self.values.shape[1] - 1)])
+        below, above = values
         return np.where(ends[:, -1] > 0, below + (above - below) * (place % 1), np.nan)
 
 
 def mean_interval(
     rows: pd.DataFrame, quantity: str, resamples: int = 1000, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """Mean of a quantity over rows, with a bootstrap interval.
+    """Return the mean of a quantity over rows, with a bootstrap interval.
 
     Whole sequences are drawn with replacement.
 
@@ -187,7 +187,7 @@ def mean_interval(
         seed: of the draws.
 
     Returns:
-        Estimate and interval, of the finite values alone; NaN where there are none.
+        Estimate and interval, of the finite values alone; NaN if there are none.
 
     Example:
         >>> mean_interval(pd.DataFrame({"sample": [0, 0, 1, 2, 3, 4], "x": [1.0] * 6}), "x")
@@ -207,19 +207,19 @@ def sum_ratio_interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Σ sums / Σ counts over sequences, as the loss per token, with a bootstrap interval.
+    """Return Σ sums / Σ counts over sequences, such as the loss per token, with a bootstrap interval.
 
     Whole sequences are drawn with replacement.
 
     Args:
         sums: (N,) of each sequence.
-        counts: (N,) of each sequence; sequences that count nothing are left out.
+        counts: (N,) of each sequence; those with count 0 are left out.
         resamples: bootstrap draws.
         confidence: of the interval, in (0, 1).
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where no sequence counts. No interval where a sum is not finite.
+        Estimate and interval; NaN if all counts are 0. No interval if a sum is not finite.
 
     Example:
         >>> sum_ratio_interval(np.array([2.0, 4.0, 2.0, 2.0, 2.0]), np.array([1.0, 2.0, 1.0, 1.0, 1.0]))
@@ -238,7 +238,7 @@ def sum_ratio_interval(
 def rank_correlation_interval(
     rows: pd.DataFrame, first: str, second: str, resamples: int = 200, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """Spearman's rank correlation of two quantities, with a bootstrap interval.
+    """Return Spearman's rank correlation of two quantities, with a bootstrap interval.
 
     Whole sequences are drawn with replacement, and the rows are ranked anew in every draw; equal values
     share their mean rank.
@@ -252,7 +252,7 @@ def rank_correlation_interval(
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where a column is constant.
+        Estimate and interval; NaN if a column is constant.
 
     Example:
         >>> rows = pd.DataFrame({"sample": [0, 1, 2], "x": [1.0, 2.0, 3.0], "y": [9.0, 5.0, 5.0]})
@@ -266,16 +266,18 @@ def rank_correlation_interval(
     rng = np.random.default_rng(seed)
     every = np.ones(len(samples), np.int64)
     drawn = rng.multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=resamples)
-    found = np.array([_rank_correlation(ties, times[owner]) for times in (every, *drawn)])
-    return _interval(float(found[0]), found[1:], len(samples), confidence)
+    correlations = np.array([_rank_correlation(ties, times[owner]) for times in (every, *drawn)])
+    return _interval(float(correlations[0]), correlations[1:], len(samples), confidence)
 
 
 def _rank_correlation(ties: list[NDArray[np.int64]], weights: NDArray[np.int64]) -> float:
-    """Pearson's correlation of mean ranks, row i taken ``weights[i]`` times; ``ties`` number equal values."""
+    """Return the correlation of mean ranks, with row i taken ``weights[i]`` times; ``ties`` label equal values."""
     ranks = []
     for numbers in ties:
         held = np.bincount(numbers, weights)
-        ranks.append((np.cumsum(held) - held / 2)[numbers])  # a constant off the usual rank, which cancels
+        ranks.append(
+            (np.cumsum(held) - held / 2)[numbers]
+        )  # differs from the usual rank by a constant, which cancels
     total = weights.sum()
     x, y = (rank - (weights * rank).sum() / total for rank in ranks)
     weighted = weights * x

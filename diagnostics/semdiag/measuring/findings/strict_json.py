@@ -1,7 +1,7 @@
-"""What a command prints with ``--json``: values that strict JSON can hold, under a schema; and reading them.
+"""Write and read what a command prints with ``--json``: strict JSON under a schema.
 
-A number that is not known is null. Infinities are the strings "inf" and "-inf": a bound of "inf" is no guarantee,
-a logarithm of "-inf" is the constant 0. Up to version 1 of the schemas all three were null.
+Unknown numbers are null. Infinities are the strings "inf" and "-inf": a bound of "inf" is no guarantee, a
+logarithm of "-inf" is the constant 0. In version 1 of the schemas, all three were null.
 """
 
 import math
@@ -16,7 +16,7 @@ MODEL_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")  # of every
 
 
 def json_ready(value: Any) -> Any:
-    """Replace what JSON has no number for, at any depth: NaN by None, infinities by the strings "inf" and "-inf".
+    """Replace what JSON cannot represent, at any depth: NaN by None, infinities by the strings "inf" and "-inf".
 
     Example:
         >>> json_ready({"ln bound": [math.inf, -math.inf, math.nan, 0.5]})
@@ -32,10 +32,10 @@ def json_ready(value: Any) -> Any:
 
 
 def number_from_json(value: float | str | None) -> float:
-    """The number that :func:`json_ready` wrote; NaN for null.
+    """Return the number that :func:`json_ready` wrote; NaN for null.
 
     Raises:
-        ValueError: if it is another string than those of the infinities.
+        ValueError: if it is a string other than "inf" and "-inf".
 
     Example:
         >>> [number_from_json(value) for value in (0.5, "-inf", None)]
@@ -44,32 +44,32 @@ def number_from_json(value: float | str | None) -> float:
     if value is None:
         return math.nan
     if isinstance(value, str) and value not in ("inf", "-inf"):
-        raise ValueError(f"A number is a number, null, 'inf' or '-inf'. Got {value!r}.")
+        raise ValueError(f"Expected a number, null, 'inf' or '-inf'. Got {value!r}.")
     return float(value)
 
 
 def schema(command: str) -> str:
-    """Name and version of what a command writes."""
+    """Return name and version of a command's schema."""
     return f"semdiag.{command}/2"
 
 
 def has_schema(content: Any, command: str) -> bool:
-    """Whether something read from a file is what a command wrote, in this version or the one before."""
+    """Return whether content was written by a command, in this version or the one before."""
     return isinstance(content, dict) and content.get("schema") in (schema(command), f"semdiag.{command}/1")
 
 
 def json_object(command: str, findings: Findings, **content: Any) -> Summary:
-    """The one object that a command prints.
+    """Return the object that a command prints.
 
     Args:
         command: its name, part of the schema.
-        findings: whose provenance it carries.
-        content: what it says besides.
+        findings: supply the provenance.
+        content: further entries.
     """
     whole = {"schema": schema(command), "provenance": findings.measurements.provenance, **content}
     return Summary(json_ready(whole))
 
 
 def records(table: pd.DataFrame) -> list[Summary]:
-    """The rows of a table as dictionaries."""
+    """Return the rows of a table as dictionaries."""
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]

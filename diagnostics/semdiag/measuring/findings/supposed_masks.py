@@ -7,11 +7,11 @@ from semdiag.measuring.findings.findings import Findings
 
 
 def check_supposed_k(findings: Findings, k: int) -> None:
-    """Refuse masks of a k that drops nothing of a model that keeps every key, as no query has so many keys.
+    """Refuse a k that would drop no key of a full-attention model, because no query has more keys.
 
     Args:
-        findings: of what was measured.
-        k: of the mask that such a model would choose, named by the user.
+        findings: of the measured models.
+        k: the user's, for the mask that such a model is supposed to have.
 
     Raises:
         InputError: if the largest number of keys of such a model is smaller.

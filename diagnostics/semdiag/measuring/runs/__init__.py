@@ -1,1 +1,1 @@
-"""What is known of training runs."""
+"""Tables of training runs, and what is known of them."""

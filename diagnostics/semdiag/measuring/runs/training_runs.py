@@ -1,4 +1,4 @@
-"""What is known of the training runs behind checkpoints: their settings, and whether they are finished."""
+"""The training runs behind checkpoints: their settings, and whether they are finished."""
 
 import json
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from semdiag.measuring.runs.tables import RUNS
 from semdiag_models import ModelConfig
 from semdiag_models.training_config import TrainingConfig
 
-# What may differ between runs that are compared: the attention itself, and how long was trained.
+# What may differ between compared runs: the attention itself, and the length of training.
 _ATTENTION = (
     "attention", "k", "global_tokens", "selection_seed", "inverse_temperature", "hash_rounds", "hash_bits",
     "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
 _NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
 _COLUMNS = ("blocks", "heads", "width", "norm", "pooling")  # of the table of models
-_USUAL: dict[str, Any] = {  # as to_dict says it: tuples as lists
+_USUAL: dict[str, Any] = {  # in the form of to_dict: tuples as lists
     f.name: [] if f.default == () else f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)
 }
-TARGET = 0.95  # training accuracy that counts as having learned, where nothing else is said
+TARGET = 0.95  # default training accuracy that counts as having learned
 FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
 
 
@@ -30,10 +30,10 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
     """Describe the runs that models come from.
 
     Args:
-        models: any; those that bring no training history are left out.
+        models: any; those without a training history are left out.
 
     Returns:
-        One row per model: model, task, attention (in one word, with the inverse temperature where it is not 1),
+        One row per model: model, task, attention (in one word, with the inverse temperature unless it is 1),
         kind, seed, setting (every other choice of architecture and training, as JSON: runs of one setting may be
         compared), epochs (trained), planned, and state: ``finished``, ``stopped at --until``, ``unfinished``,
         ``not begun``, or ``snapshot`` for a file that is not the run's last.
@@ -43,14 +43,14 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
 
 
 def setting_in_words(model: LoadedModel) -> str:
-    """What was chosen otherwise than usual, but for the attention and what has a column of its own.
+    """Return the settings that differ from the defaults, except the attention and those with their own column.
 
     Args:
         model: an encoder of semdiag_models.
 
     Returns:
-        Names and values, like ``activation gelu, learning_rate 0.5``; of a model whose training is not known those
-        of its architecture. ``usual`` where there are none.
+        Names and values, like ``activation gelu, learning_rate 0.5``; only those of the architecture if the
+        training is unknown. ``usual`` if there are none.
 
     Example:
         >>> from semdiag_models import Encoder
@@ -59,13 +59,13 @@ def setting_in_words(model: LoadedModel) -> str:
         'activation gelu, mlp_width 32'
     """
     chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
-    said = {*_COLUMNS, "listops"}  # whose law the task's label names
-    others = [n for n, value in chosen.items() if n not in said and _USUAL[n] not in (MISSING, value)]
+    listed = {*_COLUMNS, "listops"}  # the task's label names the law of listops
+    others = [n for n, value in chosen.items() if n not in listed and _USUAL[n] not in (MISSING, value)]
     return ", ".join(f"{name} {chosen[name]}" for name in sorted(others)) or "usual"
 
 
 def _setting(model: LoadedModel) -> dict[str, Any]:
-    """Every choice of architecture and training but the attention, and how long was trained."""
+    """Return all choices of architecture and training except the attention and the length of training."""
     setting = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ATTENTION}
     if model.training is not None:
         training = model.training.to_dict()
@@ -76,7 +76,7 @@ def _setting(model: LoadedModel) -> dict[str, Any]:
 
 
 def _row(model: LoadedModel) -> dict[str, Any]:
-    assert model.training is not None  # run_table has looked
+    assert model.training is not None  # run_table checks it
     return {
         "model": model.path,
         "task": model.training.task_label,
@@ -91,7 +91,7 @@ def _row(model: LoadedModel) -> dict[str, Any]:
 
 
 def _mask(config: ModelConfig) -> str:
-    """Attention in one word, like ``topk-5``, or ``topk-5-times-2`` with an inverse temperature of 2."""
+    """Return the attention in one word, like ``topk-5``, or ``topk-5-times-2`` for an inverse temperature of 2."""
     factor = config.inverse_temperature
     return config.attention_label if factor == 1 else f"{config.attention_label}-times-{factor:g}"
 
@@ -109,10 +109,10 @@ def _state(model: LoadedModel) -> str:
 
 
 def setting_labels(settings: Sequence[str]) -> dict[str, str]:
-    """Name settings by their task and by what they do not have in common.
+    """Label settings by their task and by what distinguishes them.
 
     Args:
-        settings: JSON of :func:`run_table`.
+        settings: JSON from :func:`run_table`.
 
     Returns:
         A label for each, like ``even-pairs`` or ``even-pairs, activation gelu``.
@@ -125,7 +125,7 @@ def setting_labels(settings: Sequence[str]) -> dict[str, str]:
     read = {setting: json.loads(setting) for setting in dict.fromkeys(settings)}
     labels = {}
     for setting, values in read.items():
-        # What another task brings with it, like its vocabulary, need not be said.
+        # What comes with another task, like its vocabulary, need not be named.
         alike = [other for other in read.values() if other["task"] == values["task"]]
         names = [name for name in values if len({json.dumps(other.get(name)) for other in alike}) > 1]
         labels[setting] = ", ".join([values["task"], *(f"{name} {values[name]}" for name in names)])

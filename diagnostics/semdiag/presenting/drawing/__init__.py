@@ -1,1 +1,1 @@
-"""What figures share."""
+"""What figures share: style, panels, curves, and saving."""

@@ -1,4 +1,4 @@
-"""Nested boxes from percentiles: a heavy-tailed distribution in a few shapes."""
+"""Nested boxes from percentiles, for heavy-tailed distributions."""
 
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -28,10 +28,10 @@ def draw_letter_values(
 ) -> None:
     """Draw the percentiles of one set of queries as nested boxes, its median and one extreme.
 
-    What lies at or below 0 falls below a logarithmic axis: the boxes are cut there, not moved.
+    Values at or below 0 are below a logarithmic axis: boxes are cut there, not moved.
 
     Args:
-        ax: with a scale already set.
+        ax: with its scale set.
         x: centre of the boxes.
         width: of the innermost box.
         table: ``p1`` … ``p99``, ``p50`` and ``extreme``; nothing is drawn if they are NaN.
@@ -74,7 +74,7 @@ def layer_boxes(
         extreme: the percentile marked as a point.
 
     Returns:
-        Where each box stands, with its row and style.
+        The position of each box, with its row and style.
     """
     layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
     width, drawn = 0.84 / max(len(boxes), 1), []
@@ -95,7 +95,7 @@ def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
 
     Args:
         ax: the panel.
-        low: smallest positive value to be seen.
+        low: smallest positive value to show.
         high: largest value.
     """
     ax.set_yscale("log")
@@ -107,8 +107,8 @@ def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, fl
     """Return the smallest and the largest positive percentile, for a logarithmic axis.
 
     Args:
-        tables: percentile tables, one below the other.
-        low: column of the smallest values to be seen; a column further up is taken where none is positive.
+        tables: concatenated percentile tables.
+        low: column of the smallest values to show; if none is positive, a column of higher percentiles is used.
         high: column of the largest.
 
     Returns:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style, plain_numbers
 
-# Quantity, whether the head with the largest or that with the smallest is shown of each layer, and the title.
+# Quantity, whether each layer shows its largest or its smallest head, and the title.
 _PANELS = (
     ("max_logit", "max", "largest score of any head (nats)"),
     ("entropy", "min", "smallest mean entropy of any head (nats)"),
@@ -19,7 +19,7 @@ _PANELS = (
     ("dispersion", "max", "largest median dispersion δ (nats)"),
 )
 _ALARM = "#d55e00"
-_FAR = 30  # between the largest and the smallest value, above which colours are logarithmic
+_FAR = 30  # ratio of largest to smallest value above which colours are logarithmic
 
 
 @paper_style
@@ -30,7 +30,7 @@ def monitored_run(rows: pd.DataFrame) -> Figure:
         rows: a monitor's table of heads.
 
     Returns:
-        A panel per quantity; of each layer and step the head that is furthest out.
+        A panel per quantity, with the most extreme head of each layer and step.
 
     Raises:
         NothingToDrawError: if there is no row.

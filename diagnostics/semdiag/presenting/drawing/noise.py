@@ -1,4 +1,4 @@
-"""The noise behind measured secants, in words for a figure."""
+"""The noise of measured secants, in words for a figure."""
 
 import pandas as pd
 
@@ -20,7 +20,7 @@ def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
 
     Args:
         findings: for the seed.
-        secants: the rows that are shown.
+        secants: the rows shown.
 
     Returns:
         For instance ``input noise 1% of each token's RMS, 50 samples, one draw each (seed 0)``.

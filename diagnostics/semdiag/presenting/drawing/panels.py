@@ -1,4 +1,4 @@
-"""Which models share a panel: only those that differ in nothing but their attention."""
+"""Group models into panels: only models that differ in nothing but attention share one."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ _SNAPSHOT_NAMES = {"initialisation": "at initialisation", "best": "best snapshot
 
 
 class NothingToDrawError(ValueError):
-    """A figure has nothing to show for these measurements; the message tells the reader why."""
+    """Raised if a figure has nothing to show for these measurements; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Panel:
     """Models of the same task, seed, size, setting and snapshot.
 
     Attributes:
-        title: what they have in common, as far as other panels differ in it.
+        title: common properties in which other panels differ.
         series: one entry per model, full attention first.
         snapshot: ``last``, ``initialisation``, … ; empty if snapshots do not matter.
     """
@@ -73,7 +73,7 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
         raise NothingToDrawError("No model was measured.")
     others = external(models)
     differing = [key for key in keys if models[~others][key].nunique(dropna=False) > 1]
-    own_panel = models["model"].where(others, "")  # nothing is known that models of others have in common
+    own_panel = models["model"].where(others, "")  # external models have nothing known in common
     panels = []
     for _, group in models.groupby([*keys, own_panel.rename("_own")], dropna=False, sort=False):
         snapshot = str(group["snapshot"].iloc[0]) if "snapshot" in keys else ""
@@ -88,7 +88,7 @@ def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, 
 
     Args:
         models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
-        last_only: whether other snapshots are left out where there are last ones.
+        last_only: whether to leave out other snapshots if there are last ones.
     """
     panels = panels_of(models)
     last = [panel for panel in panels if panel.snapshot in ("last", "")]
@@ -111,12 +111,12 @@ def short_labels(models: pd.DataFrame) -> dict[str, str]:
 
 
 def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
-    """Name an attention for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``.
+    """Return an attention's name for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``.
 
     Args:
         kind: as in the measurements.
         k: keys kept per query; None if not limited.
-        global_tokens: that all queries attend to besides.
+        global_tokens: to which all queries also attend.
     """
     name = attention_style(kind).name
     more = f" + {global_tokens} global" if global_tokens else ""
@@ -157,7 +157,7 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
 
 
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
-    """Return the style of one of several models with the same attention: lighter, with another marker."""
+    """Return distinct styles for models with the same attention: lighter, with another marker."""
     if not place:
         return style
     markers = [style.marker, *(other for other in _MARKERS if other != style.marker)]

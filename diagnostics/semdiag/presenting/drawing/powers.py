@@ -8,7 +8,7 @@ def powers_of_ten(low: float, high: float) -> str:
 
     Args:
         low: decimal logarithm of the smallest.
-        high: and of the largest.
+        high: decimal logarithm of the largest.
 
     Example:
         >>> powers_of_ten(6.3, 12.1), powers_of_ten(7.9, 8.1)
@@ -23,7 +23,7 @@ def factors(low: float, high: float) -> str:
 
     Args:
         low: decimal logarithm of the smallest.
-        high: and of the largest.
+        high: decimal logarithm of the largest.
 
     Example:
         >>> factors(0.3, 1.8), factors(0.5, 0.5), factors(2.0, 12.1)

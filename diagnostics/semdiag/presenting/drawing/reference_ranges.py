@@ -1,4 +1,4 @@
-"""What δ, entropy and weight on the first key are in trained models: a measure for "is that much?"."""
+"""Ranges of δ, entropy and weight on the first key in trained models, for orientation."""
 
 from functools import cache
 from importlib.resources import files
@@ -8,11 +8,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 _BAND = "#8a8f94"
-_MODELS = "MiniLM", "SmolLM2"  # trained on language; the encoders of the references are small
+_MODELS = "MiniLM", "SmolLM2"  # trained on language, unlike the small reference encoders
 
 
 class Range(NamedTuple):
-    """5th to 95th percentile over the heads of a model, whose median over the queries a head counts with."""
+    """The 5th to 95th percentile, over a model's heads, of each head's median over queries."""
 
     model: str
     low: float
@@ -23,14 +23,14 @@ class Range(NamedTuple):
 def reference_ranges(quantity: str) -> tuple[Range, ...]:
     """Return the ranges of trained language models.
 
-    Source: ``experiments/reference_ranges.py``, which measures them. They are no limits: a model outside may
-    be well.
+    Source: ``experiments/reference_ranges.py``, which measures them. They are not limits: a model
+    outside may be fine.
 
     Args:
         quantity: ``dispersion`` or ``entropy`` (nats), ``first_weight``.
 
     Example:
-        >>> [found.model for found in reference_ranges("dispersion")]
+        >>> [one.model for one in reference_ranges("dispersion")]
         ['MiniLM', 'SmolLM2']
     """
     with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
@@ -40,14 +40,14 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
 
 
 def draw_band(ax: Axes, quantity: str) -> None:
-    """Shade what these models have, from the smallest to the largest, behind a panel.
+    """Shade the range of these models behind a panel.
 
     Args:
-        ax: its ordinate is the quantity.
+        ax: with the quantity as ordinate.
         quantity: of :func:`reference_ranges`.
     """
-    found = reference_ranges(quantity)
-    low, high = min(each.low for each in found), max(each.high for each in found)
+    ranges = reference_ranges(quantity)
+    low, high = min(each.low for each in ranges), max(each.high for each in ranges)
     said = f"heads of {' and '.join(_MODELS)}"
     ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=said)
 

@@ -11,7 +11,7 @@ from semdiag.presenting.drawing.style import paper_style
 from semdiag_models import InputError
 from semdiag_models.plain_text import visible
 
-# What would otherwise carry the date or a version into the file.
+# Fields that would otherwise contain the date or a version.
 _METADATA: dict[str, dict[str, str | None]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
@@ -27,7 +27,7 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
 
     Args:
         figure: to be saved.
-        path: without suffix; its folder is made if absent.
+        path: without suffix; its folder is created if missing.
         formats: of png, svg and pdf.
 
     Returns:
@@ -46,10 +46,10 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     figure.set_dpi(_PNG_DPI)
     try:
         for name, file in zip(formats, files, strict=True):
-            # Straight to the canvas of the format: Figure.savefig draws everything twice, and lays out each time.
+            # Use the format's canvas directly: Figure.savefig draws everything twice, with a layout each time.
             getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
             figure.set_layout_engine("none")
-            if name == "svg":  # labels of ticks are made while they are drawn, and stand in it as comments
+            if name == "svg":  # tick labels are created while drawing, and are in it as comments
                 drawn = file.read_text(encoding="utf-8")
                 file.write_text(visible(drawn), encoding="utf-8", newline="\n")
     finally:
@@ -60,7 +60,7 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
 
 
 def _show_all(figure: Figure) -> None:
-    """Escape control characters in the texts of a figure: with them an SVG is not valid."""
+    """Escape control characters in a figure's texts, which would make an SVG invalid."""
     for text in figure.findobj(Text):
         if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
             text.set_text(shown)

@@ -1,4 +1,4 @@
-"""One look for all figures: colours, markers and line styles per attention kind, fonts, grids of panels."""
+"""The common style of all figures: colours, markers and lines per attention kind, fonts, grids of panels."""
 
 import io
 import math
@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Seaborn's colour-blind palette, written out: to import seaborn takes a second, at the start of every command.
+# Seaborn's colour-blind palette, written out, because importing seaborn takes a second.
 _COLORBLIND = (
     "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9",
 )  # fmt: skip
@@ -63,7 +63,7 @@ PAPER: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class AttentionStyle:
-    """How one kind of attention looks in every figure; marker and line distinguish it in grey, too.
+    """The style of one kind of attention in every figure; marker and line also distinguish it in grey.
 
     Attributes:
         name: in words.
@@ -92,7 +92,7 @@ ATTENTION_STYLES = {
     "routing": AttentionStyle("routing", _ROSE, "h", (0, (5, 1, 1, 1, 1, 1)), 1.9),
 }
 
-# Of models of others, which never share a panel: full attention in all but its mask.
+# For external models, which never share a panel: like full attention except for the mask.
 DENSE_STYLES = {
     "causal": AttentionStyle("causal", _BLUE, "<", "-", 1.9),
     "masked": AttentionStyle("masked", _BLUE, "H", "-", 1.9),
@@ -109,7 +109,7 @@ def attention_style(kind: str) -> AttentionStyle:
 
 
 def palette(count: int) -> list[str]:
-    """Return distinct colours that are safe for the colour-blind; the eleventh repeats the first.
+    """Return distinct colours that are safe for colour-blind readers; the eleventh repeats the first.
 
     Args:
         count: how many.
@@ -161,7 +161,7 @@ _STACKED: ContextVar[bool] = ContextVar("stacked", default=False)
 
 @contextmanager
 def stacked() -> Iterator[None]:
-    """Draw figures for a telephone inside: narrow, with panels one above the other."""
+    """Draw figures for telephones inside: narrow, with panels stacked."""
     token = _STACKED.set(True)
     try:
         yield
@@ -212,11 +212,11 @@ def panel_grid(
     """Return a figure with a number of panels, outside pyplot's global state.
 
     Args:
-        panels: how many.
+        panels: their number.
         height: of a panel, in inches.
         sharex: one scale of abscissae for all panels.
         sharey: one scale of ordinates for all panels.
-        columns: panels side by side; by default one to three, as their number asks.
+        columns: panels per row; by default one to three, depending on their number.
 
     Returns:
         The figure, as wide as the page, and its axes, row by row.
@@ -239,7 +239,7 @@ def panel_grid(
 
 
 def finished(figure: Figure, note: str) -> Figure:
-    """Finish a figure: one legend above all panels, each label once, and a note below on how to read the marks.
+    """Finish a figure: one legend above all panels, with each label once, and a note below on the marks.
 
     Args:
         figure: with its panels drawn.
@@ -262,7 +262,7 @@ def finished(figure: Figure, note: str) -> Figure:
 
 
 def note_below(figure: Figure, text: str) -> None:
-    """Add a note below the panels on how to read the marks, and break titles that are too wide.
+    """Add a note below the panels that explains the marks, and break titles that are too wide.
 
     Args:
         figure: with its panels drawn.

@@ -1,1 +1,1 @@
-"""What commands print, and how."""
+"""Output on the terminal: tables, progress, texts."""

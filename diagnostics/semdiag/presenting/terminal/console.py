@@ -20,7 +20,7 @@ _LOG = 150  # columns of a file: it has room, and a reader who turns its lines
 
 
 def wide_console() -> Console:
-    """Stdout (stderr beside JSON), as wide as the terminal or as ``COLUMNS`` says; wide where it is neither."""
+    """Return a console on stdout (stderr with JSON), as wide as the terminal or ``COLUMNS``, else wide."""
     console = terminal(stderr=results_on_stderr(), markup=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = max(console.width, _LOG)
@@ -75,7 +75,7 @@ class NumberTable:
         self._going = going[: max(0, len(shown) - self.names - 1)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich asks for to print it."""
+        """Yield what rich needs to print the table."""
 
         def excess(table: Table) -> int:
             return console.measure(table, options=options.update(max_width=_ENDLESS)).maximum - options.max_width
@@ -97,7 +97,7 @@ class NumberTable:
             yield f"Left out to fit {options.max_width} columns: {missing}."
 
     def _table(self, left: Sequence[int], breaking: bool = True, narrower: int = 0) -> Table:
-        """Return the table without some columns, with broken headings and names narrower by so much in all."""
+        """Return the table without some columns, with broken headings and names narrower by so much in total."""
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=self.caption or None)
         columns = [[row[place] for row in self.rows] for place in range(len(self.columns))]
         for place, width in enumerate(self._widths_of_names(columns, narrower)):

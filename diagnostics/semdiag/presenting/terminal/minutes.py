@@ -1,4 +1,4 @@
-"""Progress where no bar can be drawn: a line at the start, and one a minute."""
+"""Progress without bars: a line at the start, and one a minute."""
 
 import threading
 import time
@@ -10,11 +10,11 @@ from semdiag.presenting.terminal.terminal import tell
 
 MINUTE = 60.0
 _clock = time.monotonic
-_PATIENCE = 10.0  # seconds until the first line is said without anything to count
+_PATIENCE = 10.0  # seconds until the first line appears without anything to count
 
 
 def clock() -> float:
-    """Seconds, as the lines count them."""
+    """Return the time in seconds, for progress lines."""
     return _clock()
 
 
@@ -22,10 +22,10 @@ class Minutes:
     """Progress lines on stderr, for logs; terminals have bars. Inside ``with`` a thread watches the clock.
 
     Args:
-        start: what is begun: the first line; empty: somebody else has said it.
-        state: how far it is, in words.
-        share: of the work that is done, in [0, 1], from which the time left is told; None: not known.
-        silent: whether nothing is said.
+        start: the first line, which says what starts; empty if it was printed before.
+        state: describes the progress.
+        share: returns the share of the work that is done, in [0, 1], to estimate the time left; None if unknown.
+        silent: whether to print nothing.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Minutes:
         while not self._over.wait(1):
             try:
                 self.tick()
-            except (OSError, ValueError):  # nobody reads any more; the command itself will find that out
+            except (OSError, ValueError):  # nobody reads any more; the command will notice
                 return
 
 

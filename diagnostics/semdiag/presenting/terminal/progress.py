@@ -9,13 +9,14 @@ from semdiag.presenting.terminal.terminal import counted, terminal
 
 
 class Stages:
-    """Two bars on a terminal, the stages of a command and the steps of the running one; elsewhere a line a minute.
+    """Two progress bars on a terminal, for a command's stages and the current stage's steps; else a line a minute.
 
     Args:
-        name: of what all stages together do.
-        stages: how many there will be.
-        quiet: whether nothing is shown.
-        what: it is done to, for the first line in a log, said after the first batch; empty: no such line.
+        name: of the command's work.
+        stages: their number.
+        quiet: whether to show nothing.
+        what: object of the work, for the first line in a log, printed after the first batch; empty for no such
+            line.
     """
 
     def __init__(self, name: str, stages: int, quiet: bool, what: str = "") -> None:
@@ -23,7 +24,7 @@ class Stages:
 
         columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
         console = terminal(stderr=True)
-        self._hidden = quiet or not console.is_terminal  # elsewhere even a transient bar leaves an empty line
+        self._hidden = quiet or not console.is_terminal  # in a file even a transient bar leaves an empty line
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
         self._whole, self._step = self._bar.add_task(name, total=stages), self._bar.add_task("loading", total=None)
         self._begun = False
@@ -45,11 +46,11 @@ class Stages:
         self._open.__exit__(kind, error, trace)
 
     def announce(self, stage: str, steps: int) -> None:
-        """Begin a stage and end the one before.
+        """Start a stage and end the one before.
 
         Args:
             stage: its name.
-            steps: that it will take; 0 if that is not known.
+            steps: their number; 0 if unknown.
         """
         if self._begun:
             self._minutes.begin()
@@ -58,23 +59,23 @@ class Stages:
         self._bar.reset(self._step, total=steps or None, description=stage[-50:])
 
     def expect(self, steps: int) -> None:
-        """Set how many steps the running stage will take, once that is known."""
+        """Set the number of steps of the current stage, once it is known."""
         self._bar.update(self._step, total=steps)
 
     def advance(self, steps: int) -> None:
-        """Count finished steps of the running stage."""
-        self._minutes.begin()  # no sooner: what does not suit a model is refused in its first batch, in one line
+        """Count finished steps of the current stage."""
+        self._minutes.begin()  # not before: unsuitable inputs are refused in the first batch, in one line
         self._bar.advance(self._step, steps)
 
     def _state(self) -> str:
-        """Return what the bars show, in words."""
+        """Return the state of the bars in words."""
         whole, step = self._bar.tasks
         counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
         stages = f" stage {whole.completed + 1:g} of {whole.total:g}," if whole.total != 1 else ""
         return f"{self._name}{stages} {step.description}{counted}"
 
     def _share(self) -> float | None:
-        """Return the share of the time that is over; later stages are taken to last as long as those so far."""
+        """Return the share of time that has passed; later stages are assumed to last as long as those so far."""
         whole, step = self._bar.tasks
         if not whole.total:
             return None

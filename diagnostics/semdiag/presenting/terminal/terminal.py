@@ -1,4 +1,4 @@
-"""Output to the terminal: texts from files are shown, and never act as control sequences."""
+"""Output to the terminal: texts from files are displayed, and never act as control sequences."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,13 +16,15 @@ def visible(text: str) -> str:
     r"""Return a text with control characters escaped: :func:`semdiag_models.plain_text.visible`.
 
     Args:
-        text: whatever a file says.
+        text: any.
 
     Example:
         >>> print(visible("a title" + chr(27) + "[31m"))
         a title\x1b[31m
     """
-    if text.replace("\n", "").isprintable():  # as nothing is that a terminal obeys; importing would import torch
+    if text.replace(
+        "\n", ""
+    ).isprintable():  # control sequences are not printable; the other function would import torch
         return text
     from semdiag_models.plain_text import visible
 
@@ -34,7 +36,7 @@ def counted(number: int, noun: str) -> str:
 
     Args:
         number: how many.
-        noun: of one; more take an s.
+        noun: in the singular; the plural adds an s.
 
     Example:
         >>> counted(1, "epoch"), counted(2, "epoch")
@@ -48,7 +50,7 @@ _JSON_ON_STDOUT = ContextVar("json_on_stdout", default=False)
 
 @contextmanager
 def beside_json(as_json: bool) -> Iterator[None]:
-    """Inside, print results on stderr if stdout is for JSON.
+    """Print results on stderr inside the context if stdout is for JSON.
 
     Args:
         as_json: whether it is.
@@ -90,7 +92,7 @@ def terminal(**options: Any) -> "Console":
                 yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would leave with exit code 1, that of a failed check
+            raise BrokenPipeError  # rich would exit with code 1, which means a failed check
 
     return Careful(**options)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def title(result: dict[str, Any]) -> str:
-    """Name a model in words: its path, its task where it has one, its attention.
+    """Return a model's title: its path, its task if it has one, its attention.
 
     Args:
         result: an entry of a summary's results.

@@ -33,13 +33,13 @@ def print_verdicts(console: Console, judged: Iterable[Finding]) -> None:
 
 
 def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]) -> str:
-    """Return a claim and its verdict; of claims about many rows, how many of how many exceed it.
+    """Return a claim with its verdict; for claims about many rows, how many of how many exceed the bound.
 
     Args:
         verdict: a value of :class:`~semdiag.measuring.findings.finding.Verdict`.
         claim: in words, with its form.
-        form: ``paper`` or another: only a sound claim that does not hold is an error of semdiag.
-        numbers: behind it.
+        form: ``paper`` or another: a sound claim that does not hold is an error of semdiag.
+        numbers: behind the verdict.
 
     Example:
         >>> numbers = {"holds": 9000, "violated": 0, "vacuous": 1000, "not_met": 0}
@@ -52,7 +52,7 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
     others = ", ".join(f"{name} = {finite(value)}" for name, value in values.items() if name not in _COUNTS)
     exceeded, vacuous, unmet = (int(values.get(name, 0)) for name in ("violated", "vacuous", "not_met"))
     rows = int(values.get("holds", 0)) + exceeded + vacuous
-    if not rows:  # no claim about rows, or none of which it speaks
+    if not rows:  # no claim about rows, or no rows
         return f"{claim}: {_ANSWERS[Verdict(verdict)]}" + (f" ({others})" if others else "")
     said = [f"{exceeded:,} of {rows:,} exceed the bound"]
     said += [f"for {vacuous:,} the bound is too loose to test"] if vacuous else []

@@ -16,7 +16,7 @@ from semdiag.questions.bounds.words import bounds_sentences, corollary_in_short
 
 
 def bounds_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Constants and tensors of every model, conditions of every pair, verdicts."""
+    """Return constants and tensors of every model, conditions of every pair, verdicts."""
     return {
         "constants": with_facts(findings, findings.measurements.constants),
         "parameters": with_facts(findings, findings.measurements.parameters),

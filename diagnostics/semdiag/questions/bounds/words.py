@@ -47,7 +47,7 @@ def corollary_in_short(findings: Findings) -> list[str]:
 
 
 def _counts(cases: Sequence[Finding]) -> str:
-    """``in 2 of 18 cases in the paper form (assumption not met in 6 more), …``."""
+    """Return ``in 2 of 18 cases in the paper form (assumption not met in 6 more), …``."""
     parts = []
     for form in ("paper", "sound"):
         own = [f for f in cases if f.form == form]
@@ -60,7 +60,7 @@ def _counts(cases: Sequence[Finding]) -> str:
 
 
 def _is_fixed(findings: Findings, pair: Pair) -> bool:
-    """Whether a pair's mask ignores the scores."""
+    """Return whether a pair's mask ignores the scores."""
     models = findings.measurements.models
     return bool(models.loc[models["model"] == pair.other, "attention"].isin(FIXED_MASKS).all())
 
@@ -90,7 +90,7 @@ def bounds_sentences(findings: Findings) -> list[str]:
 
 
 def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
-    """The gradient of the whole loss, its local bound and the worst case, and what lies between; none if unknown.
+    """Return sentences on the loss's gradient, its local bound, the worst case and the gaps; none if unknown.
 
     Args:
         rungs: from :func:`~semdiag.questions.bounds.answer.rungs.network_rungs`.
@@ -107,7 +107,7 @@ def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
 
 
 def constants_sentences(judged: Iterable[Finding]) -> list[str]:
-    """What became of one model's constants: first those that could have failed, then in one sentence the vacuous.
+    """Return sentences on one model's constants: first those that could have failed, then the vacuous ones.
 
     Args:
         judged: findings on all tensors of one model together, one for each form.
@@ -122,7 +122,7 @@ def constants_sentences(judged: Iterable[Finding]) -> list[str]:
 
 
 def _far(finding: Finding) -> str:
-    """The distance of a vacuous form, and what it rests on without having it."""
+    """Return the gap of a vacuous form, and its unmet assumptions."""
     n, reason = finding.numbers, _reason(finding)
     gaps = powers_of_ten(n["smallest log10 gap"], n["largest log10 gap"])
     tensors = int(n["holds"] + n["vacuous"])
@@ -137,7 +137,7 @@ def _reason(finding: Finding) -> str:
 
 
 def _constants(finding: Finding) -> str:
-    """What became of one form of the constants of one model."""
+    """Return a sentence on one form of one model's constants."""
     n, name, reason = finding.numbers, f"the {finding.form} constants of Theorem 2", _reason(finding)
     if finding.form in ("point", "local"):
         at_point = finding.form == "point"

@@ -19,7 +19,7 @@ _COLUMNS = [
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """What changed of every head, of every layer (head ALL), and in all (both ALL).
+    """Return the changes of every head, of every layer (head ALL), and in total (both ALL).
 
     Every query counts alike. Intervals (95%) resample whole samples; they speak about other inputs of the kind.
 
@@ -49,14 +49,14 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
 
 def head_ranking(findings: Findings) -> pd.DataFrame:
-    """The rows of single heads, model by model, the largest total variation first."""
+    """Return the rows of single heads by model, the largest total variation first."""
     table = findings(change_table)
     heads = table[table["head"] != ALL]
     return heads.sort_values(["model", "rank"], kind="stable", ignore_index=True)
 
 
 def answer_table(findings: Findings) -> pd.DataFrame:
-    """What changed of the outputs, a row per model.
+    """Return the changes of the outputs, one row per model.
 
     Args:
         findings: with the table compared_outputs.
@@ -103,13 +103,13 @@ def _described(rows: pd.DataFrame, spread: bool) -> dict[str, Any]:
 
 
 def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
-    """Σ sums / Σ counts, by sample resampled."""
+    """Return Σ sums / Σ counts with an interval from resampled samples."""
     each = rows.groupby("sample")[[sums, counts]].sum().to_numpy(np.float64)
     return sum_ratio_interval(each[:, 0], each[:, 1], _RESAMPLES)
 
 
 def compare_summary(findings: Findings) -> Summary:
-    """What changed from the base to the model.
+    """Return the changes from the base to the model.
 
     Args:
         findings: with the table compared.

@@ -67,8 +67,10 @@ def compare(
 
     ComparePlan(top)  # which refuses a wrong one
     for named in filter(None, (base, model)):
-        if len(found := find_checkpoints([named])) > 1:
-            raise InputError(f"semdiag compare takes two models, and {named} holds {len(found)} runs. Name one.")
+        if len(checkpoints := find_checkpoints([named])) > 1:
+            raise InputError(
+                f"semdiag compare takes two models, and {named} holds {len(checkpoints)} runs. Name one."
+            )
     alone = model is None or find_checkpoints([base])[0].resolve() == find_checkpoints([model])[0].resolve()
     if alone and dtype_b is None:
         raise InputError(

@@ -14,15 +14,15 @@ from semdiag.questions.compare.words import comparison_sentences
 
 
 def compare_glance(findings: Findings) -> Glance:
-    """The mean total variation of the weights, of the model that was compared last."""
-    found = findings(compare_summary)["results"][-1]
-    whole = found["all"]
+    """Return the mean total variation of the weights for the model compared last."""
+    result = findings(compare_summary)["results"][-1]
+    whole = result["all"]
     words = f"total variation of attention's weights from A to B, mean over {whole['queries']:,} queries"
     return Glance(Answer.MEASURED, f"{whole['total_variation']:.3g}", words)
 
 
 def _sentences(findings: Findings) -> list[str]:
-    """What changed of every model that was compared."""
+    """Return the changes of every compared model."""
     results = findings(compare_summary)["results"]
     return [
         f"A: {found['base']}; B: {found['model']}. {' '.join(comparison_sentences(found))}" for found in results

@@ -7,14 +7,14 @@ from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.presenting.columns import number
 
 
-def comparison_sentences(found: Summary) -> list[str]:
+def comparison_sentences(result: Summary) -> list[str]:
     """Return what changed from the base to the model, a fact a sentence.
 
     Args:
-        found: the entry of results that :func:`semdiag.questions.compare.answer.compare_summary` makes.
+        result: the entry of results that :func:`semdiag.questions.compare.answer.compare_summary` makes.
     """
-    whole, most = found["all"], found["heads"][0]
-    samples = found["outputs"]["samples"] if found["outputs"] else None
+    whole, most = result["all"], result["heads"][0]
+    samples = result["outputs"]["samples"] if result["outputs"] else None
     spread = interval_words(*_ends(whole), "{:.3g}".format, samples)
     said = [
         f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
@@ -23,7 +23,7 @@ def comparison_sentences(found: Summary) -> list[str]:
     ]
     if whole["output_change"] is not None:
         said.append(_parts(whole))
-    return said + _outputs(found["outputs"])
+    return said + _outputs(result["outputs"])
 
 
 def _ends(row: Summary) -> tuple[float, float]:
@@ -31,7 +31,7 @@ def _ends(row: Summary) -> tuple[float, float]:
 
 
 def _parts(whole: Summary) -> str:
-    """What of the change of attention's outputs is the weights', and what the values'."""
+    """Return how much of the change of attention's outputs is due to the weights, and how much to the values."""
     change = f"Attention's outputs change by {number(whole['output_change'])} of their norm"
     if whole["weights_share"] is None:
         return f"{change}."
@@ -41,18 +41,18 @@ def _parts(whole: Summary) -> str:
     )
 
 
-def _outputs(found: Summary | None) -> list[str]:
-    """What changed of the model's outputs."""
-    if found is None:
+def _outputs(outputs: Summary | None) -> list[str]:
+    """Return sentences on the change of the model's outputs."""
+    if outputs is None:
         return []
-    if not found["predictions"]:
-        return [f"The model's outputs change by {number(found['output_change'])} of their norm, in the mean."]
-    spread = interval_words(*_ends(found), "{:.3g}".format, found["samples"])
+    if not outputs["predictions"]:
+        return [f"The model's outputs change by {number(outputs['output_change'])} of their norm, in the mean."]
+    spread = interval_words(*_ends(outputs), "{:.3g}".format, outputs["samples"])
     said = [
-        f"KL(A || B) of the model's outputs: {number(found['divergence'])} nats ({spread}); "
-        f"{found['changed']:,} of {found['predictions']:,} predictions change."
+        f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats ({spread}); "
+        f"{outputs['changed']:,} of {outputs['predictions']:,} predictions change."
     ]
-    before, after = number_from_json(found["loss_base"]), number_from_json(found["loss"])
+    before, after = number_from_json(outputs["loss_base"]), number_from_json(outputs["loss"])
     if not math.isnan(before + after):
-        said.append(f"Loss of {found['targets']:,} targets: {before:.4g} nats before, {after:.4g} after.")
+        said.append(f"Loss of {outputs['targets']:,} targets: {before:.4g} nats before, {after:.4g} after.")
     return said

@@ -83,9 +83,9 @@ def convergence_survey(
         check_lengths(loaded, plan.lengths)
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
-    found = survey(loaded, conditions, announce, after_step)
-    found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
-    found.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
+    measured = survey(loaded, conditions, announce, after_step)
+    measured.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
+    measured.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
     tables: dict[str, list[pd.DataFrame]] = {"along": [], "predictors": [], "lengths": []}
     for model in loaded if plan.along or plan.predictors else []:
         snapshots = load_snapshots(model)
@@ -103,4 +103,4 @@ def convergence_survey(
         table = measure_lengths(model, plan.lengths, **how, device=device, dtype=dtype, after_batch=after_step)
         tables["lengths"].append(table)
     joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items() if parts}
-    return found.replace(runs=runs, **joined)
+    return measured.replace(runs=runs, **joined)

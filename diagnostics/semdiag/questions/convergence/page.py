@@ -15,7 +15,7 @@ from semdiag.questions.convergence.words import convergence_sentences
 
 
 def convergence_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Runs, history (of their epochs), speed_ups, over_seeds."""
+    """Return runs, history (of their epochs), speed_ups, over_seeds."""
     return {
         "runs": findings(arrivals),
         "speed_ups": findings(speed_dispersion_table),

@@ -15,7 +15,7 @@ from semdiag.questions.learning.words import reach_sentences
 
 
 def target_words(findings: Findings) -> str:
-    """The accuracy that counts as having learned, short: ``95%``, or ``the target`` if tasks differ."""
+    """Return the accuracy that counts as learned, in short: ``95%``, or ``the target`` if tasks differ."""
     if findings.measurements.provenance.get("targets"):
         return "the target"
     return percent(findings.measurements.provenance.get("target", TARGET))
@@ -38,7 +38,7 @@ def arrival_words(run: Mapping[Any, Any]) -> str:
 
 
 def speed_words(low: float, high: float) -> str:
-    """A speed-up or what bounds it: ``11.7``, ``above 20``, ``below 0.35``, ``unknown``."""
+    """Return a speed-up or its bound: ``11.7``, ``above 20``, ``below 0.35``, ``unknown``."""
     if math.isnan(low) or (low == 0 and math.isinf(high)):
         return "unknown"
     if low == high:
@@ -49,7 +49,7 @@ def speed_words(low: float, high: float) -> str:
 
 
 def epoch_words(row: Mapping[Any, Any]) -> str:
-    """The range of a median speed-up when every arrival may be one epoch off, where it is known at all.
+    """Return the range of a median speed-up if every arrival may be off by one epoch; empty if unknown.
 
     Args:
         row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.
@@ -59,7 +59,7 @@ def epoch_words(row: Mapping[Any, Any]) -> str:
 
 
 def interval_words(row: Mapping[Any, Any]) -> str:
-    """The interval of a median speed-up over seeds, or why there is none.
+    """Return the interval of a median speed-up over seeds, or why there is none.
 
     Args:
         row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.
@@ -103,16 +103,16 @@ def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
     return words
 
 
-def _reservations(findings: Findings, found: pd.DataFrame) -> list[str]:
+def _reservations(findings: Findings, table: pd.DataFrame) -> list[str]:
     said = []
-    late = found[found["state"].isin([UNFINISHED, NOT_BEGUN])]
+    late = table[table["state"].isin([UNFINISHED, NOT_BEGUN])]
     if len(late):
         names = "; ".join(f"{r['model']} {r['epochs']} of {r['planned']} epochs" for r in late.to_dict("records"))
         said.append(f"Unfinished, so more may be known later: {names}.")
     runs = len(findings.measurements.runs)
-    if runs > len(found):
+    if runs > len(table):
         said.append(
-            f"{runs - len(found)} of {runs} files are copies or other snapshots of a run that is shown: of each "
+            f"{runs - len(table)} of {runs} files are copies or other snapshots of a run that is shown: of each "
             "run the file with the most epochs counts."
         )
     left_out = findings.measurements.provenance.get("left_out", [])

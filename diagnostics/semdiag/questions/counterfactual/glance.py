@@ -9,7 +9,7 @@ from semdiag.presenting.glance import Answer, Glance, models_words, span_words
 
 
 def within_glance(findings: Findings) -> Glance:
-    """What the smallest k asked for would keep of the attention weight of the models that keep every key."""
+    """Return the share of attention weight that the smallest requested k would keep in full-attention models."""
     measurements = findings.measurements
     queries = measurements.queries
     ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]

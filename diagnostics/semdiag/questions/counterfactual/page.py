@@ -15,7 +15,7 @@ from semdiag.questions.counterfactual.words import within_sentences
 
 
 def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Percentiles of what every counterfactual k would leave."""
+    """Return percentiles of what every counterfactual k would keep."""
     table = findings(within_table)
     return {"within": table if table.empty else all_by_name(table)}
 

@@ -32,7 +32,7 @@ def within_sentences(findings: Findings) -> list[str]:
 
 
 def _one_k(findings: Findings, model: str, k: int) -> str:
-    """What keeping the k largest scores would leave, of the queries that have more."""
+    """Return sentences on what the k largest scores would keep, for queries with more keys."""
     kept, whole = findings(what_k_keeps, model, k), findings(pooled_percentiles, "keys")[model]
     if not kept and diverged(findings, model):
         return f"What a top-{k} mask would keep is unknown: some of the model's scores are NaN or infinite."

@@ -78,6 +78,6 @@ def ratio_before(findings: Findings) -> str:
 
 
 def _ratios(name: str, pairs: Sequence[PairComparison]) -> list[str]:
-    """The range of the ratios of the medians that are numbers; nothing if none is."""
+    """Return the range of the finite ratios of medians; empty if there are none."""
     ratios = [pair.ratio.estimate for pair in pairs if np.isfinite(pair.ratio.estimate)]
     return [f"{name} {span_words(ratios, ratio_words)}"] if ratios else []

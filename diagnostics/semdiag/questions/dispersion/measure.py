@@ -29,7 +29,7 @@ class InitialisationPlan:
 
 
 def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
-    """The median over the queries of all layers and heads, on the first samples of the run's own measurement."""
+    """Return the median over queries of all layers and heads, on the first samples of the run's measurement."""
     file = _initialisation_of(subject)
     if file is None:
         return {"initialisation": INITIALISATION.empty()}
@@ -44,7 +44,7 @@ def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mappi
 
 
 def _initialisation_of(subject: Subject) -> Path | None:
-    """The file, where the model is the last snapshot of a run that has one."""
+    """Return the file if the model is the last snapshot of a run that has one."""
     if subject.model.external or subject.model.snapshot != "last":
         return None
     path = Path(subject.model.path)

@@ -16,7 +16,7 @@ from semdiag.questions.dispersion.words import dispersion_in_short
 
 
 def dispersion_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Percentiles of δ, its ratio to full attention's where models can be compared, recall where it is defined."""
+    """Return percentiles of δ, its ratios to full attention's if models can be compared, and recall if defined."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if not external(findings.measurements.models).all():
         tables["dispersion_ratio"] = findings(layer_ratios)

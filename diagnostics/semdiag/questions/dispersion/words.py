@@ -24,7 +24,7 @@ _NOT_JUDGED = (
 
 
 def dispersion_in_short(findings: Findings) -> list[str]:
-    """Whether δ_h < δ_s, pair by pair, and what fixed masks do; external models have no partner."""
+    """Return sentences on δ_h < δ_s by pair, and on fixed masks; external models have no partner."""
     if external(findings.measurements.models).all():
         counterfactual = counterfactual_ks(findings.measurements.queries)  # then it stands with what k would leave
         return (
@@ -41,7 +41,7 @@ def dispersion_in_short(findings: Findings) -> list[str]:
 
 
 def _headline(findings: Findings) -> list[str]:
-    """All pairs in one sentence, beside what the mask alone does before training."""
+    """Return a sentence on all pairs, beside the effect of the mask alone before training."""
     pairs = [pair for pair in findings(pair_comparisons) if pair.snapshot == "last" and not pair.gate.unknown]
     ratios = [pair.ratio.estimate for pair in pairs]
     if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
@@ -61,7 +61,7 @@ def _headline(findings: Findings) -> list[str]:
 
 
 def _recall_sentences(findings: Findings) -> list[str]:
-    """How many of the largest scores hashes and clusters find."""
+    """Return a sentence on how many of the largest scores hashes and clusters find."""
     table, models = findings(recall_table), findings.measurements.models.set_index("model")
     said = []
     for model, own in table.groupby("model", sort=False) if len(table) else ():
@@ -77,7 +77,7 @@ def _recall_sentences(findings: Findings) -> list[str]:
 
 
 def span_sentence(findings: Findings, model: str) -> str:
-    """How far apart a model's scores are, for one that is compared with no other.
+    """Return a sentence on the dispersion of a model that is compared with no other.
 
     Args:
         findings: of any number of models.

@@ -51,61 +51,61 @@ _WHY = {
 }
 
 
-def verdict_sentence(found: SparseVerdict, model: str) -> str:
-    """The verdict in one sentence, the first that is said of a sweep anywhere.
+def verdict_sentence(verdict: SparseVerdict, model: str) -> str:
+    """Return the verdict in one sentence, the first one about any sweep.
 
     Args:
-        found: the verdict.
+        verdict: the verdict.
         model: its path, for the command that would tell more.
     """
-    if found.reason == "not_rerun":
+    if verdict.reason == "not_rerun":
         weight = (
             f"no k up to the largest measured keeps {MASS:.0%} of the weight"
-            if found.k is None
-            else f"k = {found.k}{keys_share(found)} keeps {percent(found.mass, 1)}% of the weight"
+            if verdict.k is None
+            else f"k = {verdict.k}{keys_share(verdict)} keeps {percent(verdict.mass, 1)}% of the weight"
         )
         return (
             f"cannot tell before it is run with masks: {weight}; to measure what a mask costs: semdiag k-sweep "
             f"{model} --rerun."
         )
-    if found.reason:
-        said = _WHY[found.reason].format(**_facts(found))
-        return f"{said}." if found.reason in ESTIMATED else f"cannot tell: {said}."
-    if found.answer == "plausible":
+    if verdict.reason:
+        said = _WHY[verdict.reason].format(**_facts(verdict))
+        return f"{said}." if verdict.reason in ESTIMATED else f"cannot tell: {said}."
+    if verdict.answer == "plausible":
         return (
-            f"plausible: k = {found.k} per query{keys_share(found)} {cost_words(found)}, keeps "
-            f"{percent(found.mass, 1)}% of the weight."
+            f"plausible: k = {verdict.k} per query{keys_share(verdict)} {cost_words(verdict)}, keeps "
+            f"{percent(verdict.mass, 1)}% of the weight."
         )
-    free = "not without loss" if found.measure == "loss" else "not without change"
-    if found.costly is not None:
+    free = "not without loss" if verdict.measure == "loss" else "not without change"
+    if verdict.costly is not None:
         return (
-            f"{free}: k = {found.costly.k} per query{keys_share(found.costly)} {cost_words(found.costly)}; within "
-            f"{limit_words(found, found.tolerance)} needs {found.k}{keys_share(found)}."
+            f"{free}: k = {verdict.costly.k} per query{keys_share(verdict.costly)} {cost_words(verdict.costly)}; "
+            f"within {limit_words(verdict, verdict.tolerance)} needs {verdict.k}{keys_share(verdict)}."
         )
-    return f"{free}: even k = {found.k} per query{keys_share(found)} {cost_words(found)}."
+    return f"{free}: even k = {verdict.k} per query{keys_share(verdict)} {cost_words(verdict)}."
 
 
-def _facts(found: SparseVerdict) -> dict[str, object]:
-    """What the reasons name."""
-    if not found.samples:
-        return {"k": found.k}
-    needed = samples_needed(found)
+def _facts(verdict: SparseVerdict) -> dict[str, object]:
+    """Return what the reasons name, in words."""
+    if not verdict.samples:
+        return {"k": verdict.k}
+    needed = samples_needed(verdict)
     return {
-        "k": found.k,
-        "share": keys_share(found),
-        "cost": cost_words(found),
-        "samples": f"{found.samples:,}",
-        "harmed": round(found.harmed * found.samples),
-        "harmed_high": f"{percent(found.harmed_high, 1)}%",
-        "harm": limit_words(found, HARM * found.tolerance),
-        "tolerance": limit_words(found, found.tolerance),
+        "k": verdict.k,
+        "share": keys_share(verdict),
+        "cost": cost_words(verdict),
+        "samples": f"{verdict.samples:,}",
+        "harmed": round(verdict.harmed * verdict.samples),
+        "harmed_high": f"{percent(verdict.harmed_high, 1)}%",
+        "harm": limit_words(verdict, HARM * verdict.tolerance),
+        "tolerance": limit_words(verdict, verdict.tolerance),
         "needed": f"{LEAST_SAMPLES:,}",
         "would": f"; about {needed:,} would" if needed else "",
     }
 
 
 def k_sweep_in_short(findings: Findings) -> list[str]:
-    """The verdict of one model, or how many of several could do with sparse attention.
+    """Return the verdict on one model, or how many of several models work with sparse attention.
 
     Args:
         findings: with a sweep.
@@ -121,7 +121,7 @@ def k_sweep_in_short(findings: Findings) -> list[str]:
 
 
 def k_sweep_sentences(findings: Findings) -> list[str]:
-    """Each model's verdict; then how it was found, and in how many cases the paper's conditions are met.
+    """Return each model's verdict, its grounds, and in how many cases the paper's conditions are met.
 
     Args:
         findings: with a sweep.
@@ -131,36 +131,37 @@ def k_sweep_sentences(findings: Findings) -> list[str]:
 
 
 def verdict_lines(findings: Findings, model: str) -> list[str]:
-    """The verdict's sentence first; the others say what it rests on.
+    """Return the verdict's sentence, followed by its grounds.
 
     Args:
         findings: with a sweep.
         model: its path.
     """
-    found = findings(sparse_verdict, model)
-    lines = [verdict_sentence(found, model), *kinds_lines(findings, model), *place_lines(findings, model)]
-    if found.samples:
-        before = 0.0 if abs(found.before) < ROUNDING else found.before
+    verdict = findings(sparse_verdict, model)
+    lines = [verdict_sentence(verdict, model), *kinds_lines(findings, model), *place_lines(findings, model)]
+    if verdict.samples:
+        before = 0.0 if abs(verdict.before) < ROUNDING else verdict.before
         known = f"{before:.4g} nats" if math.isfinite(before) else "not a finite number"
-        what = f" Without a mask the loss is {known}." if found.measure == "loss" else ""
+        what = f" Without a mask the loss is {known}." if verdict.measure == "loss" else ""
         lines.append(
-            f"Run with masks on {found.samples} sample{'s' * (found.samples != 1)}.{what} A k is enough if the "
-            f"upper end of its interval, and of that of every larger k, is at most "
-            f"{limit_words(found, found.tolerance)}, and at most {MOST_HARMED:.0%} of the inputs can change by "
-            f"more than {limit_words(found, HARM * found.tolerance)}."
+            f"Run with masks on {verdict.samples} sample{'s' * (verdict.samples != 1)}.{what} A k is enough if "
+            f"the upper end of its interval, and of that of every larger k, is at most "
+            f"{limit_words(verdict, verdict.tolerance)}, and at most {MOST_HARMED:.0%} of the inputs can change "
+            f"by more than {limit_words(verdict, HARM * verdict.tolerance)}."
         )
-    elif found.reason == "near_uniform":
+    elif verdict.reason == "near_uniform":
         lines.append(f"Its loss may tell: semdiag k-sweep {model} --rerun.")
     if len(findings.measurements.budgets):
         lines += budget_lines(findings, model)
-    if found.queries and not math.isnan(found.share):
+    if verdict.queries and not math.isnan(verdict.share):
         lines.append(
-            f"Weight kept is the mean over {found.queries:,} queries with more than {keys_words(found.k or 0)}; "
-            f"{found.left_out:,} with no more keys are left out, as the mask drops nothing there."
+            f"Weight kept is the mean over {verdict.queries:,} queries with more than "
+            f"{keys_words(verdict.k or 0)}; {verdict.left_out:,} with no more keys are left out, "
+            "as the mask drops nothing there."
         )
     facts = findings.measurements.models.set_index("model").loc[model]
     if facts["attention"] == "topk":
-        run = found.samples or found.reason == "drops_nothing"
+        run = verdict.samples or verdict.reason == "drops_nothing"
         these = "everything is computed over the keys that it keeps" if run else "these are its scores"
         lines.append(f"The model was trained with top-k attention, k = {facts['k']}: {these}.")
     if model in drawn(findings):
@@ -168,7 +169,7 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
             "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which need "
             "extremes and loads over every query, are not judged."
         )
-    return lines + _conditions_lines(findings, model, found.k)
+    return lines + _conditions_lines(findings, model, verdict.k)
 
 
 def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list[str]:
@@ -190,7 +191,7 @@ def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list
 
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
-    """What other kinds of sparse attention change at the verdict's k, the least first; none if none was run.
+    """Return the changes by other kinds of sparse attention at the verdict's k, least first; none if none was run.
 
     Args:
         findings: with a sweep.
@@ -208,7 +209,7 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
 
 
 def place_lines(findings: Findings, model: str) -> list[str]:
-    """What top-k changes from the first to the last quarter of the texts, and which k each length needs.
+    """Return sentences on top-k's changes from the first to the last quarter of texts, and the k per length.
 
     Args:
         findings: with a sweep.
@@ -232,7 +233,7 @@ def place_lines(findings: Findings, model: str) -> list[str]:
 
 
 def needed_words(row: Mapping[str, Any]) -> str:
-    """The k that a length needs, and its share of the keys.
+    """Return the k that a length needs, and its share of the keys.
 
     Args:
         row: of :func:`smallest_enough`.
@@ -245,7 +246,7 @@ def needed_words(row: Mapping[str, Any]) -> str:
 
 
 def budget_lines(findings: Findings, model: str) -> list[str]:
-    """What each budget of a model changes, and on which samples that was found; none if it has no budgets.
+    """Return the changes by each budget of a model, and on which samples; empty without budgets.
 
     Args:
         findings: with budgets.

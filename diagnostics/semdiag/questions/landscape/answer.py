@@ -44,7 +44,7 @@ def landscape_facts(findings: Findings) -> pd.DataFrame:
 
 
 def working_distance(cells: pd.DataFrame) -> float:
-    """How far from the checkpoint every evaluated cell still has an accuracy of 95%.
+    """Return how far from the checkpoint every evaluated cell still has an accuracy of 95%.
 
     Args:
         cells: of one plane, with the columns x, y, accuracy.
@@ -63,7 +63,7 @@ _CELLS = ("loss", "accuracy", "dispersion_p50", "dispersion_p95", "separation_p5
 
 
 def landscape_summary(findings: Findings) -> Summary:
-    """Every plane of every model, cell by cell, with what it says in numbers.
+    """Return every plane of every model, with its cells and its summary numbers.
 
     Args:
         findings: of one or more models, with the table landscape.
@@ -88,7 +88,7 @@ def landscape_summary(findings: Findings) -> Summary:
 
 
 def _matrices(cells: pd.DataFrame) -> Summary:
-    """Coordinates and values of a plane's grid, and the values at its marks."""
+    """Return coordinates and values of a plane's grid, and the values at its marks."""
     measured = [name for name in _CELLS if cells[name].notna().any()]
     grid = cells[cells["place"] == "grid"].sort_values(["y", "x"], kind="stable")
     x, y = (np.unique(grid[name]) for name in ("x", "y"))

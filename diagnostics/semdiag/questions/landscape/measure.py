@@ -165,7 +165,7 @@ Mark = tuple[str, float, float, Tensor]
 def _planes(
     moved: MovableEncoder, options: LandscapePlan, snapshots: Mapping[str, Encoder], seed: int
 ) -> Iterator[tuple[Plane, tuple[NDArray[np.float64], NDArray[np.float64]], list[Mark]]]:
-    """Planes with the coordinates of their cells, and the points that are evaluated besides."""
+    """Yield planes with the coordinates of their cells, and further points to evaluate."""
     checkpoint: Mark = ("checkpoint", 0.0, 0.0, moved.origin)
     if snapshots:
         vectors = [_vector(moved, name, encoder) for name, encoder in snapshots.items()]
@@ -241,7 +241,7 @@ def _measure(
 
 
 def _snapshots(plan: LandscapePlan, conditions: Any) -> dict[str, Encoder]:
-    """Encoders that planes go through, by name: the file's, and its folder's where they come from several runs."""
+    """Return the encoders that planes pass through, by file name; with the folder's name for several runs."""
     one_run = len({path.parent for path in plan.through}) == 1
     return {
         path.stem if one_run else f"{path.parent.name}/{path.stem}": load(path, conditions.config).encoder

@@ -15,7 +15,7 @@ from semdiag.questions.landscape.words import landscape_sentences
 
 
 def landscape_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Every evaluated cell, and what each plane says."""
+    """Return every evaluated cell, and a summary of each plane."""
     table = findings.measurements.landscape
     cells = table.dropna(axis=1, how="all") if len(table) else table
     return {

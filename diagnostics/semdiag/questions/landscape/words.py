@@ -35,7 +35,7 @@ def landscape_sentences(findings: Findings) -> list[str]:
 
 
 def _working(ways: Sequence[float]) -> str:
-    """How far from the checkpoint the model still works, plane by plane."""
+    """Return how far from the checkpoint the model still works, by plane."""
     if all(math.isnan(way) for way in ways):
         return "the checkpoint itself has less than 95% accuracy"
     ways = [way for way in ways if not math.isnan(way)]

@@ -48,6 +48,6 @@ def learning_glance(findings: Findings) -> Glance:
 
 
 def _seeds(models: pd.DataFrame, compared: Sequence[str]) -> dict[str, int]:
-    """How many seeds of each task were compared."""
+    """Return how many seeds of each task were compared."""
     own = models[models["model"].isin(compared)]
     return {str(task): int(count) for task, count in own.groupby("task")["seed"].nunique().items()}

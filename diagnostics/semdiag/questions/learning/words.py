@@ -7,7 +7,7 @@ from semdiag.questions.learning.figures.learning_speed import training_runs
 
 
 def learning_in_short(findings: Findings) -> list[str]:
-    """Epochs to 95% training accuracy, panel by panel."""
+    """Return epochs to 95% training accuracy, by panel."""
     said = []
     for panel, runs in training_runs(findings):
         parts = [

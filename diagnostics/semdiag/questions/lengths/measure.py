@@ -125,9 +125,9 @@ def measure_lengths(
         tokens = F.pad(tokens, (0, positions - length), value=pad_id)
         fitting = replace(model, module=longer(model.encoder, positions).with_draws(seed))
         batches = {"batch_size": batch_size, "device": device, "dtype": dtype, "after_batch": after_batch}
-        found = measure(fitting, tokens, labels=labels, **batches)  # type: ignore[arg-type]
+        measured = measure(fitting, tokens, labels=labels, **batches)  # type: ignore[arg-type]
         common = {"model": model.path, "length": length, "samples": samples}
-        parts += [{**common, **row} for row in (*_accuracy(found), *_percentiles(found))]
+        parts += [{**common, **row} for row in (*_accuracy(measured), *_percentiles(measured))]
     return LENGTHS.of_rows(parts)
 
 

@@ -11,7 +11,7 @@ from semdiag.questions.lengths.words import length_sentences
 
 
 def length_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Every model on every length, a column for each quantity and statistic."""
+    """Return every model on every length, with a column per quantity and statistic."""
     return {"lengths": with_run_facts(findings, a_column_each(findings.measurements.lengths))}
 
 

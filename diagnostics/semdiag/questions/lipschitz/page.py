@@ -16,7 +16,7 @@ from semdiag.questions.lipschitz.words import lipschitz_sentences
 
 
 def lipschitz_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Secants by radius, gradients, end points, Jacobians, and one model's secants over another's."""
+    """Return secants by radius, gradients, end points, Jacobians, and one model's secants over another's."""
     tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
     for name in ("loss_gradients", "end_points", "jacobians"):
         tables[name] = with_facts(findings, getattr(findings.measurements, name))

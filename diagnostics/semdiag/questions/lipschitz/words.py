@@ -33,7 +33,7 @@ def lipschitz_sentences(findings: Findings) -> list[str]:
 
 
 def _ordering(own: Sequence[Finding]) -> str:
-    """Where the loss around the counterpart is less steep, percentile by percentile."""
+    """Return at which percentiles the loss around the counterpart is less steep."""
     answers = {Verdict.HOLDS: "is there", Verdict.VIOLATED: "is reversed"}
     start = "the paper's ordering (secants smaller than around full attention)"
     words = {f.verdict for f in own}
@@ -69,17 +69,17 @@ def _below_bounds(own: Sequence[Finding]) -> str:
 
 
 def _at_point(own: Sequence[Finding]) -> str:
-    """How near the bounds at the checkpoint are, which could have failed."""
-    found = [f for f in own if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
-    if not found:
+    """Return how tight the bounds at the checkpoint are, which could have failed."""
+    proven = [f for f in own if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
+    if not proven:
         return ""
-    n = found[0].numbers
+    n = proven[0].numbers
     gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
     return f"at the checkpoint {n['holds']:.0f} slopes stay below bounds {gaps} times as large; "
 
 
 def _nearest(gaps: Sequence[float]) -> str:
-    """How far the nearest estimate is from its bound, of decimal logarithms; a rounding above it is none below."""
+    """Return the gap of the estimate nearest to its bound, from decimal logarithms; at least 0 up to rounding."""
     if not gaps:
         return ""
     if min(gaps) < _ONE:

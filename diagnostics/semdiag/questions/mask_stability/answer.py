@@ -25,7 +25,7 @@ NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not dep
 
 
 def mask_summary(findings: Findings) -> Summary:
-    """Agreement, certificate and prediction per noise level, layer and head, and pooled; what number formats do.
+    """Return agreement, certificate and prediction by noise level, head and pooled; and by number format.
 
     Args:
         findings: of one or more models, with masks or rounded masks.
@@ -55,7 +55,7 @@ def mask_summary(findings: Findings) -> Summary:
 
 
 def mask_words(findings: Findings, model: str) -> str:
-    """Which mask of a model was judged, or why none was.
+    """Return which mask of a model was judged, or why none was.
 
     Args:
         findings: with the model.
@@ -76,7 +76,7 @@ def mask_words(findings: Findings, model: str) -> str:
 
 
 def refusals(findings: Findings, model: str) -> list[str]:
-    """Why noise or number formats were not tried on a model's masks, where they were asked for.
+    """Return why a model's masks were not tested under noise or number formats although requested.
 
     Args:
         findings: with the model.
@@ -88,7 +88,7 @@ def refusals(findings: Findings, model: str) -> list[str]:
 
 
 def mask_table(findings: Findings) -> pd.DataFrame:
-    """What became of the masks, per model, noise level, layer and head, and pooled.
+    """Return the stability of masks by model, noise level, layer and head, and pooled.
 
     Means are over queries and draws; ``_low`` and ``_high`` are 95% intervals from resampled sequences.
     ``spearman`` is the rank correlation of Δ with disagreement (1 − agreement): -1 where the masks of
@@ -148,7 +148,7 @@ def foreseen_margin(findings: Findings) -> float:
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:
-    """Means over the heads of :func:`mask_table`, by model, level and layer: exact with its interval, certified.
+    """Return :func:`mask_table` averaged over heads, by model, level and layer: exact with interval, certified.
 
     Args:
         findings: with masks.
@@ -160,7 +160,7 @@ def heads_pooled(findings: Findings) -> pd.DataFrame:
 
 
 def effect_table(findings: Findings) -> pd.DataFrame:
-    """What the noise does to the output, per model and level, over samples.
+    """Return the effect of the noise on outputs by model and level, over samples.
 
     Args:
         findings: with noise effects.

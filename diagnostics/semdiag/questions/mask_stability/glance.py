@@ -12,7 +12,7 @@ from semdiag.questions.mask_stability.figures.panels import noise_words
 
 
 def masks_glance(findings: Findings) -> Glance:
-    """How many masks stay the same under the middle noise level: models' own, and those that they would have."""
+    """Return the share of masks, own and supposed, that stay the same under the middle noise level."""
     table = findings(mask_table)
     table = table[table["layer"] == ALL]
     if table.empty:

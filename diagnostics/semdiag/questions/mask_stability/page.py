@@ -15,7 +15,7 @@ from semdiag.questions.mask_stability.words import mask_sentences, masks_in_shor
 
 
 def mask_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Masks by noise level, layer and head; what the noise does to the output, where it is known."""
+    """Return masks by noise level, layer and head; the effect of the noise on outputs, if known."""
     tables = {"mask_stability": with_facts(findings, all_by_name(findings(mask_table)))}
     if len(findings.measurements.noise_effects):
         tables["noise_effects"] = with_facts(findings, findings(effect_table))

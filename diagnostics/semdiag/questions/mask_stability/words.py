@@ -16,7 +16,7 @@ from semdiag.questions.mask_stability.figures.panels import mask_facts, noise_wo
 
 
 def masks_in_short(findings: Findings) -> list[str]:
-    """The first screen's sentence on masks under noise: pooled, one level of it, last snapshots only.
+    """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only.
 
     Args:
         findings: with or without masks.
@@ -97,7 +97,7 @@ def _levels(findings: Findings, own: pd.DataFrame, effects: pd.DataFrame) -> Ite
 
 
 def _correlation(row: dict[Any, Any], samples: int) -> str:
-    """How closely Δ goes with which masks change, or why that is unknown."""
+    """Return the correlation of Δ with changes of masks, or why it is unknown."""
     rho, low, high = (row[name] for name in ("spearman", "spearman_low", "spearman_high"))
     if np.isnan(rho):
         same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"

@@ -24,7 +24,7 @@ _QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")
 
 
 def snapshots_of(model: LoadedModel) -> list[Path]:
-    """Files in the folder of a run, in the order of their epochs: the named epochs, then the last.
+    """Return the snapshots in a run's folder by epoch: the named epochs, then the last.
 
     Args:
         model: a run, loaded from its folder or its ``last.pt``.
@@ -87,9 +87,9 @@ def measure_along(
     )
     rows: list[dict[str, Any]] = []
     for snapshot in load_snapshots(model) if snapshots is None else snapshots:
-        found = survey([snapshot], few)
+        measured = survey([snapshot], few)
         common = {"model": model.path, "epoch": snapshot.epoch}
-        rows += [{**common, **row} for row in _numbers(found, snapshot.encoder.config.attention)]
+        rows += [{**common, **row} for row in _numbers(measured, snapshot.encoder.config.attention)]
         after_snapshot(1)
     return ALONG.of_rows(rows)
 
@@ -127,7 +127,7 @@ def _gamma(constants: pd.DataFrame, layer: int) -> float:
 
 
 def query_key_share(parameters: pd.DataFrame, layer: int = ALL) -> float:
-    """Share of the squared norm of the loss's gradient that lies in the queries' and keys' weights and biases.
+    """Return the share of queries' and keys' weights and biases in the squared norm of the loss's gradient.
 
     Source: docs/theory.md#empirical. Deviation: not in the paper.
 

@@ -11,7 +11,7 @@ from semdiag.questions.over_training.words import along_sentences
 
 
 def along_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Every snapshot of every run, a column for each quantity and statistic."""
+    """Return every snapshot of every run, with a column per quantity and statistic."""
     return {"along": with_run_facts(findings, a_column_each(findings.measurements.along))}
 
 

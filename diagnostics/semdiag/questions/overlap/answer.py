@@ -17,7 +17,7 @@ _COLUMNS = [
 
 
 def overlap_table(findings: Findings) -> pd.DataFrame:
-    """Mean Jaccard index between layers, between the heads of a layer, and between successive queries.
+    """Return the mean Jaccard index between layers, between heads of a layer, and between successive queries.
 
     Every sample counts alike. Intervals (95%) resample whole sequences; they speak about other inputs.
 
@@ -50,17 +50,17 @@ def _of_model(own: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[str, Any]:
-    found = mean_interval(rows, "jaccard", _RESAMPLES)
+    interval = mean_interval(rows, "jaccard", _RESAMPLES)
     places = ["layer", "head", "other_layer", "other_head"]
     return {
         "what": what, "layer": layer, "other_layer": other, "pairs": len(rows[places].drop_duplicates()),
-        "queries": int(rows["queries"].sum()), "samples": rows["sample"].nunique(), "jaccard": found.estimate,
-        "low": found.low, "high": found.high, "chance": float(rows["chance"].mean()),
+        "queries": int(rows["queries"].sum()), "samples": rows["sample"].nunique(), "jaccard": interval.estimate,
+        "low": interval.low, "high": interval.high, "chance": float(rows["chance"].mean()),
     }  # fmt: skip
 
 
 def overlap_summary(findings: Findings) -> Summary:
-    """The overlap of every model's masks.
+    """Return the overlap of every model's masks.
 
     Args:
         findings: with the table overlap.

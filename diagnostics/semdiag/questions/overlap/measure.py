@@ -137,7 +137,7 @@ class _Kept:
         self.calls[call.layer] = chosen, views * (chosen.shape[1] // len(views))
 
     def _view(self, allowed: Tensor) -> int:
-        """The place of a head's allowed keys among those known, added where they are new."""
+        """Return the index of a head's allowed keys among the known ones; new ones are appended."""
         for at, known in enumerate(self.allowed):
             if torch.equal(known, allowed):
                 return at
@@ -146,7 +146,7 @@ class _Kept:
 
 
 def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
-    """Rows of one batch, whose first sample has the number ``before``."""
+    """Yield rows of one batch, whose first sample has the number ``before``."""
     shapes: dict[tuple[int, ...], list[int]] = {}
     for layer, (chosen, _) in kept.calls.items():
         shapes.setdefault((chosen.shape[0], *chosen.shape[2:]), []).append(layer)
@@ -166,7 +166,7 @@ def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
 def _pairs(
     masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
 ) -> pd.DataFrame:
-    """Every two places: number of queries, mean Jaccard index, and that of random sets."""
+    """Return, for every two heads, number of queries, mean Jaccard index, and that of random sets."""
     count, length, width = masks.shape
     total = torch.zeros(count, count, dtype=torch.float64)
     queries = torch.zeros(count, count, dtype=torch.int64)
@@ -198,7 +198,7 @@ def _pairs(
 def _previous(
     masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
 ) -> pd.DataFrame:
-    """Every place: each query against the one before it."""
+    """Return, for every head, each query against the one before it."""
     common = (masks[:, 1:] & masks[:, :-1]).sum(-1)
     counted = (sizes[:, 1:] > 0) & (sizes[:, :-1] > 0)
     index = (common / (sizes[:, 1:] + sizes[:, :-1] - common).clamp(min=1)).double()
@@ -234,7 +234,7 @@ def _table(
 
 
 def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared: Tensor) -> float:
-    """Mean expected Jaccard index of random sets of these sizes from such keys; NaN if no query counts."""
+    """Return the mean expected Jaccard index of random sets of these sizes; NaN if no query counts."""
     some = (first > 0) & (second > 0)
     if not bool(some.any()):
         return math.nan

@@ -101,22 +101,22 @@ def candidates_at(
     samples = min(SAMPLES, conditions.samples)
     few = replace(conditions, inputs=None, samples=samples, plans=plans)
     tokens, labels, _ = snapshot.default_inputs(samples, conditions.seed)
-    found = survey([snapshot], few)
-    secants = with_bounds(found.secants, attention)
+    measured = survey([snapshot], few)
+    secants = with_bounds(measured.secants, attention)
     values = {
-        "dispersion": found.queries["dispersion"].median(),
+        "dispersion": measured.queries["dispersion"].median(),
         **_weights_and_outputs(snapshot, tokens, few),
-        "xi_local": local_stability(found.queries).median(),
+        "xi_local": local_stability(measured.queries).median(),
         "response": secants["weight_change"].mean(),
-        "mask_agreement": found.masks["agreement"].mean() if len(found.masks) else 1.0,
-        "query_key_gradient": query_key_share(found.parameters),
+        "mask_agreement": measured.masks["agreement"].mean() if len(measured.masks) else 1.0,
+        "query_key_gradient": query_key_share(measured.parameters),
     }
     if "loss_secant" in wanted:
         values["loss_secant"] = _loss_secant(snapshot, tokens, labels, few)
     with np.errstate(divide="ignore"):
         logarithms = {name: float(np.log(value)) for name, value in values.items()}
     logarithms |= {f"xi_{form}": float(secants[f"ln_{form}"].dropna().median()) for form in ("sound", "paper")}
-    logarithms |= {f"lambda_{form}": _network_constant(found, form) for form in ("sound", "paper")}
+    logarithms |= {f"lambda_{form}": _network_constant(measured, form) for form in ("sound", "paper")}
     return {name: logarithms[name] for name in wanted}
 
 
@@ -126,7 +126,7 @@ def _network_constant(found: Measurements, form: str) -> float:
 
 
 def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Conditions) -> dict[str, float]:
-    """Means over queries, heads and layers of what attention weights and outputs look like."""
+    """Return means over queries, heads and layers of what attention weights and outputs look like."""
     collected: dict[str, list[Tensor]] = {"dispersion_share": [], "entropy": [], "output_spread": []}
 
     def collect(call: AttentionCall) -> None:
@@ -153,7 +153,7 @@ def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Cond
 
 
 def _loss_secant(snapshot: LoadedModel, tokens: Tensor, labels: Tensor, conditions: Conditions) -> float:
-    """Median slope of the loss between the snapshot and points on circles around it."""
+    """Return the median slope of the loss between the snapshot and points on circles around it."""
     device = find_device(conditions.device)
     device = torch.device("cpu") if device.type == "mps" else device  # which does not know float64
     moved = MovableEncoder(snapshot.encoder, device=device, dtype=torch.float64)

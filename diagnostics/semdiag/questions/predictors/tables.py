@@ -9,7 +9,7 @@ from semdiag.questions.predictors.answer.prediction import held_out_tasks, predi
 
 
 def predictor_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """The correlations (predictors), what they are taken over (cells), the numbers behind, held_out_tasks."""
+    """Return the tables: correlations (predictors), their cells, the numbers behind them, held_out_tasks."""
     return {
         "predictors": findings(predictor_table),
         "cells": findings(mask_cells),

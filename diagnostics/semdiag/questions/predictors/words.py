@@ -40,7 +40,7 @@ def predictor_sentences(findings: Findings) -> list[str]:
 
 
 def predictors_in_short(findings: Findings) -> list[str]:
-    """The correlations with the primary outcome, and the strongest of them; the runs that are left out."""
+    """Return sentences on the correlations with the primary outcome, the strongest, and omitted runs."""
     left_out = _left_out(findings)
     said = predictor_sentences(findings)
     return said[: len(said) - len(left_out)][:2] + left_out
@@ -90,7 +90,7 @@ def _number(count: int) -> str:
 
 
 def correlation_words(row: Mapping[Any, Any]) -> str:
-    """A row of :func:`~semdiag.questions.predictors.answer.prediction.predictor_table` in words.
+    """Return a row of :func:`~semdiag.questions.predictors.answer.prediction.predictor_table` in words.
 
     Args:
         row: of the table.
@@ -124,7 +124,7 @@ def _held_out(table: pd.DataFrame, words: str) -> list[str]:
 
 
 def short(candidate: str) -> str:
-    """A candidate's name without its statistic."""
+    """Return a candidate's name without its statistic."""
     return quantity(candidate).rsplit(",", 1)[0]
 
 

@@ -6,7 +6,7 @@ from semdiag.measuring.findings.strict_json import Summary
 
 
 def separation_summary(findings: Findings) -> Summary:
-    """Percentiles of Δ and of the raw key loads per layer and head, and pooled.
+    """Return percentiles of Δ and of the raw key loads per layer and head, and pooled.
 
     Args:
         findings: of one or more models.

@@ -9,13 +9,17 @@ from semdiag.presenting.glance import Answer, Glance, drawn_word, models_words, 
 
 
 def separation_glance(findings: Findings) -> Glance:
-    """How small the separation of the models is that keep their largest scores; Δ ≤ 0 is a tie, which ends it."""
+    """Return the smallest separation of models that keep their largest scores; Δ ≤ 0 is a tie."""
     models = findings.measurements.models
     diverged = models["model"].isin(findings.measurements.non_finite["model"])
     sparse = models[(models["attention"] == "topk") & ~diverged]["model"]
-    found = findings(pooled_percentiles, "separation")
-    every = [found[model] for model in models[models["attention"] == "topk"]["model"] if model in found]
-    tables = [found[model] for model in sparse if model in found and np.isfinite(found[model]["p5"])]
+    percentiles = findings(pooled_percentiles, "separation")
+    every = [
+        percentiles[model] for model in models[models["attention"] == "topk"]["model"] if model in percentiles
+    ]
+    tables = [
+        percentiles[model] for model in sparse if model in percentiles and np.isfinite(percentiles[model]["p5"])
+    ]
     if not every:
         return Glance(Answer.OPEN, "0 models", "keep the keys with the largest scores")
     if not tables:

@@ -12,7 +12,7 @@ from semdiag.questions.separation.words import separation_in_short
 
 
 def separation_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Percentiles of Δ and of the key loads."""
+    """Return percentiles of Δ and of the key loads."""
     return {name: percentile_csv(findings, name) for name in ("separation", "load")}
 
 

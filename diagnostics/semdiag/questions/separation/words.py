@@ -11,7 +11,7 @@ from semdiag.presenting.drawing.panels import panels_of
 
 
 def separation_in_short(findings: Findings) -> list[str]:
-    """Median and lower end of Δ of the top-k models; of all sparse ones if there is none."""
+    """Return the median and lower end of Δ of the top-k models; of all sparse ones if there is none."""
     models = findings.measurements.models
     models = models[~models["attention"].isin(DENSE)]
     models = models[models["snapshot"] == "last"] if (models["snapshot"] == "last").any() else models
@@ -24,7 +24,7 @@ def separation_in_short(findings: Findings) -> list[str]:
 
 
 def _separation(findings: Findings, model: str) -> str:
-    """Median and lower end of one model's Δ and its busiest key, or why they are no numbers."""
+    """Return the median and lower end of one model's Δ and its busiest key, or why they are undefined."""
     if diverged(findings, model):
         return "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
     table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))

@@ -48,26 +48,26 @@ def stability_findings(findings: Findings) -> list[Finding]:
     """
     measurements = findings.measurements
     tolerance = _TOLERANCE.get(measurements.provenance.get("dtype", "float32"), _HALF)
-    found = []
+    results = []
     for row in measurements.models.to_dict("records"):
         own = measurements.of(row["model"])
-        found.append(_local(row["model"], own.queries, tolerance))
+        results.append(_local(row["model"], own.queries, tolerance))
         if own.secants.empty:
             continue
         if row["attention"] not in BOUNDED:
             note = f"no ξ is known for {row['attention']} attention but of pairs that keep their set; secants and "
             note += "response are still given"
-            found.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
+            results.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
             rows = with_bounds(own.secants, row["attention"])
             of_pair = _secants(row["model"], rows, OF_PAIR, "ln_pair", "score_change")
             note = "where noise changed the set, none is known" if of_pair.numbers["not_met"] else ""
-            found.append(replace(of_pair, note=note))
+            results.append(replace(of_pair, note=note))
             continue
         rows = with_bounds(own.secants, row["attention"])
         distances = ((OF_PAIR, "ln_pair"), ("sound", "ln_sound"), ("paper", "ln_paper"))
-        found += [_secants(row["model"], rows, form, bound, "score_change") for form, bound in distances]
-        found.append(_secants(row["model"], rows, "sound, row form", "ln_row", "score_change_max"))
-    return found
+        results += [_secants(row["model"], rows, form, bound, "score_change") for form, bound in distances]
+        results.append(_secants(row["model"], rows, "sound, row form", "ln_row", "score_change_max"))
+    return results
 
 
 def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: str) -> Finding:
@@ -98,7 +98,7 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
 
 
 def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
-    """Which measured pairs of rows exceed a form of ξ, by more than rounding in float64.
+    """Return which measured pairs of rows exceed a form of ξ by more than float64 rounding.
 
     Source: docs/theory.md#secants. Deviation: none.
 
@@ -157,7 +157,7 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
 
 
 def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFrame]:
-    """Percentiles of ‖p − p'‖₁ in every layer, heads pooled.
+    """Return percentiles of ‖p − p'‖₁ in every layer, heads pooled.
 
     Args:
         findings: with secants.
@@ -173,7 +173,7 @@ def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFram
 
 
 def stability_table(findings: Findings) -> pd.DataFrame:
-    """Percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
+    """Return percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
 
     Args:
         findings: with the table secants.
@@ -205,7 +205,7 @@ def _by_place(rows: pd.DataFrame, columns: dict[str, str]) -> Iterator[dict[str,
 
 
 def response_table(findings: Findings) -> pd.DataFrame:
-    """Whose attention weights move more under the same noise.
+    """Return whose attention weights move more under the same noise.
 
     Args:
         findings: with secants.
@@ -216,25 +216,25 @@ def response_table(findings: Findings) -> pd.DataFrame:
     """
     secants = findings.measurements.secants
     rows = dict(iter(secants.groupby(["model", "level"], sort=False)))
-    found = []
+    results = []
     for pair in findings(compared_pairs):
         for level in sorted(secants["level"].unique()):
             if (pair.full, level) not in rows or (pair.other, level) not in rows:
                 continue
             other, full = rows[pair.other, level], rows[pair.full, level]
             ratio = ratio_interval(other, full, "weight_change", resamples=RESAMPLES)
-            found.append(
+            results.append(
                 {
                     "pair": pair.label, "level": level, "mean": percentiles(other["weight_change"])["mean"],
                     "full_mean": percentiles(full["weight_change"])["mean"], "ratio": ratio.estimate,
                     "low": ratio.low, "high": ratio.high,
                 }
             )  # fmt: skip
-    return pd.DataFrame(found, columns=["pair", "level", "mean", "full_mean", "ratio", "low", "high"])
+    return pd.DataFrame(results, columns=["pair", "level", "mean", "full_mean", "ratio", "low", "high"])
 
 
 def stability_summary(findings: Findings) -> Summary:
-    """Percentiles of the local constant, secants, response and both forms of ξ, per layer and head and pooled.
+    """Return percentiles of local constant, secants, response and both forms of ξ, by layer and head and pooled.
 
     Args:
         findings: of one or more models, with secants.
@@ -260,7 +260,7 @@ def stability_summary(findings: Findings) -> Summary:
 
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
-    """Percentiles over the queries; bounds as natural logarithms."""
+    """Return percentiles over the queries; bounds as natural logarithms."""
     described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
     if secants.empty:
         return described

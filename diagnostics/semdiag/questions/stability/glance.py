@@ -7,7 +7,7 @@ from semdiag.questions.stability.answer import OF_PAIR, SECANTS, stability_findi
 
 
 def stability_glance(findings: Findings) -> Glance:
-    """How many measured pairs of rows exceed the paper's bound."""
+    """Return how many measured pairs of rows exceed the paper's bound."""
     exceeded = findings(exceeding_pairs)
     if "paper" not in exceeded:
         return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known", claim=True)

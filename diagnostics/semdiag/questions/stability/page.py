@@ -14,7 +14,7 @@ from semdiag.questions.stability.words import stability_in_short, stability_sent
 
 
 def stability_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Percentiles by layer and head, and the verdicts."""
+    """Return percentiles by layer and head, and the verdicts."""
     return {
         "stability": with_facts(findings, all_by_name(findings(stability_table))),
         "stability_verdicts": verdict_table(findings(stability_findings)),

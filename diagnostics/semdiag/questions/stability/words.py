@@ -14,7 +14,7 @@ from semdiag.questions.stability.glance import exceeding_pairs
 
 
 def stability_in_short(findings: Findings) -> list[str]:
-    """How often each form of ξ was exceeded, all models together."""
+    """Return how often each form of ξ was exceeded, all models together."""
     exceeded = findings(exceeding_pairs)
     parts = []
     names = {OF_PAIR: "the sound ξ of the pair", "sound": "the sound ξ", "paper": "the paper's ξ"}
@@ -51,7 +51,7 @@ def stability_sentences(findings: Findings) -> list[str]:
 
 
 def _softmax(finding: Finding) -> str:
-    """What became of one form of ξ on one model's pairs of rows."""
+    """Return a sentence on one form of ξ on one model's pairs of rows."""
     n = finding.numbers
     if finding.claim == UNKNOWN:
         return f"{finding.note[:1].upper()}{finding.note[1:]}."
@@ -81,7 +81,7 @@ def _softmax(finding: Finding) -> str:
 
 
 def _response(row: Mapping[Any, Any], samples: int) -> str:
-    """Whose attention weights move more under the same noise, where the interval of the ratio tells."""
+    """Return whose attention weights move more under the same noise, if the ratio's interval decides."""
     start = f"{row['pair']}: {percent(row['level'])} input noise"
     if row["mean"] == row["full_mean"] == 0:
         return f"{start} moves neither this model's attention nor its counterpart's (mean ‖p − p′‖₁ 0 for both)."

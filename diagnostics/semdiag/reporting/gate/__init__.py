@@ -1,1 +1,1 @@
-"""What semdiag check judges."""
+"""The judgements of ``semdiag check``."""

@@ -1,4 +1,4 @@
-"""Drift: whether the numbers of a check are still those of an earlier one."""
+"""Drift: compare the numbers of a check with those of an earlier one."""
 
 import math
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Compared:
-    """How many of the measured models a baseline covers.
+    """The measured models that a baseline covers.
 
     Attributes:
-        models: that were measured.
-        compared: of them, with their own entry of the baseline.
-        new: paths of those that the baseline does not hold.
+        models: number measured.
+        compared: number with an entry in the baseline.
+        new: paths of those without an entry.
     """
 
     models: int
@@ -35,20 +35,20 @@ class Compared:
 
     @property
     def words(self) -> list[str]:
-        """Return what was not compared, one statement a model."""
+        """Return what was not compared, one statement per model."""
         return [f"{model} is not in the baseline" for model in self.new]
 
 
 @dataclass(frozen=True)
 class Drift:
-    """One number that moved, or a model that is gone or cannot be told from others.
+    """A number that changed, or a model that is missing or ambiguous.
 
     Attributes:
         model: path.
-        quantity: like ``dispersion.p95``; ``model`` if the model is gone, or ambiguous.
-        was: in the baseline.
-        now: NaN if it is gone or undefined.
-        among: paths of the models now that may be this one.
+        quantity: like ``dispersion.p95``; ``model`` if the model is missing or ambiguous.
+        was: value in the baseline.
+        now: current value; NaN if missing or undefined.
+        among: paths of current models that may be this one.
     """
 
     model: str
@@ -75,13 +75,13 @@ class Drift:
 
 
 def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
-    """Return the numbers that a later check is compared with.
+    """Return the numbers with which a later check is compared.
 
     Args:
         findings: of one or more models.
 
     Returns:
-        Per model: model, sha256, samples, what its content is known by, numbers (accuracy where known, and δ at
+        Per model: model, sha256, samples, facts that identify its content, numbers (accuracy if known, and δ at
         p50, p75, p90, p95).
     """
     measurements = findings.measurements
@@ -99,13 +99,13 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
 
 
 def read_baseline(path: Path) -> list[dict[str, Any]]:
-    """Read the models of what ``semdiag check --json`` wrote.
+    """Read the models from the output of ``semdiag check --json``.
 
     Args:
         path: a JSON file.
 
     Returns:
-        As :func:`tracked_numbers`.
+        The result of :func:`tracked_numbers`.
 
     Raises:
         InputError: if the file cannot be read or is something else.
@@ -131,42 +131,42 @@ def _is_entry(entry: Any) -> bool:
 
 
 def compared(findings: Findings, baseline: list[dict[str, Any]]) -> Compared:
-    """Count the models that :func:`drift` compares, and name those that the baseline does not hold.
+    """Count the models that :func:`drift` compares, and name those without an entry in the baseline.
 
     Args:
-        findings: of now.
+        findings: current ones.
         baseline: from :func:`read_baseline`.
     """
     now = findings(tracked_numbers)
-    found = match(baseline, now)
-    return Compared(len(now), len(found.pairs), tuple(model["model"] for model in found.new))
+    matches = match(baseline, now)
+    return Compared(len(now), len(matches.pairs), tuple(model["model"] for model in matches.new))
 
 
 def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
-    """Return the numbers that moved by more than a share of what they were.
+    """Return the numbers that changed by more than a relative tolerance.
 
-    Models are matched by content, wherever they lie (:func:`~semdiag.reporting.gate.matching.match`). Models that
-    the baseline does not hold are not judged: :func:`compared` names them.
+    Models are matched by content, wherever they are (:func:`~semdiag.reporting.gate.matching.match`). Models
+    without an entry in the baseline are not judged; :func:`compared` names them.
 
     Args:
-        findings: of now.
+        findings: current ones.
         baseline: from :func:`read_baseline`.
         tolerance: largest allowed |now − was| / |was|.
 
     Returns:
-        What moved by more or is no number, and models that are gone or cannot be told from others.
+        Numbers that changed by more or are NaN, and models that are missing or ambiguous.
 
     Raises:
         InputError: if a model was measured on another number of samples.
     """
-    found = match(baseline, findings(tracked_numbers))
-    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in found.gone]
-    for entry, several in found.unclear:
+    matches = match(baseline, findings(tracked_numbers))
+    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in matches.gone]
+    for entry, several in matches.unclear:
         moved.append(Drift(entry["model"], "model", math.nan, math.nan, tuple(m["model"] for m in several)))
-    for entry, current in found.pairs:
+    for entry, current in matches.pairs:
         if current["samples"] != entry["samples"]:
             raise InputError(
-                f"{entry['model']} was measured on {entry['samples']} samples in the baseline, and now on "
+                f"{entry['model']} was measured on {entry['samples']} samples in the baseline, but now on "
                 f"{current['samples']}. Use --samples {entry['samples']}."
             )
         for quantity, was in entry["numbers"].items():
@@ -178,6 +178,6 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
 
 
 def _same(was: float, now: float, tolerance: float) -> bool:
-    if math.isnan(was) or math.isnan(now):  # unknown whether it moved
+    if math.isnan(was) or math.isnan(now):  # unknown whether it changed
         return False
     return now == was or abs(now - was) <= tolerance * abs(was) < math.inf

@@ -1,4 +1,4 @@
-"""What must hold of every measurement, whatever the model: capture is complete, certificates are kept."""
+"""What must hold for every measurement: the capture is complete, and certificates hold."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from semdiag.measuring.findings.strict_json import records
 
 @dataclass(frozen=True)
 class Invariant:
-    """One statement about the measurements, and whether it holds.
+    """A statement about the measurements, and whether it holds.
 
     Attributes:
         name: ``residual``, ``captured``, ``finite`` or ``certified``.
-        passed: whether it holds of every model.
+        passed: whether it holds for every model.
         words: the statement with its numbers.
     """
 
@@ -27,18 +27,18 @@ def invariants(findings: Findings) -> list[Invariant]:
     """Check the residual of every capture, its completeness, the scores, and certified masks under noise.
 
     Args:
-        findings: of one or more models; with masks, certificates are checked, too.
+        findings: of one or more models; with masks, certificates are also checked.
 
     Returns:
-        Three or four statements. Certified rows: those whose mask provably cannot change under the noise that
-        was added (docs/theory.md#mask-stability); one that does is an error of semdiag.
+        Three or four statements. The mask of a certified row provably cannot change under the added noise
+        (docs/theory.md#mask-stability); if one does, it is an error of semdiag.
     """
     measurements = findings.measurements
     models = measurements.models
     answers = {completeness(row): row for row in records(models)}
     found, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
     bad = int(measurements.non_finite["scores"].sum())
-    # The deviation is rounding, another on each processor: its digits say nothing while it is allowed.
+    # The deviation is rounding and differs between processors: its digits are meaningless while it is allowed.
     deviation = "is what the model computed, within rounding"
     exact = not answers.keys() & {Completeness.MISSING, Completeness.UNKNOWN}
     if (worst := answers.get(Completeness.UNKNOWN)) is not None:

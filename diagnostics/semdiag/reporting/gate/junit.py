@@ -1,4 +1,4 @@
-"""The verdicts of a check in the form that CI systems show: JUnit's XML."""
+"""The verdicts of a check as JUnit XML, which CI systems display."""
 
 import re
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def junit_xml(result: Verification) -> str:
-    """Return a test case for each pair, layer gate, invariant, rule and model, and number that left the baseline.
+    """Return a test case for each pair, layer gate, invariant, rule and model, and changed number.
 
-    Models that the baseline does not hold are skipped cases.
+    Models without an entry in the baseline are skipped cases.
 
     Args:
         result: of the check.
 
     Returns:
-        XML; without what XML cannot hold.
+        XML, without characters that XML does not allow.
     """
     cases = list(_cases(result))
     failures = sum(said is not None for _, _, said in cases)
@@ -36,7 +36,7 @@ def junit_xml(result: Verification) -> str:
 
 
 def _cases(result: Verification) -> Iterator[tuple[str, str, str | None]]:
-    """Yield group, name, and failures of each thing that was judged."""
+    """Yield group, name, and failures of everything judged."""
     for pair in result.pairs:
         yield "pair", pair.pair.label, None if pair.passed else pair.fault
     for gate in result.layers:

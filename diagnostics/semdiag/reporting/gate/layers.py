@@ -1,4 +1,4 @@
-"""Whether δ_h < δ_s holds at the median of every layer of a pair, and when that is a failure."""
+"""Judge whether δ_h < δ_s holds at the median of every layer of a pair."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class LayerGate:
         label: of the pair.
         full: δ_s at p50 in each layer (nats), heads pooled.
         topk: δ_h at p50 in each layer (nats).
-        every: whether every layer must hold.
+        every: whether it must hold in every layer.
     """
 
     label: str
@@ -39,7 +39,7 @@ class LayerGate:
 
     @property
     def fault(self) -> str:
-        """Return in which layers it does not hold or is unknown, in words; empty if there is none."""
+        """Return the layers in which it does not hold or is unknown, in words; empty if there are none."""
         told = [layer for layer in self.failing if layer not in self.unknown]
         parts = []
         if told:
@@ -54,9 +54,8 @@ class LayerGate:
     def passed(self) -> bool:
         """Return whether fewer than half of the layers fail; none, if every layer must hold.
 
-        The paper compares layers pooled. In a deep model single layers may go the other way, whatever the
-        others do (one of fifteen in the reference checkpoints does); a claim about the model fails where half
-        of its layers contradict it.
+        The paper compares pooled layers. In a deep model, single layers may differ from the others (one of fifteen
+        in the reference checkpoints does); a claim about the model fails if half of its layers contradict it.
         """
         return not self.failing if self.every else 2 * len(self.failing) < len(self.full)
 

@@ -1,4 +1,4 @@
-"""Rules like ``dispersion.p95 < 10``: read without evaluating anything, then applied to measurements."""
+"""Rules like ``dispersion.p95 < 10``: parsed without evaluation, then applied to measurements."""
 
 import math
 import operator
@@ -16,19 +16,19 @@ from semdiag.measuring.table import ALL
 from semdiag_models import InputError
 from semdiag_models.errors import unknown_name
 
-METRICS = {"dispersion": "queries", "separation": "queries", "load": "loads"}  # and the table each stands in
-FACTS = ("accuracy", "residual")  # one number per model: no percentile
+METRICS = {"dispersion": "queries", "separation": "queries", "load": "loads"}  # and the table of each
+FACTS = ("accuracy", "residual")  # one number per model, without percentiles
 STATISTICS = ("mean", *(f"p{p}" for p in PERCENTILES))
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FILTERS = ("layer", "attention", "model", "task")
 _RULE = re.compile(r"\s*([a-z]+)(?:\.([a-z]+\d*))?\s*(<=|>=|<|>)\s*(\S+)((?:\s+\S+)*)\s*")
-_LONGEST = 1000  # characters: the time to match a pattern grows with the square of its length
+_LONGEST = 1000  # characters: matching takes time quadratic in the length
 _EXAMPLE = 'Write it like "dispersion.p95 < 10" or "separation.p5 > 1e-4 attention=topk layer=0".'
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A number that every chosen model must stay above or below.
+    """A limit that a number of every chosen model must respect.
 
     Attributes:
         text: as the user wrote it.
@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleResult:
-    """The result of a rule on one model: its value, and whether it passed (an unknown value does not)."""
+    """The result of a rule on one model: its value, and whether it passed (an unknown value fails)."""
 
     rule: Rule
     model: str
@@ -124,38 +124,38 @@ def parse_rule(text: str) -> Rule:
 
 
 def _filters(text: str, words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    filters: dict[str, Any] = {}
     for word in words:
         name, sign, value = word.partition("=")
         if not sign or not value:
-            raise InputError(f"The rule {text!r}: {word!r} is no filter. {_EXAMPLE}")
+            raise InputError(f"The rule {text!r}: {word!r} is not a filter. {_EXAMPLE}")
         if name not in _FILTERS:
             raise unknown_name("filter in a rule", name, _FILTERS)
-        if name in found:
+        if name in filters:
             raise InputError(f"The rule {text!r} names {name} twice.")
-        found[name] = value
-    if "layer" in found:
-        if not re.fullmatch(r"\d{1,6}", found["layer"]):
-            raise InputError(f"The rule {text!r}: layers are counted 0, 1, 2 … Got layer={found['layer']}.")
-        found["layer"] = int(found["layer"])
-    if "attention" in found and found["attention"] not in KINDS:
-        raise unknown_name("attention in a rule", found["attention"], KINDS)
-    return found
+        filters[name] = value
+    if "layer" in filters:
+        if not re.fullmatch(r"\d{1,6}", filters["layer"]):
+            raise InputError(f"The rule {text!r}: layers are counted 0, 1, 2 … Got layer={filters['layer']}.")
+        filters["layer"] = int(filters["layer"])
+    if "attention" in filters and filters["attention"] not in KINDS:
+        raise unknown_name("attention in a rule", filters["attention"], KINDS)
+    return filters
 
 
 def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
     """Apply every rule to every model that it chooses.
 
-    A quantity that is undefined for a model — the separation where no key is dropped — does not concern it,
-    unless the rule's filter names such models only: then nothing satisfies it, and it fails. If a model
-    has scores that are NaN or infinite, the result is unknown, which is not a pass.
+    A rule does not apply to a model for which its quantity is undefined (the separation if no key is dropped),
+    unless its filter selects only such models: then it fails. If a model has scores that are not finite, the
+    result is unknown, which is not a pass.
 
     Args:
         findings: of one or more models.
         rules: from :func:`parse_rule`.
 
     Returns:
-        One result per rule and model concerned.
+        One result per rule and model to which it applies.
 
     Raises:
         InputError: if a rule chooses no model or no layer.
@@ -165,13 +165,13 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
         chosen = [row for row in findings.measurements.models.to_dict("records") if _chooses(rule, row)]
         if not chosen:
             raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
-        found = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
+        outcomes = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
         concerned = [
             result
-            for result, row in zip(found, chosen, strict=True)
+            for result, row in zip(outcomes, chosen, strict=True)
             if result.known or (_would_be_known(rule, row) and diverged(findings, row["model"]))
         ]
-        results += concerned or found
+        results += concerned or outcomes
     return results
 
 

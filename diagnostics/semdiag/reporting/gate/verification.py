@@ -1,4 +1,4 @@
-"""Everything that ``semdiag check`` judges, in one place."""
+"""All judgements of ``semdiag check``."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,17 +13,17 @@ from semdiag.reporting.gate.invariants import Invariant, invariants
 from semdiag.reporting.gate.layers import LayerGate, layer_gate
 from semdiag.reporting.gate.rules import Rule, RuleResult, apply_rules
 
-PROBED = 50  # samples on which masks are put under noise
+PROBED = 50  # samples on which masks are tested under noise
 
 
 @dataclass(frozen=True)
 class Expectations:
-    """What the models must satisfy besides δ_h < δ_s.
+    """Further requirements on the models besides δ_h < δ_s.
 
     Attributes:
         rules: that every model must satisfy.
         baseline: numbers of an earlier check; None if there is none.
-        tolerance: share by which they may move.
+        tolerance: relative change allowed.
         every_layer: whether a single layer without δ_h < δ_s at its median is a failure.
     """
 
@@ -35,7 +35,7 @@ class Expectations:
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """What was judged, and how.
+    """The judgements and what they are about.
 
     Attributes:
         findings: of the models.
@@ -43,8 +43,8 @@ class Verification:
         layers: medians by layer of the same pairs.
         invariants: of capture and certificates.
         rules: results by rule and model.
-        drifts: numbers that left the baseline.
-        compared: how many models the baseline speaks about; None if there is none.
+        drifts: numbers that differ from the baseline.
+        compared: models that the baseline covers; None without a baseline.
     """
 
     findings: Findings
@@ -57,7 +57,7 @@ class Verification:
 
     @property
     def failures(self) -> list[str]:
-        """Return what fails, one statement each."""
+        """Return all failures, one statement each."""
         said = [f"{result.pair.label}: {result.fault}" for result in self.pairs if not result.passed]
         said += [f"{gate.label}: {gate.fault}" for gate in self.layers if not gate.passed]
         said += [f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed]
@@ -114,7 +114,7 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
 
     Raises:
         InputError: if a model has no partner or there is none to pair, and neither rules nor a baseline are
-            given; or a rule chooses nothing, or the baseline was measured otherwise.
+            given; or a rule chooses nothing, or the baseline was measured on other samples.
     """
     require_every_query(findings, "The gate")
     measurements = findings.measurements

@@ -139,23 +139,23 @@ def test_a_sequence_to_sequence_model_answers_with_its_targets(tmp_path):
     [
         ([{"text": "a", "label": 3}], None, r"the model has 3 classes, 0 to 2\. Got 3"),
         ([{"text": "a", "label": "no way"}], None, r"no class 'no way'\. Its classes: no, maybe, yes"),
-        ([{"text": "a", "label": 1.5}], None, r"a label is a whole number or a name"),
-        ([{"text": "a", "label": True}], None, r"a label is a whole number or a name"),
-        ([{"text": "a", "target": "b"}], None, r"A target is for sequence-to-sequence models"),
+        ([{"text": "a", "label": 1.5}], None, r"a label must be a whole number or a name"),
+        ([{"text": "a", "label": True}], None, r"a label must be a whole number or a name"),
+        ([{"text": "a", "target": "b"}], None, r"Targets are for sequence-to-sequence models"),
         (
             [{"text": "a", "label": 1}, {"text": "b"}],
             None,
-            r"line 2: label and target stand in every line or in none",
+            r"line 2: label and target must be in every line or in none",
         ),
         (
             [{"text": "a"}, {"text": "b", "label": 1}],
             None,
-            r"line 2: label and target stand in every line or in none",
+            r"line 2: label and target must be in every line or in none",
         ),
-        ([{"text": "a"}, {"words": "b"}], None, r"line 2: a line is an object like"),
-        ([{"text": "a"}, "b"], None, r"line 2: a line is an object like"),
-        ([{"text": " "}], None, r"line 1: a line is an object like"),
-        ([{"text": "a"}, {"text": "b"}], "1", r"labels\.txt has 1 labels, and .*texts\.jsonl 2 texts"),
+        ([{"text": "a"}, {"words": "b"}], None, r"line 2: each line must be an object like"),
+        ([{"text": "a"}, "b"], None, r"line 2: each line must be an object like"),
+        ([{"text": " "}], None, r"line 1: each line must be an object like"),
+        ([{"text": "a"}, {"text": "b"}], "1", r"labels\.txt has 1 labels, but .*texts\.jsonl has 2 texts"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path, classifier, rows, labels, said):
@@ -182,8 +182,10 @@ def test_texts_are_cut_where_the_user_says_and_short_ones_are_said_to_be_short(t
     path.write_text("\n".join(TEXTS), encoding="utf-8")
     found = survey([f"hf:{classifier}"], Conditions(inputs=path, texts=TextOptions(max_length=5)))
     said = found.remarks["text"].tolist()
-    assert "texts were cut to 5 tokens, as --max-length says: 4 of 4" in said
-    assert "the texts have at most 5 of the 512 tokens that the model takes: they say nothing of long ones" in said
+    assert "texts were cut to 5 tokens, by --max-length: 4 of 4" in said
+    assert (
+        "the texts have at most 5 of the 512 tokens that the model takes: they say nothing about long ones" in said
+    )
     assert found.queries["keys"].max() == 5
 
 
@@ -193,7 +195,7 @@ def test_a_tokenizer_of_ones_own_is_read_and_another_models_is_told(tmp_path, cl
     path.write_text("a b zz", encoding="utf-8")
     tokenizer(other, [*WORDS, *(f"z{n}" for n in range(9)), "zz"])
     with pytest.raises(
-        InputError, match=r"gives the token id 30, and the model has 21 tokens: it is another model's"
+        InputError, match=r"gives the token id 30, but the model has 21 tokens: it is another model's"
     ):
         text_batches(path, load(f"hf:{classifier}"), 10, TextOptions(tokenizer=other))
     mine, theirs = (
@@ -207,9 +209,9 @@ def test_a_tokenizer_of_ones_own_is_read_and_another_models_is_told(tmp_path, cl
 
 def test_options_of_texts_go_with_texts(tmp_path, classifier, tiny_runs):
     torch.save({"input_ids": torch.ones(2, 4).long()}, tmp_path / "ids.pt")
-    with pytest.raises(InputError, match=r"are about texts"):
+    with pytest.raises(InputError, match=r"are for texts"):
         survey([f"hf:{classifier}"], Conditions(inputs=tmp_path / "ids.pt", texts=TextOptions(max_length=5)))
-    with pytest.raises(InputError, match=r"texts of models from elsewhere"):
+    with pytest.raises(InputError, match=r"texts of external models"):
         survey([tiny_runs.full], Conditions(samples=4, texts=TextOptions(max_length=5)))
     with pytest.raises(InputError, match=r"--max-length must be at least 2"):
         TextOptions(max_length=1)
@@ -228,7 +230,7 @@ def test_half_precision_is_that_of_the_model_and_scores_are_read_in_float32(tmp_
 
 
 def test_half_precision_is_not_for_encoders_of_ours(tiny_runs):
-    with pytest.raises(InputError, match=r"dtype bfloat16 is for models from elsewhere"):
+    with pytest.raises(InputError, match=r"dtype bfloat16 is for external models"):
         survey([tiny_runs.full], Conditions(samples=4, dtype="bfloat16"))
 
 
@@ -243,7 +245,7 @@ def test_folders_that_hold_no_whole_model_are_told_what_would_work(tmp_path, cla
     packed.mkdir()
     content = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (packed / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(InputError, match=r"its weights are packed \(gptq\)"):
+    with pytest.raises(InputError, match=r"its weights are quantised \(gptq\)"):
         load(f"hf:{packed}")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
     (classifier / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -196,7 +196,7 @@ def test_attention_outside_of_the_modules_is_in_the_audit():
         model.forward(stream())
         F.scaled_dot_product_attention(q, q, q)
     assert not calls
-    assert {seen.reason.partition(":")[0] for seen in audit.skipped} == {"runs outside of the model's modules"}
+    assert {seen.reason.partition(":")[0] for seen in audit.skipped} == {"runs outside the model's modules"}
     assert audit.skipped.total() == 2
 
 

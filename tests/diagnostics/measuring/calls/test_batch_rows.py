@@ -87,7 +87,7 @@ def test_windows_are_parts_of_their_sample(ids):
     assert found.remarks[["text", "times"]].values.tolist() == [
         [
             "its batch axis holds 2 rows per sample (heads or windows): the first 2 count as sample 0, and so on, "
-            "which mixes samples where heads come before them",
+            "which mixes samples if heads come before them",
             2,
         ]
     ]
@@ -104,7 +104,7 @@ def test_a_batch_axis_of_something_else_is_said(ids):
             return ((x @ x.mT).softmax(-1) @ x).transpose(0, 1)
 
     said = semdiag.measure(Columns(), torch.randn(4, LENGTH, WIDTH)).remarks["text"].item()
-    assert said == "its batch axis holds 6 rows, and the batch 4 samples: each row counts as a sample"
+    assert said == "its batch axis holds 6 rows, but the batch has 4 samples: each row counts as a sample"
 
 
 class SequenceFirst(nn.Module):
@@ -137,7 +137,7 @@ def test_a_capture_says_of_a_batch_axis_of_something_else_what_a_measurement_say
     model = SequenceFirst().eval()
     with semdiag.capture(model) as calls:
         model(x)
-    said = "its batch axis holds 12 rows, and the batch 5 samples: each row counts as a sample"
+    said = "its batch axis holds 12 rows, but the batch has 5 samples: each row counts as a sample"
     assert calls.audit["reason"].tolist() == semdiag.measure(model, x).remarks["text"].tolist() == [said]
 
 

@@ -128,8 +128,8 @@ def test_of_longer_batches_of_an_iterator_the_share_stays_and_the_number_is_told
     assert drawn_per_row(found.queries) == {5, 20}
     (text,) = found.remarks["text"]
     assert text == (
-        "queries were drawn: 20 of 40 per sample and head of the longest sequence, not 5: the share, 5 of 10, was "
-        "set before that was seen"
+        "queries were drawn: 20 of 40 per sample and head of the longest sequence, not 5: the fraction, 5 of 10, "
+        "was fixed before it was seen"
     )
     said = []
     swept = {"queries": 5, "seed": 0, "remark": lambda text, code: said.append(code)}

@@ -83,5 +83,5 @@ def test_what_is_not_kept_is_refused_in_one_line():
         with pytest.raises(InputError, match=r"head must lie in 0 … 0. Got 1."):
             calls.scores(0, head=1)
         model(torch.zeros(1, 6, dtype=torch.int64))
-        with pytest.raises(InputError, match="differ in their lengths"):
+        with pytest.raises(InputError, match="differ in length"):
             calls.scores(0)

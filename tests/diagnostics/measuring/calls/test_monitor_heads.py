@@ -164,21 +164,21 @@ def test_the_text_of_an_alarm_is_read_by_a_program():
     ("alarm", "said"),
     [
         ({"max_logits": 50}, r"there is no quantity 'max_logits'\. Known: max_logit, above"),
-        ({"mass_k8": 0.5}, r"there is no quantity 'mass_k8'\. Give the monitor that k\."),
+        ({"mass_k8": 0.5}, r"there is no quantity 'mass_k8'\. Add that k to the monitor\'s k\."),
         ({"entropy": (0, "below")}, r"entropy is never below 0: it lies between 0 and inf\."),
         ({"first_key": 1}, r"first_key is never above 1: it lies between 0 and 1\."),
         ({"xi": 0.5}, r"xi is never above 0\.5"),
         ({"output_rank": (1.0, "below")}, r"output_rank is never below 1"),
-        ({"max_logit": (100, 50)}, r"the warning comes before the severe threshold"),
-        ({"max_logit": math.nan}, r"a rule is 50, "),
-        ({"max_logit": math.inf}, r"a rule is 50, "),
-        ({"max_logit": "high"}, r"a rule is 50, "),
-        ({"max_logit": (50, "over")}, r"a rule is 50, "),
-        ({"max_logit": ()}, r"a rule is 50, "),
-        ({"max_logit": (1, 2, 3)}, r"a rule is 50, "),
-        ({"max_logit": ([1], "below")}, r"a rule is 50, "),
-        ({"max_logit": True}, r"a rule is 50, "),
-        ({"entropy": ("halves", 5)}, r"looked at every 10 steps: what halves within 5 is never seen"),
+        ({"max_logit": (100, 50)}, r"the warning must come before the severe threshold"),
+        ({"max_logit": math.nan}, r"a rule must look like 50, "),
+        ({"max_logit": math.inf}, r"a rule must look like 50, "),
+        ({"max_logit": "high"}, r"a rule must look like 50, "),
+        ({"max_logit": (50, "over")}, r"a rule must look like 50, "),
+        ({"max_logit": ()}, r"a rule must look like 50, "),
+        ({"max_logit": (1, 2, 3)}, r"a rule must look like 50, "),
+        ({"max_logit": ([1], "below")}, r"a rule must look like 50, "),
+        ({"max_logit": True}, r"a rule must look like 50, "),
+        ({"entropy": ("halves", 5)}, r"looked at every 10 steps: what halves within 5 is missed"),
         ([("max_logit", 50)], r"alarm takes a dictionary"),
     ],
 )
@@ -189,7 +189,11 @@ def test_a_rule_that_no_row_can_meet_is_refused_at_the_start(alarm, said):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"on_alarm": "shout"}, "on_alarm is"), ({"rows": "some"}, "rows is"), ({"log": 3}, "log is called with")],
+    [
+        ({"on_alarm": "shout"}, "on_alarm must be"),
+        ({"rows": "some"}, "rows must be"),
+        ({"log": 3}, "log must be a function"),
+    ],
 )
 def test_other_arguments_are_checked_as_well(options, said):
     with pytest.raises(InputError, match=said):
@@ -343,8 +347,8 @@ def _heads(number):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, r"There is no .*run-heads\.csv: a Monitor with path=… writes it"),
-        (b"step,layer\n0,0\n", r"is no table of heads of a monitor: it lacks the column head"),
+        (None, r"run-heads\.csv does not exist: a Monitor with path=… writes it"),
+        (b"step,layer\n0,0\n", r"is not a monitor's table of heads: it lacks the column head"),
         (b"\x00\xff", r"run-heads\.csv cannot be read"),
         (b"", r"run-heads\.csv cannot be read"),
         (_heads("9" * 400), r"run-heads\.csv cannot be read \(int too large to convert"),

@@ -176,13 +176,11 @@ class TestProcesses:
     def test_a_rank_that_dies_or_hangs_ends_the_look_of_the_others_with_one_line(self, found, ranks):
         name, why = {
             2: ("killed", "another rank has ended or stopped its monitor"),
-            3: ("hanging", "not every rank came within 2 s"),
+            3: ("hanging", "not every rank arrived within 2 s"),
         }[ranks]
         for rank in range(ranks - 1):
             saw = found[name][rank]
-            assert saw["said"] == [
-                f"The monitor of rank {rank} looks at its own rank alone from step 1 on: {why}."
-            ]
+            assert saw["said"] == [f"The monitor of rank {rank} looks at its own rank only from step 1 on: {why}."]
             rows = pd.DataFrame(saw["heads"]).groupby("step")["rows"].first().tolist()
             assert rows == [35, *[7 * monitored_ranks.PARTS[ranks][rank]] * 2]
 
@@ -210,7 +208,7 @@ class TestTwoProcesses:
     def test_distributed_queries_are_named(self, two):
         for saw in two["distributed_queries"]:
             (said,) = saw["said"]
-            assert said.startswith("The monitor does not see all attention: it has no rows of 1 (")
+            assert said.startswith("The monitor cannot see all attention: it has no rows for 1 (")
             assert "DTensor" in said
             assert {row["module"] for row in saw["heads"]} == {"0"}
 
@@ -219,7 +217,7 @@ class TestTwoProcesses:
         assert {row["step"]: row["rows"] for row in first["heads"]} == {0: 30, 1: 30, 2: 18, 3: 18}
         assert {row["step"] for row in last["heads"]} == {0, 1}
         why = "another rank has ended or stopped its monitor"
-        assert first["said"] == [f"The monitor of rank 0 looks at its own rank alone from step 2 on: {why}."]
+        assert first["said"] == [f"The monitor of rank 0 looks at its own rank only from step 2 on: {why}."]
         assert last["said"] == []
 
     def test_looks_at_different_steps_are_not_mixed(self, two):
@@ -244,7 +242,7 @@ class TestTwoProcesses:
 def test_a_monitor_in_rank_0_alone_is_refused(tmp_path):
     """The other rank lives on: it only starts no monitor."""
     (saw,) = [each for each in run(2, tmp_path, "one_monitor")["one_monitor"] if "told" in each]
-    assert "not every rank came within 2 s when it started" in saw["told"][0]
+    assert "not every rank arrived within 2 s when it started" in saw["told"][0]
     assert 'ranks="own"' in saw["told"][0]
 
 
@@ -265,10 +263,10 @@ def test_one_process_is_alone_whatever_is_asked():
         ranks, one = Ranks(asked), Look(0, [], [], {})
         ranks.open({"every": 1})
         assert ranks.together(one) == [one]
-        assert (ranks.rank, ranks.speaks, ranks.parts) == (0, True, {})
+        assert (ranks.rank, ranks.reports, ranks.parts) == (0, True, {})
         ranks.fail(0)
         ranks.leave()
-    with pytest.raises(InputError, match=r'^ranks is "all" or "own"\. Got 3\.$'):
+    with pytest.raises(InputError, match=r'^ranks must be "all" or "own"\. Got 3\.$'):
         Monitor(blocks(), ranks=3)
 
 
@@ -303,7 +301,7 @@ def test_a_training_that_closes_all_groups_leaves_the_monitor_alone(one_rank):
     with Monitor(Exact().train(), **LOOK) as monitor:
         monitor.model(whole_numbers(0))
         torch.distributed.destroy_process_group()
-        with pytest.warns(UserWarning, match=r"alone from step 1 on: the ranks could not be asked"):
+        with pytest.warns(UserWarning, match=r"its own rank only from step 1 on: the ranks could not be reached"):
             monitor.model(whole_numbers(1))
         monitor.model(whole_numbers(2))
     assert monitor.heads["step"].unique().tolist() == [0, 1, 2]
@@ -313,7 +311,7 @@ def test_a_forward_that_fails_in_a_look_ends_looking_together(one_rank):
     one_rank()
     with Monitor(Exact().train(), **LOOK) as monitor:
         with (
-            pytest.warns(UserWarning, match=r"alone from step 0 on: its forward failed"),
+            pytest.warns(UserWarning, match=r"its own rank only from step 0 on: its forward pass failed"),
             pytest.raises(RuntimeError),
         ):
             monitor.model(whole_numbers()[..., :5])
@@ -324,7 +322,7 @@ def test_a_forward_that_fails_in_a_look_ends_looking_together(one_rank):
 def test_a_monitor_that_was_made_too_early_says_that_it_is_alone(one_rank):
     monitor = Monitor(Exact().train(), **LOOK)
     one_rank()
-    with pytest.warns(UserWarning, match=r"was made before torch\.distributed began") as said:
+    with pytest.warns(UserWarning, match=r"was made before torch\.distributed was initialised") as said:
         monitor.start()
     assert Path(said[0].filename).name == "test_monitor_ranks.py"
     monitor.model(whole_numbers())

@@ -76,7 +76,7 @@ def test_few_sequences_have_no_interval(units):
         assert math.isfinite(found.estimate)
         assert math.isnan(found.low) == math.isnan(found.high) == (units < FEWEST)
     if units < FEWEST:
-        with pytest.raises(ValueError, match=f"fewer than {FEWEST} there is no interval. Got {units}"):
+        with pytest.raises(ValueError, match=f"needs at least {FEWEST} units. Got {units}"):
             tail_levels(units)
 
 

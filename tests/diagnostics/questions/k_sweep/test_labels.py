@@ -248,7 +248,7 @@ def test_labels_that_nobody_would_read_are_refused():
     model, batch = bert()
     model = model.eval()
     ids, labels = batch["input_ids"], batch["labels"]
-    with pytest.raises(InputError, match="labels are not read here"):
+    with pytest.raises(InputError, match="labels cannot be used here"):
         semdiag.measure(model, {"input_ids": ids}, labels=labels)
     with pytest.raises(InputError, match="labels are not read: mask stability compares no output"):
         semdiag.mask_stability(model, {"input_ids": ids}, labels)
@@ -295,7 +295,7 @@ def test_labels_that_are_an_argument_and_fit_nothing_are_refused(labels, said):
 
 
 def test_labels_behind_the_inputs_of_a_model_that_takes_none_are_sent_to_their_argument():
-    with pytest.raises(InputError, match=r"Labels that are none of its arguments go to labels=\."):
+    with pytest.raises(InputError, match=r"Labels that are no argument of the model go to labels=\."):
         semdiag.k_sweep(torch.nn.TransformerEncoderLayer(8, 2), [(torch.ones(2, 3, 8), *[torch.ones(2)] * 4)])
 
 
@@ -314,5 +314,5 @@ def test_labels_of_questions_are_named():
 
 def test_labels_of_an_encoder_have_the_shape_of_samples(wild_encoder, padded_tokens):
     encoder, tokens = wild_encoder("full"), padded_tokens[0]
-    with pytest.raises(InputError, match="labels must be one class a sample, of shape"):
+    with pytest.raises(InputError, match="labels must be one class per sample, of shape"):
         semdiag.measure(encoder, tokens, labels=torch.zeros(len(tokens), 1, dtype=torch.int64))

@@ -517,7 +517,7 @@ def test_what_a_forward_draws_is_no_change_by_a_mask():
     assert not table.loc[table["k"] == LENGTH, "output_change"].any()
     assert (table.loc[table["k"] == 3, "output_change"] > 0).all()
     (text,) = said
-    assert text.startswith("its forward draws random numbers in evaluation mode")
+    assert text.startswith("its forward pass draws random numbers in evaluation mode")
 
 
 def test_the_sweep_says_what_the_rerun_said():

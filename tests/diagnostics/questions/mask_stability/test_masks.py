@@ -363,8 +363,8 @@ def test_attention_that_the_noise_does_not_reach_is_named_and_left_out():
     assert found.masks["response"].tolist() == alone["response"].tolist()
     (said,) = found.remarks["text"]
     assert said == (
-        "mask stability of pictures not available, because noise behind the embedding moves no query or key there "
-        "beyond rounding"
+        "mask stability of pictures not available, because noise after the embedding changes no query or key "
+        "there beyond rounding"
     )
 
 
@@ -374,7 +374,7 @@ def test_noise_that_reaches_no_attention_is_refused():
             return self.pictures(pixels).mean(1) + self.embedded(ids).mean(1)
 
     batch = {"pixels": torch.randn(5, 6, 8, dtype=torch.float64), "ids": texts()}
-    with pytest.raises(InputError, match="because noise behind its embedding moves no queries or keys"):
+    with pytest.raises(InputError, match="because noise after its embedding changes no queries or keys"):
         semdiag.mask_stability(Late(), batch, plan=PLAN)
 
 
@@ -383,7 +383,7 @@ def test_an_embedding_of_other_things_than_tokens_takes_no_noise():
         def forward(self, x):
             return self.tower(x + self.positions(torch.arange(LENGTH)))
 
-    with pytest.raises(InputError, match="because none of its embeddings looks up the tokens"):
+    with pytest.raises(InputError, match="because none of its embeddings looks up the input tokens"):
         semdiag.mask_stability(Floats(), torch.randn(5, LENGTH, 8, dtype=torch.float64), plan=PLAN)
 
 
@@ -417,10 +417,12 @@ def test_what_draws_random_numbers_has_no_noisy_copies():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for probe in (of_others, lambda model, batch: external_secants(unnamed(model), [batch])):
-            with pytest.raises(NotAvailableError, match=r"^its forward draws random numbers in evaluation mode"):
+            with pytest.raises(
+                NotAvailableError, match=r"^its forward pass draws random numbers in evaluation mode"
+            ):
                 probe(Drawn(), texts())
         remarks = [semdiag.measure(model, texts(), k=(2,)).remarks["text"] for model in (Drawn(), Texts())]
-    assert [text.str.startswith("its forward draws random numbers").sum() for text in remarks] == [1, 0]
+    assert [text.str.startswith("its forward pass draws random numbers").sum() for text in remarks] == [1, 0]
 
 
 OPERATIONS = {
@@ -448,5 +450,5 @@ class Bent(nn.Module):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_of_scores_that_are_numbers_alone_the_true_reason_is_given(name):
     """It was "noise moves no queries or keys", where it moves every score."""
-    with pytest.raises(InputError, match="its scores are known as numbers alone"):
+    with pytest.raises(InputError, match="its scores are known only as numbers"):
         semdiag.mask_stability(Bent(OPERATIONS[name]).double().eval(), torch.randint(20, (4, 6)), plan=PLAN)

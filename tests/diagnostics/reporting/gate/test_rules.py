@@ -42,7 +42,7 @@ def test_what_is_written_is_what_is_read(metric, statistic, comparison, limit, b
         ("dispersion.p95 < ten", "not a number"),
         ("dispersion.p95 < nan", "not a number"),
         ("dispersion.p95 < inf", "not a number"),
-        ("dispersion.p95 < 10 layer", "no filter"),
+        ("dispersion.p95 < 10 layer", "is not a filter"),
         ("dispersion.p95 < 10 layer=-1", "counted 0, 1, 2"),
         ("dispersion.p95 < 10 head=1", "head"),
         ("dispersion.p95 < 10 attention=topp", "topk"),

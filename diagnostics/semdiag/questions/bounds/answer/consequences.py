@@ -17,7 +17,7 @@ SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2
 
 
 def consequence_findings(findings: Findings, pair: Pair) -> list[Finding]:
-    """Ratios of Lipschitz constants, and of the generalisation bounds that would follow, beside the observed.
+    """Return the ratios of Lipschitz constants and of the resulting generalisation bounds, beside observed gaps.
 
     Always marked "assumption not met": training breaks the step sizes of Hardt, Recht and Singer, and the
     smoothness γ is not measured.
@@ -69,20 +69,20 @@ def _leaning(
 
 
 def _out_of_reach(measurements: Measurements, pair: Pair) -> bool:
-    """Whether a mask of the pair cannot represent its task."""
+    """Return whether a mask of the pair cannot represent its task."""
     remarks = measurements.remarks
     return bool((remarks["model"].isin((pair.full, pair.other)) & (remarks["code"] == OUT_OF_REACH_CODE)).any())
 
 
 def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:
-    """Attention of the reference and of the other model: ``full``, ``topk-5``."""
+    """Return the attention of the reference and of the other model: ``full``, ``topk-5``."""
     rows = {row["model"]: row for row in measurements.models.to_dict("records")}
     reference, other = (attention_word(rows[path]) for path in (pair.full, pair.other))
     return (reference, other) if reference != other else ("the reference", "the other")
 
 
 def _observed(measurements: Measurements, pair: Pair) -> dict[str, float]:
-    """Epochs to 95% training accuracy and train − holdout gaps of both runs; NaN where unknown."""
+    """Return epochs to 95% training accuracy and train − holdout gaps of both runs; NaN where unknown."""
     epochs, seen = {}, {}
     for name, model in (("other", pair.other), ("reference", pair.full)):
         history = measurements.history[measurements.history["model"] == model].sort_values("epoch")
@@ -95,7 +95,7 @@ def _observed(measurements: Measurements, pair: Pair) -> dict[str, float]:
 
 
 def _gap(history: pd.DataFrame, above: str, below: str) -> float:
-    """Difference of two columns in the last epoch."""
+    """Return the difference of two columns in the last epoch."""
     if history.empty or not {above, below} <= set(history):
         return math.nan
     return float(history[above].iloc[-1] - history[below].iloc[-1])

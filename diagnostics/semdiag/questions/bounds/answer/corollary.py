@@ -119,7 +119,7 @@ def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
 
 
 def separation_rounding(measurements: Measurements, model: str, dispersion: float) -> float:
-    """How large a separation rounding can make of a tie: 8 eps of what bounds the scores.
+    """Return the largest separation that rounding can make of a tie: 8 eps times the bound of the scores.
 
     Args:
         measurements: with the table constants; without it the largest dispersion stands for the scores.
@@ -138,7 +138,7 @@ def _finite(values: "pd.Series[float]") -> np.ndarray:
 
 
 def _percentiles(values: "pd.Series[float]", at: tuple[int, ...] | list[int]) -> np.ndarray:
-    """Percentiles of the finite values; +inf where nothing is finite (nothing is masked)."""
+    """Return percentiles of the finite values; +inf if none is finite (nothing is masked)."""
     finite = _finite(values)
     return np.percentile(finite, at) if finite.size else np.full(len(at), np.inf)
 
@@ -199,7 +199,7 @@ def _sound_inputs(
 
 
 def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
-    """Attention and keys per ordinary query of a model with a mask."""
+    """Return the attention, and the keys of an ordinary query, of a model with a mask."""
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
     apart = "cls_as_key False" in str(row["setting"])
     local_cls = row["pooling"] == "cls" and row["attention"] in LOCAL and not apart
@@ -277,7 +277,7 @@ COROLLARY_COLUMNS = ["pair", "parameter", "form", "percentile", "value", "thresh
 
 
 def corollary_table(findings: Findings, pairs: Iterable[Pair]) -> pd.DataFrame:
-    """Both conditions of Corollary 1 for every pair, form and percentile, as measured.
+    """Return both conditions of Corollary 1 for every pair, form and percentile, as measured.
 
     Args:
         findings: of the pairs' models.

@@ -38,7 +38,7 @@ _PUBLISHED = {
 
 
 def published_table() -> pd.DataFrame:
-    """The paper's percentiles and the left sides of its own conditions for them.
+    """Return the paper's percentiles and the left sides of its own conditions for them.
 
     Returns:
         One row per task and percentile: task, percentile, full_dispersion (δ_s), dispersion (δ_h),

@@ -12,7 +12,7 @@ _NAMES = {("network", "local"): "local", ("network", "sound"): "sound", ("networ
 
 
 def network_rungs(findings: Findings, model: str) -> dict[str, float]:
-    """How far the bounds of the whole gradient lie above it, and why, in nats.
+    """Return the gaps between the whole gradient and its bounds, with their causes, in nats.
 
     The worst case lies above the gradient by the sum of three parts: ``residual``, by how much the local form
     would rise if every input's residual were √2; ``point``, what else it knows; and ``left``, its own distance.

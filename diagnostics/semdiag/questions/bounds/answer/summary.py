@@ -47,7 +47,7 @@ def parameter_findings(findings: Findings) -> list[Finding]:
         tensors together, then one per tensor (sound).
     """
     measurements = findings.measurements
-    found = []
+    results = []
     for model, rows in measurements.parameters.groupby("model", sort=False):
         own = measurements.constants[measurements.constants["model"] == model]
         network = own[own["quantity"] == "network"].set_index("form")
@@ -57,14 +57,14 @@ def parameter_findings(findings: Findings) -> list[Finding]:
             _tensor(str(model), {**row, "ln_sound": row["ln_point"], "ln_secant": math.nan, "holds": True}, "")
             for row in rows[rows["ln_point"].notna()].to_dict("records")
         ]
-        found += [_together(str(model), near, "point", "")] if near else []
-        found.append(_together(str(model), tensors, "sound", reasons.get("sound", "")))
-        found[-1] = replace(found[-1], numbers={**found[-1].numbers, **_without_guarantee(network)})
+        results += [_together(str(model), near, "point", "")] if near else []
+        results.append(_together(str(model), tensors, "sound", reasons.get("sound", "")))
+        results[-1] = replace(results[-1], numbers={**results[-1].numbers, **_without_guarantee(network)})
         paper = [
             _tensor(str(model), {**row, "ln_sound": row["ln_paper"], "holds": met.get("paper", True)}, "")
             for row in rows[rows["ln_paper"].notna()].to_dict("records")
         ]
-        found.append(_together(str(model), paper, "paper", reasons.get("paper", "")))
+        results.append(_together(str(model), paper, "paper", reasons.get("paper", "")))
         local = [
             _tensor(
                 str(model),
@@ -73,13 +73,13 @@ def parameter_findings(findings: Findings) -> list[Finding]:
             )
             for row in rows[rows["ln_local"].notna()].to_dict("records")
         ]
-        found += [_together(str(model), local, "local", reasons.get("local", ""))] if local else []
-        found += tensors
-    return found
+        results += [_together(str(model), local, "local", reasons.get("local", ""))] if local else []
+        results += tensors
+    return results
 
 
 def _without_guarantee(network: pd.DataFrame) -> dict[str, float]:
-    """How many inputs have an infinite constant, and the largest of the others: one tie must not hide them."""
+    """Return the number of infinite constants, and the largest finite one, which a tie must not hide."""
     infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
     return {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
 
@@ -125,7 +125,7 @@ def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Fin
 
 
 def bounds_findings(findings: Findings) -> list[Finding]:
-    """What became of the constants of every model, then of Corollary 1 and its consequences on every pair.
+    """Return sentences on the constants of every model, then on Corollary 1 and its consequences for every pair.
 
     Args:
         findings: with the tables constants and parameters.
@@ -139,7 +139,7 @@ def bounds_findings(findings: Findings) -> list[Finding]:
 
 
 def bounds_summary(findings: Findings) -> Summary:
-    """Constants, bounds and slopes of every model, and what Corollary 1 says about every pair.
+    """Return constants, bounds and slopes of every model, and Corollary 1 for every pair.
 
     Args:
         findings: of one or more models, with constants and parameters.

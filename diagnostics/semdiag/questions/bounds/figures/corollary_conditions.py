@@ -60,7 +60,7 @@ def corollary_conditions(findings: Findings) -> Figure:
 
 
 def _values(rows: pd.DataFrame, pairs: list[str]) -> np.ndarray:
-    """(pairs × conditions, percentiles); NaN where it cannot be told."""
+    """Return (pairs × conditions, percentiles); NaN where undecided."""
     known = rows.set_index(["pair", "parameter", "percentile"])["value"]
     index = pd.MultiIndex.from_product([pairs, _PARAMETERS, PAPER_PERCENTILES])
     values = known[~known.index.duplicated()].reindex(index).to_numpy(float)

@@ -81,7 +81,7 @@ def _kind(name: str) -> str:
 
 
 def _facts(judged: Sequence[Finding]) -> list[str]:
-    """How far the forms that are not drawn lie above the slopes, over all attentions of a panel."""
+    """Return how far the forms that are not drawn are above the slopes, over all attentions of a panel."""
     said = []
     for form in _TOLD:
         numbers = [f.numbers for f in judged if f.form == form and "smallest log10 gap" in f.numbers]

@@ -168,7 +168,7 @@ _PER_HEAD = ("gamma", "upsilon", "attention_map", "bilinear_form")
 def _rows(
     layer: int, quantity: str, form: str, values: Tensor, assumptions: Sequence[Assumption] = ()
 ) -> Iterator[Row]:
-    """Rows of values of shape (heads,), or (inputs, heads), of which the largest counts."""
+    """Yield rows for values of shape (heads,), or (inputs, heads), whose maximum counts."""
     each = values.reshape(-1, values.shape[-1])
     infinite = each == math.inf
     finite = each.masked_fill(infinite, -math.inf).amax(0).where(~infinite.all(0), math.nan)
@@ -223,7 +223,7 @@ def _parameter_rows(
 
 
 def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Tables of a model whose parameters are not numbers: nothing is known, and why."""
+    """Return the tables of a model with parameters that are not finite: all unknown, with the reason."""
     finite = Assumption(f"parameters are finite ({broken[0]} is not)", {"tensors": len(broken)}, holds=False)
     nan = torch.tensor([math.nan])
     rows = [row for form in ("sound", "paper", "local") for row in _rows(-1, "network", form, nan, (finite,))]

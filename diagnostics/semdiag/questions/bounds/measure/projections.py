@@ -30,7 +30,7 @@ _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention 
 
 
 def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFrame:
-    """Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂ and Υ_h = ‖W_o^h W_v^h‖₂ of every head, as far as they are identifiable.
+    """Return Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂ and Υ_h = ‖W_o^h W_v^h‖₂ of every head, where identifiable.
 
     A linear layer counts as W_q if what it returned for the first sample is the queries that attention was given,
     so nothing (rotary positions, a normalisation) comes between; likewise W_k and W_v, apart or in one layer. W_o
@@ -146,12 +146,12 @@ def _rows(model: str, layer: int, found: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _per_head(weight: Tensor, heads: int) -> Tensor:
-    """(H · d_head, d) -> (H, d_head, d), float64."""
+    """Return (H · d_head, d) -> (H, d_head, d), float64."""
     return weight.detach().double().view(heads, -1, weight.shape[-1])
 
 
 def _merged(values: Tensor) -> Tensor:
-    """(B, H, L, D) -> (B, L, H · D)."""
+    """Return (B, H, L, D) -> (B, L, H · D)."""
     return values.transpose(1, 2).flatten(2)
 
 
@@ -164,7 +164,7 @@ def _equal(one: Tensor, two: Tensor) -> bool:
 
 
 def _is_linear(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
-    """Whether a layer returned W x + b for the weight and the bias that it has."""
+    """Return whether a layer's output is W x + b with its weight and bias."""
     try:
         return _equal(F.linear(inputs[0], *_weights(module)), output)
     except (
@@ -177,7 +177,7 @@ def _is_linear(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2, which stores its weight the other way round."""
+    """Return whether this is GPT-2's linear layer, which stores its weight transposed."""
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "weight", None), Tensor)
 
 

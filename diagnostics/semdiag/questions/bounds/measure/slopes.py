@@ -79,7 +79,7 @@ def parameter_slopes(
 
     @torch.no_grad()
     def loss(tensor: NamedTensor) -> float:
-        """Loss of the few inputs, from the layer on that holds the tensor: what enters it has not moved."""
+        """Return the loss of the few inputs, recomputed from the tensor's layer on: its input has not changed."""
         if tensor.group == "head":
             return float(F.cross_entropy(encoder.classify(entering[-1], valid), classes))
         x = encoder.embed(first) if tensor.group == "embedding" else entering[tensor.layer]
@@ -115,7 +115,7 @@ def _largest_secant(
     rounding: float,
     generator: torch.Generator,
 ) -> float:
-    """Natural logarithm of the steepest secant of the tensor alone."""
+    """Return the natural logarithm of the steepest secant of the tensor alone."""
     values, before = tensor.values, tensor.values.clone()
     radius = RADIUS * (float(before.norm()) or 1.0)
     directions = [torch.randn(before.shape, generator=generator, dtype=torch.float64) for _ in range(DIRECTIONS)]
@@ -135,7 +135,7 @@ def _largest_secant(
 
 
 def _log(size: float, rounding: float) -> float:
-    """Natural logarithm of a size; −inf if rounding hides it, NaN if it or its rounding is not finite."""
+    """Return the natural logarithm of a size; −inf if rounding hides it, NaN if size or rounding is not finite."""
     if not math.isfinite(size + rounding):
         return math.nan
     return math.log(size) if size > rounding else -math.inf

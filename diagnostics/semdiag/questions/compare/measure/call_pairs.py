@@ -92,8 +92,8 @@ class CallPairs:
         why = refusal(base, other)
         if why:
             raise InputError(f"{self._refused} in layer {base.layer} they have {why}.")
-        found = head_changes(base, other, self._top)
-        columns = {name: values.cpu() for name, values in found.items()}
+        changes = head_changes(base, other, self._top)
+        columns = {name: values.cpu() for name, values in changes.items()}
         if not all(bool(values.isfinite().all()) for values in columns.values()):
             raise InputError(f"{self._refused} in layer {base.layer} a score or a value is not a finite number.")
         self.left_out += int(columns.pop("left_out").sum())

@@ -28,7 +28,7 @@ def total_variation(before: Tensor, after: Tensor) -> Tensor:
 
 
 def output_parts(before: Tensor, after: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Part the change of attention's outputs into that of the weights and that of the values.
+    r"""Split the change of attention's outputs into that of the weights and that of the values.
 
     Formula: P'V' − PV = (P' − P)V + P'(V' − V). The first part is what queries and keys did: the other weights, on
     the same values. The second is what the other values did, under the other weights.

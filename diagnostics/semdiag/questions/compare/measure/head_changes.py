@@ -80,19 +80,19 @@ def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[st
         that attend to a key in one of the models alone.
     """
     batch, heads = base.q.shape[:2]
-    found = {name: torch.zeros(batch, heads, dtype=torch.float64, device=base.q.device) for name in SUMS}
+    sums = {name: torch.zeros(batch, heads, dtype=torch.float64, device=base.q.device) for name in SUMS}
     for samples, queries in _parts(base):
         one, two = (_rows(call.part(samples, queries), top) for call in (base, other))
         for name, values in _compared(one, two).items():
             if name == "largest":  # NaN stays
-                found[name][samples] = torch.maximum(found[name][samples], values.amax(-1))
+                sums[name][samples] = torch.maximum(sums[name][samples], values.amax(-1))
             else:
-                found[name][samples] += values.sum(-1)
-    return found
+                sums[name][samples] += values.sum(-1)
+    return sums
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Samples and queries whose weights fit into memory."""
+    """Yield samples and queries whose weights fit into memory."""
     batch, heads, length, _ = call.q.shape
     rows = min(length, max(1, _ENTRIES // (heads * call.k.shape[2])))
     samples = max(1, _ENTRIES // (heads * call.k.shape[2] * length))
@@ -128,7 +128,7 @@ def _rows(part: AttentionCall, top: int) -> _Rows:
 
 
 def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
-    """Terms of each query (b, H, r), 0 where it does not count."""
+    """Return terms per query (b, H, r), 0 if the query does not count."""
     counts = base.attending & other.attending
     by_weights, by_values = output_parts(base.weights, other.weights, base.values, other.values)
     output, after = base.weights @ base.values, other.weights @ other.values
@@ -148,5 +148,5 @@ def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
         "overlap": overlap.where(dropping, 0.0),
         **{name: values.square().sum(-1) for name, values in norms.items()},
     }
-    found = {name: values.where(counts, 0.0) for name, values in terms.items()}
-    return found | {"left_out": (base.attending != other.attending).double()}
+    masked = {name: values.where(counts, 0.0) for name, values in terms.items()}
+    return masked | {"left_out": (base.attending != other.attending).double()}

@@ -98,7 +98,7 @@ def _copy(values: Tensor) -> Tensor:
 
 
 def _narrow(values: Tensor) -> Tensor:
-    """A copy, in which axes along which nothing changes in memory have the length 1."""
+    """Return a copy in which expanded axes (stride 0) have length 1."""
     for axis, step in enumerate(values.stride()):
         values = values.narrow(axis, 0, 1) if step == 0 else values
     return _copy(values)

@@ -101,7 +101,7 @@ class Outputs:
 
 
 def _sample(answers: Answers, at: int) -> Answers:
-    """One sample's answers in float64: of a batch the logits of a vocabulary would not fit."""
+    """Return one sample's outputs in float64; a batch's logits over a vocabulary would not fit into memory."""
     part = slice(at, at + 1)
     return replace(
         answers,

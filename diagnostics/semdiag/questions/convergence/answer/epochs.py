@@ -54,7 +54,7 @@ _ARRIVAL_COLUMNS = (
 
 
 def target_of(measurements: Measurements, task: str) -> float:
-    """The training accuracy that counts as having learned a task.
+    """Return the training accuracy that counts as having learned a task.
 
     Args:
         measurements: with runs.
@@ -98,15 +98,15 @@ def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
     return None if there.empty else int(there["epoch"].iloc[0])
 
 
-def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
-    """Speed-up of every run over the full-attention run of the same setting and seed.
+def speed_ups(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the speed-up of every run over the full-attention run of the same setting and seed.
 
     Epochs of full attention over epochs of the other. Where one of them is censored only a bound is known:
     above epochs trained / arrival if full attention never arrived, below arrival / epochs trained if the other
     did not; nothing if neither did.
 
     Args:
-        found: from :func:`arrivals`.
+        table: from :func:`arrivals`.
 
     Returns:
         One row per pair: group, task, attention, kind, seed, full_arrival, full_epochs, arrival, epochs, low
@@ -115,7 +115,7 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
         (``exactly``, ``above``, ``below`` or ``unknown``), full, model.
     """
     rows = []
-    for _, runs in found.groupby(["setting", "seed"], sort=False):
+    for _, runs in table.groupby(["setting", "seed"], sort=False):
         full = runs[runs["attention"] == "full"]
         for run in runs[runs["attention"] != "full"].to_dict("records") if len(full) else []:
             base = full.iloc[0]
@@ -137,7 +137,7 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -> dict[str, float]:
-    """The range of a speed-up when every arrival may be one epoch off."""
+    """Return the range of a speed-up if every arrival may be off by one epoch."""
     later, earlier = (None if pd.isna(full) else int(full) + by for by in (1, -1))
     slower, faster = (None if pd.isna(other) else int(other) + by for by in (1, -1))
     low, _, _ = speed_up(earlier, full_epochs, slower, other_epochs)
@@ -146,7 +146,7 @@ def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -
 
 
 def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tuple[float, float, str]:
-    """Range of the speed-up of one run over another.
+    """Return the range of the speed-up of one run over another.
 
     Args:
         full: epoch at which the full-attention run arrived; missing if it did not.
@@ -177,11 +177,11 @@ _OVER_SEEDS = ["group", "task", "attention", "kind", "seeds", "arrived", "median
                "gap"]  # fmt: skip
 
 
-def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """Epochs and speed-up of each kind of attention over the seeds of a setting.
+def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return epochs and speed-up of each kind of attention over the seeds of a setting.
 
     Args:
-        found: from :func:`arrivals`.
+        table: from :func:`arrivals`.
         pairs: from :func:`speed_ups`.
 
     Returns:
@@ -194,7 +194,7 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         best_holdout_accuracy and gap (medians over seeds).
     """
     rows = []
-    for (setting, _), runs in found.groupby(["setting", "attention"], sort=False):
+    for (setting, _), runs in table.groupby(["setting", "attention"], sort=False):
         runs = runs[runs["state"] != NOT_BEGUN]
         if runs.empty:
             continue
@@ -202,8 +202,8 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         there = runs["arrival"].notna().to_numpy()
         epochs = median_interval(watched.tolist(), np.where(there, watched, np.inf).tolist())
         own = pairs[pairs["model"].isin(runs["model"])]
-        full = found[
-            (found["setting"] == setting) & (found["attention"] == "full") & (found["state"] != NOT_BEGUN)
+        full = table[
+            (table["setting"] == setting) & (table["attention"] == "full") & (table["state"] != NOT_BEGUN)
         ]
         rows.append(
             {
@@ -226,9 +226,17 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
 def _speed_up_over_seeds(pairs: pd.DataFrame) -> dict[str, Any]:
     if pairs.empty:
         return {"pairs": 0, **dict.fromkeys(_OF_PAIRS, math.nan)}
-    found = median_interval(pairs["low"].tolist(), pairs["high"].tolist())
+    interval = median_interval(pairs["low"].tolist(), pairs["high"].tolist())
     off = median_interval(pairs["epoch_low"].tolist(), pairs["epoch_high"].tolist())
-    values = (found.low, found.high, off.low, off.high, found.interval_low, found.interval_high, found.coverage)
+    values = (
+        interval.low,
+        interval.high,
+        off.low,
+        off.high,
+        interval.interval_low,
+        interval.interval_high,
+        interval.coverage,
+    )
     return {"pairs": len(pairs), **dict(zip(_OF_PAIRS, values, strict=True))}
 
 

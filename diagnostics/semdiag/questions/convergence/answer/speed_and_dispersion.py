@@ -11,7 +11,7 @@ _RESAMPLES = 200
 
 
 def speed_dispersion_table(findings: Findings) -> pd.DataFrame:
-    """Speed-up of every pair of runs beside the ratio of their pooled median dispersions.
+    """Return the speed-up of every pair of runs beside the ratio of their pooled median dispersions.
 
     Args:
         findings: with runs and the queries of their last checkpoints.

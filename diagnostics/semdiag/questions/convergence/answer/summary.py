@@ -14,7 +14,7 @@ _ARRIVAL = (
 
 
 def convergence_summary(findings: Findings) -> Summary:
-    """Epochs to the target, speed-ups, their relation to dispersion, and what else was measured of the runs.
+    """Return epochs to the target, speed-ups, their relation to dispersion, and further measurements of the runs.
 
     Args:
         findings: with runs.

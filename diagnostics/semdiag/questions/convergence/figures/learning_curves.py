@@ -34,11 +34,11 @@ def learning_curves(findings: Findings) -> Figure:
     Raises:
         NothingToDrawError: if no run has a finished epoch.
     """
-    found = findings(arrivals)
-    found = found[found["epochs"] > 0]
-    if found.empty:
+    table = findings(arrivals)
+    table = table[table["epochs"] > 0]
+    if table.empty:
         raise NothingToDrawError("No run has a finished epoch.")
-    groups = [(str(group), runs) for group, runs in found.groupby("group", sort=False)]
+    groups = [(str(group), runs) for group, runs in table.groupby("group", sort=False)]
     figure, axes = panel_grid(len(groups), height=3.0, sharey=False, columns=min(len(groups), 2))
     for ax, (group, runs) in zip(axes, groups, strict=True):
         facts, target = [], float(runs["target"].iloc[0])

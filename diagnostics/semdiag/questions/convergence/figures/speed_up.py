@@ -38,15 +38,15 @@ def speed_up(findings: Findings) -> Figure:
     Raises:
         NothingToDrawError: if no run has a full-attention counterpart, or nothing is known of any speed-up.
     """
-    found = findings(arrivals)
-    pairs = speed_ups(found)
+    table = findings(arrivals)
+    pairs = speed_ups(table)
     if pairs.empty:
         raise NothingToDrawError("No run has a full-attention run of the same setting and seed.")
     if len(pairs) == 1:
         raise NothingToDrawError("One pair has one speed-up, which the table tells.")
     if (pairs["known"] == "unknown").all():
         raise NothingToDrawError("Neither full attention nor any other reached the target: no speed-up is known.")
-    seeds = over_seeds(found, pairs)
+    seeds = over_seeds(table, pairs)
     figure, (ax,) = panel_grid(1, height=3.6)
     groups = list(dict.fromkeys(pairs["group"]))
     kinds = list(dict.fromkeys(pairs["attention"]))

@@ -19,7 +19,7 @@ Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model 
 
 
 def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
-    """Panels of the models that select no keys, and the k they were measured with.
+    """Return panels of models that keep every key, and the k with which they were measured.
 
     Args:
         findings: of any number of models.
@@ -41,7 +41,7 @@ def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list
 
 
 def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) -> Tables:
-    """Percentiles per layer, heads pooled.
+    """Return percentiles per layer, heads pooled.
 
     Args:
         findings: of the panels' models.

@@ -24,7 +24,7 @@ _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snap
 
 
 def dispersion_summary(findings: Findings) -> Summary:
-    """Percentiles of δ per layer and head, and pooled; with counterfactual columns also δ_h(k) and the mass kept.
+    """Return percentiles of δ by layer and head and pooled; with counterfactual columns, also of δ_h(k) and mass.
 
     Of models that select by hashes or clusters also the mean recall of their k largest scores, and the share of
     queries without any key.
@@ -50,7 +50,7 @@ def dispersion_summary(findings: Findings) -> Summary:
 
 
 def recall_table(findings: Findings) -> pd.DataFrame:
-    """How many of their largest scores models find that select by hashes or clusters.
+    """Return the recall of the largest scores in models that select by hashes or clusters.
 
     Args:
         findings: of any number of models.
@@ -118,7 +118,7 @@ class PairComparison:
         return f"{start}: δₕ is not below δₛ at {failed} ({medians})."
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as plain values."""
+        """Return the comparison as plain values."""
         gate, ratio = self.gate, self.ratio
         return {
             "label": gate.pair.label,
@@ -166,7 +166,7 @@ RESAMPLES = 300  # of whole sequences; the ends of a 95% interval are then good 
 
 
 def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
-    """Ratios of dispersion between every sparse model and its full counterpart, layer by layer.
+    """Return the ratios of dispersion between every sparse model and its full counterpart, by layer.
 
     Args:
         findings: of full models and their counterparts.
@@ -196,7 +196,7 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
 
 
 def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
-    """Controls: pooled median of δ under masks that ignore the input, over full attention's; last snapshots only.
+    """Return controls: pooled median δ under input-agnostic masks over full attention's; last snapshots only.
 
     Args:
         findings: of full models and their counterparts.
@@ -219,7 +219,7 @@ FEWEST = 10  # queries with about as many keys of which percentiles are given
 
 
 def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
-    """Percentiles of δ by the number of keys a query may attend to, from two on, in bins of equal ratio.
+    """Return percentiles of δ by the number of allowed keys, from two on, in bins of equal ratio.
 
     Args:
         findings: of any number of models.

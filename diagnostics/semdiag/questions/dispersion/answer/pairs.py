@@ -124,7 +124,7 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
 
 
 def partner_command(model: str) -> str:
-    """The command that trains the counterpart of a full or top-k model, as ``semdiag train parity --seed 3``.
+    """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``.
 
     Args:
         model: its path.

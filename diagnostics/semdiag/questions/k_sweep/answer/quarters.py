@@ -18,7 +18,7 @@ _COLUMNS = ("model", "length", "mask", "k", "quarter", "samples", "measure", "ch
 
 
 def quarter_table(findings: Findings) -> pd.DataFrame:
-    """The mean change of the loss by length, mask and quarter of the text, with 95% intervals over samples.
+    """Return the mean change of the loss by length, mask and quarter of the text, with 95% intervals over samples.
 
     Args:
         findings: with reruns.
@@ -57,8 +57,8 @@ def quarter_table(findings: Findings) -> pd.DataFrame:
 
 
 def _interval(sums: "np.ndarray[Any, Any]", counts: "np.ndarray[Any, Any]") -> Interval:
-    found = sum_ratio_interval(sums, counts)
-    return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
+    interval = sum_ratio_interval(sums, counts)
+    return interval if interval.low < interval.high else Interval(interval.estimate, math.nan, math.nan)
 
 
 def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
@@ -76,12 +76,12 @@ def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
     rows = []
     for place, these in own[own["mask"].isin(KINDS)].groupby(["length", "mask"], sort=False):
         length, mask = cast("tuple[int, str]", place)
-        limit, found = tolerance_of(findings, str(these["measure"].iloc[0])), None
+        limit, smallest = tolerance_of(findings, str(these["measure"].iloc[0])), None
         for row in these.sort_values("k", ascending=False).to_dict("records"):
             if not row["change"] <= limit:
                 break
-            found = row
-        kept = math.nan if found is None else found["kept"]
-        k = None if found is None else int(found["k"])
+            smallest = row
+        kept = math.nan if smallest is None else smallest["kept"]
+        k = None if smallest is None else int(smallest["k"])
         rows.append({"length": length, "mask": mask, "k": k, "kept": kept, "largest": int(these["k"].max())})
     return pd.DataFrame(rows, columns=["length", "mask", "k", "kept", "largest"]).astype({"k": "Int64"})

@@ -1,4 +1,4 @@
-"""What became of models that were run with real masks: what each changed, with intervals, and budgets."""
+"""Results of running models with real masks: the changes with intervals, and budgets."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _OF_THE_SWEEP = ("share", "mass", "mass_without_first", "head_change", "stream_c
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """What each mask of each rerun changes, with 95% intervals over samples.
+    """Return the changes by each mask of each rerun, with 95% intervals over samples.
 
     Args:
         findings: with reruns.
@@ -67,21 +67,21 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
 
 def _change(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> Interval:
-    """The mean change; all samples alike tell nothing of how others scatter, so there is no interval then."""
+    """Return the mean change; without an interval if all samples change alike, as they show no variation."""
     sums, counts = _sums(measure, own, before)
     found = _over(sums, counts)
     return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
 
 
 def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> "tuple[pd.Series[Any], pd.Series[Any]]":
-    """The change of each sample, summed over what it is counted in, and how many these are."""
+    """Return the summed change of each sample, and the number of its units."""
     if measure == "output_change":
         return own[measure], own[measure].notna()
     return own[measure] - before[measure], own["targets" if measure == "loss" else "predictions"]
 
 
 def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict[str, float]:
-    """The share of samples that change by more than a limit, and what that says of inputs not seen.
+    """Return the share of samples that change by more than a limit, with its interval for unseen inputs.
 
     harmed_high = the share p at which so few harmed samples, or fewer, have probability 0.05.
 
@@ -89,11 +89,11 @@ def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict
 
     Args:
         sums: changes of samples.
-        counts: what they are sums over; a sample with 0 says nothing.
+        counts: the number of terms of each sum; samples with 0 are left out.
         limit: of the change of one sample.
 
     Returns:
-        harmed, harmed_high, worst; NaN of no samples. A change that is no number is harm.
+        harmed, harmed_high, worst; NaN without samples. A NaN change counts as harm.
 
     Example:
         >>> {name: round(x, 4) for name, x in harm(pd.Series([0.0] * 500), pd.Series([1] * 500), 0.1).items()}
@@ -101,15 +101,15 @@ def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict
     """
     some = counts.to_numpy(np.float64) > 0
     changes = sums.to_numpy(np.float64)[some] / counts.to_numpy(np.float64)[some]
-    n, found = len(changes), int((~(changes <= limit)).sum())
+    n, above = len(changes), int((~(changes <= limit)).sum())
     if not n:
         return dict.fromkeys(("harmed", "harmed_high", "worst"), math.nan)
-    high = 1.0 if found == n else float(scipy.stats.beta.ppf(0.95, found + 1, n - found))
-    return {"harmed": found / n, "harmed_high": high, "worst": float(changes.max())}
+    high = 1.0 if above == n else float(scipy.stats.beta.ppf(0.95, above + 1, n - above))
+    return {"harmed": above / n, "harmed_high": high, "worst": float(changes.max())}
 
 
 def tolerance_of(findings: Findings, measure: str) -> float:
-    """The largest change of a measure that counts as none: as was asked, else its default.
+    """Return the largest change of a measure that counts as none: the user's limit, else the default.
 
     Args:
         findings: of any number of models.
@@ -119,7 +119,7 @@ def tolerance_of(findings: Findings, measure: str) -> float:
 
 
 def within(row: Mapping[str, Any], limit: float) -> bool:
-    """Whether the upper end of a mean change, or the change of samples that are all alike, is within a limit.
+    """Return whether a mean change's upper end (or the common change of identical samples) is within a limit.
 
     Args:
         row: of :func:`change_table`.
@@ -130,7 +130,7 @@ def within(row: Mapping[str, Any], limit: float) -> bool:
 
 
 def costs(row: Mapping[str, Any], limit: float) -> bool:
-    """Whether the lower end of a mean change, or the change of samples that are all alike, is above a limit.
+    """Return whether a mean change's lower end (or the common change of identical samples) is above a limit.
 
     Args:
         row: of :func:`change_table`.
@@ -154,7 +154,7 @@ def _named(prefix: str, interval: Interval) -> dict[str, float]:
 
 
 def budget_content(findings: Findings, model: str) -> dict[str, Any]:
-    """The budgets of a model as a file holds them: docs/commands/k-sweep.md.
+    """Return a model's budgets in the form of a budget file: docs/commands/k-sweep.md.
 
     Args:
         findings: with budgets.
@@ -201,7 +201,7 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
 
 
 def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
-    """Whether a budget does; None: these samples cannot tell."""
+    """Return whether a budget suffices; None if these samples do not decide."""
     if limit is None:
         return None
     if within(tested, limit) and tested["harmed_high"] <= MOST_HARMED:
@@ -210,7 +210,7 @@ def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
 
 
 def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """The places of a budget, k of each by head."""
+    """Return the layers of a budget, each with k by head."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for row in records(rows.sort_values(["layer", "head"])):
         names = {name: row[name] for name in ("layer", "module", "occurrence")}

@@ -1,4 +1,4 @@
-"""Is sparse attention enough, and with which k? Plausible, not without loss, or nobody can tell."""
+"""Is sparse attention enough, and with which k? Plausible, not without loss, or cannot tell."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from semdiag.questions.k_sweep.answer.rerun import change_table, costs, toleranc
 from semdiag.questions.k_sweep.measure.kinds import RANDOM, TOP_K
 from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, MOST_HARMED
 
-MASS = 0.95  # of the attention weight, where it is all that is known
+MASS = 0.95  # of the attention weight, where nothing else is known
 NEAR_UNIFORM = 0.95  # entropy of half of the queries' weights, in that of uniform weights
 MOST_KEYS = 0.5  # share of the keys above which a mask is hardly sparse
 _COSTS = {"loss": "costs {} of loss", "perplexity": "costs {} perplexity"}
@@ -28,10 +28,10 @@ _CHANGES = {
     "divergence": "changes the output distribution by {} (KL divergence)",
     "output_change": "changes the outputs by {} of their norm",
 }
-ROUNDING = 5e-5  # nats: what is smaller is rounding, or might as well be
-_DOUBLED = math.log(2)  # above it a change of perplexity is told as a factor
-_OF_MASKS = "fixed_mask", "own_mask"  # reasons why nothing can be said of a model with a mask of its own
-ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons beside which the estimate is told
+ROUNDING = 5e-5  # nats: anything smaller may be rounding
+_DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
+_OF_MASKS = "fixed_mask", "own_mask"  # reasons why a model with its own mask cannot be judged
+ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons that are shown with the estimate
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
 
 Row = dict[str, Any]
@@ -39,29 +39,30 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SparseVerdict:
-    """Whether top-k attention would do in a model as it is.
+    """Whether top-k attention suffices in a model without retraining.
 
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
-        reason: why there is no answer, as a word: near_uniform, chance, control, few_samples, harmed, uncertain,
-            not_sparse, not_rerun, not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty if there is
-            one.
+        reason: why there is no answer, as a keyword: near_uniform, chance, control, few_samples, harmed,
+            uncertain, not_sparse, not_rerun, not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty
+            if there is one.
         k: what the answer is about: the smallest k from which on the loss stays; if there is none, the largest
             that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95% of the
             weight; None: none of these.
-        share: k in the keys of its queries, mean.
+        share: mean of k divided by the number of keys of its queries.
         mass: mean attention weight that k keeps of queries with more than k keys.
         queries: such queries.
         left_out: queries with at most k keys, of which nothing is dropped.
         measure: what changes: loss (nats per target), divergence (nats per position) or output_change (relative);
             empty without a rerun.
-        perplexity: whether the loss is that of the next token, so that e to its change is a factor of perplexity.
+        perplexity: whether the loss is that of the next token, so that exp(change) is a factor
+            of perplexity.
         change: its change at k, and its interval over samples.
         low: end of the interval.
         high: end of the interval.
         before: the loss without a mask.
         harmed: the share of samples that change by more than HARM times the tolerance.
-        harmed_high: the largest share of inputs for which that is not excluded.
+        harmed_high: upper confidence limit of that share.
         tolerance: largest change that counts as none.
         samples: that were run.
         costly: the largest k of at most half of the keys, where it costs and k does not; None: not so.
@@ -88,15 +89,15 @@ class SparseVerdict:
 
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
-    """Judge whether a model would do with the k largest scores of each query.
+    """Judge whether the k largest scores of each query suffice for a model.
 
     Plausible: there is a k, at most half of the keys, from which on, at every k that was run, the upper end of the
     change's interval is within the tolerance, and no more than 1% of the inputs can change by more than ten times
     the tolerance (at 95%: it takes 299 samples). Not without loss: at the largest k that is at most half of the
-    keys the lower end is above the tolerance. No answer: neither of the two can be told from these samples; the
-    loss is no better than chance; as many random keys do as little harm; the change that decides is no finite
-    number; the attention is near uniform and no loss says that its largest scores matter; the model was not run
-    with masks, or with such as drop nothing; or its mask ranks no scores.
+    keys the lower end is above the tolerance. No answer: these samples decide neither; the loss is no better than
+    chance; as many random keys do as little harm; the change that decides is not finite; the attention is near
+    uniform and no loss shows that its largest scores matter; the model was not run with masks, or only with masks
+    that drop nothing; or its mask ranks no scores.
 
     Args:
         findings: with a sweep, and better with a rerun.
@@ -114,43 +115,47 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     top = records(again[again["mask"] == TOP_K].sort_values("k"))
     ks = own[own["quantity"] == "mass"]
     mass = dict(zip(ks["k"].tolist(), ks["mean"].tolist(), strict=True))
-    if not top and facts["attention"] not in DENSE:  # of all its scores the model itself has no weights
+    if not top and facts["attention"] not in DENSE:  # the model itself computes no weights of all its scores
         return SparseVerdict("cannot tell", "own_mask")
     if not top:
         enough = [k for k, kept in mass.items() if kept >= MASS]
-        found = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
+        verdict = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
     else:
         dropping = [row for row in top if not math.isnan(mass.get(row["k"], math.nan))]
         if not dropping:
             return SparseVerdict("cannot tell", "drops_nothing", k=int(top[0]["k"]))
-        found = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
-        perplexity = found.measure == "loss" and next_token(findings, model)
-        found = replace(found, perplexity=perplexity)
-        if found.costly is not None:
-            share = float(pooled["mean"].get(("share", found.costly.k), math.nan))
-            found = replace(found, costly=replace(found.costly, share=share, perplexity=perplexity))
-    if found.k is not None and found.k in mass:
-        queries, left_out = (int(pooled[name]["mass", found.k]) for name in ("queries", "undefined"))
-        share = float(pooled["mean"].get(("share", found.k), math.nan))
-        found = replace(found, share=share, mass=mass[found.k], queries=queries - left_out, left_out=left_out)
-    # A loss that as many random keys destroy, and the largest do not, is an answer, however even the weights.
-    if even >= NEAR_UNIFORM and (found.measure != "loss" or found.answer == "cannot tell"):
-        return replace(found, answer="cannot tell", reason="near_uniform", costly=None)
-    return found
+        verdict = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
+        perplexity = verdict.measure == "loss" and next_token(findings, model)
+        verdict = replace(verdict, perplexity=perplexity)
+        if verdict.costly is not None:
+            share = float(pooled["mean"].get(("share", verdict.costly.k), math.nan))
+            verdict = replace(verdict, costly=replace(verdict.costly, share=share, perplexity=perplexity))
+    if verdict.k is not None and verdict.k in mass:
+        queries, left_out = (int(pooled[name]["mass", verdict.k]) for name in ("queries", "undefined"))
+        share = float(pooled["mean"].get(("share", verdict.k), math.nan))
+        verdict = replace(
+            verdict, share=share, mass=mass[verdict.k], queries=queries - left_out, left_out=left_out
+        )
+    # If as many random keys raise the loss and the largest do not, that decides, however even the weights are.
+    if even >= NEAR_UNIFORM and (verdict.measure != "loss" or verdict.answer == "cannot tell"):
+        return replace(verdict, answer="cannot tell", reason="near_uniform", costly=None)
+    return verdict
 
 
 def sparse_glance(findings: Findings) -> Glance:
-    """Whether sparse attention would do: of one model its k, of several how many could do with how few keys."""
-    found = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
-    judged = [each for each in found if not each.reason]
+    """Return whether sparse attention suffices: for one model its k, for several how many need how few keys."""
+    verdicts = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
+    judged = [each for each in verdicts if not each.reason]
     plausible = [each for each in judged if each.answer == "plausible"]
-    if len(found) == 1 and found[0].reason in ESTIMATED:
-        return Glance(Answer.OPEN, f"k = {found[0].k}", f"per query{keys_share(found[0])} {cost_words(found[0])}")
+    if len(verdicts) == 1 and verdicts[0].reason in ESTIMATED:
+        return Glance(
+            Answer.OPEN, f"k = {verdicts[0].k}", f"per query{keys_share(verdicts[0])} {cost_words(verdicts[0])}"
+        )
     if not judged:
-        return _glance_of_weights(found)
+        return _glance_of_weights(verdicts)
     costs = Answer.COSTS if all(each.measure == "loss" for each in judged) else Answer.CHANGES
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else costs
-    if len(found) == 1:
+    if len(verdicts) == 1:
         (one,) = judged
         return Glance(
             answer, f"k = {one.k}",
@@ -159,17 +164,17 @@ def sparse_glance(findings: Findings) -> Glance:
         )  # fmt: skip
     words = "that were run with masks need at most half of their keys"
     words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
-    words += f"; {len(found) - len(judged)} more cannot be judged" if len(judged) < len(found) else ""
+    words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""
     return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
 
 
-def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
-    """How many keys hold most of the weight, where no model was judged by a rerun."""
-    weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
+def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
+    """Return how many keys hold most of the weight, if no model was judged by a rerun."""
+    weighed = [each for each in verdicts if each.reason == "not_rerun" and each.k is not None]
     if not weighed:
-        return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention for which this can be answered")
-    dense = sum(each.reason not in _OF_MASKS for each in found)
-    many = f", in {len(weighed)} of {dense} models that keep every key" if len(found) > 1 else ""
+        return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models have attention for which this can be answered")
+    dense = sum(each.reason not in _OF_MASKS for each in verdicts)
+    many = f", in {len(weighed)} of {dense} models that keep every key" if len(verdicts) > 1 else ""
     queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
     without = f" ({left_out:,} with no more are left out)" * (left_out > 0)
     return Glance(
@@ -179,62 +184,65 @@ def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
     )  # fmt: skip
 
 
-def keys_share(found: SparseVerdict) -> str:
-    """Return `` (48% of the keys)``, or nothing where that is not known."""
-    return f" ({found.share:.0%} of the keys)" if not math.isnan(found.share) else ""
+def keys_share(verdict: SparseVerdict) -> str:
+    """Return `` (48% of the keys)``; an empty string if unknown."""
+    return f" ({verdict.share:.0%} of the keys)" if not math.isnan(verdict.share) else ""
 
 
-def cost_words(found: SparseVerdict) -> str:
-    """What a mask costs, with the interval: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)".
+def cost_words(verdict: SparseVerdict) -> str:
+    """Return what a mask costs, with the interval: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)".
 
     Args:
-        found: with a change.
+        verdict: with a change.
     """
-    if found.perplexity and _DOUBLED < found.change < math.inf and math.isfinite(found.low):
-        low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (found.low, found.change, found.high))
+    if verdict.perplexity and _DOUBLED < verdict.change < math.inf and math.isfinite(verdict.low):
+        low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (verdict.low, verdict.change, verdict.high))
         return f"multiplies perplexity by {change} (95% interval {low} to {high})"
-    measure = "perplexity" if found.perplexity else found.measure
-    costs = measure in _COSTS and found.change >= ROUNDING
-    said = (_COSTS if costs else _CHANGES)[measure].format(_said(found, found.change, True, costs))
-    alike = max(abs(found.low), abs(found.high)) < ROUNDING
-    if not math.isfinite(found.low) or alike:
-        return f"{said} ({'all samples alike' if found.samples >= FEWEST else 'no interval'})"
-    low, high = _said(found, found.low, False, costs), _said(found, found.high, found.perplexity, costs)
-    return f"{said} (95% interval {low} to {high})"
+    measure = "perplexity" if verdict.perplexity else verdict.measure
+    costs = measure in _COSTS and verdict.change >= ROUNDING
+    text = (_COSTS if costs else _CHANGES)[measure].format(_cost_amount(verdict, verdict.change, True, costs))
+    alike = max(abs(verdict.low), abs(verdict.high)) < ROUNDING
+    if not math.isfinite(verdict.low) or alike:
+        return f"{text} ({'all samples alike' if verdict.samples >= FEWEST else 'no interval'})"
+    low, high = (
+        _cost_amount(verdict, verdict.low, False, costs),
+        _cost_amount(verdict, verdict.high, verdict.perplexity, costs),
+    )
+    return f"{text} (95% interval {low} to {high})"
 
 
-def _said(found: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
-    """An amount, without the plus sign where it is a cost."""
-    said = amount(found, value, unit)
+def _cost_amount(verdict: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
+    """Return an amount; a cost has no plus sign."""
+    said = amount(verdict, value, unit)
     return said.removeprefix("+") if costs else said
 
 
-def limit_words(found: SparseVerdict, value: float) -> str:
-    """A limit in the unit of a verdict: "0.01 nats", "1%".
+def limit_words(verdict: SparseVerdict, value: float) -> str:
+    """Return a limit in the unit of a verdict: "0.01 nats", "1%".
 
     Args:
-        found: whose unit.
+        verdict: whose unit.
         value: in nats, or relative.
     """
-    return amount(found, value, True).removeprefix("+")
+    return amount(verdict, value, True).removeprefix("+")
 
 
-def amount(found: SparseVerdict, value: float, unit: bool = False) -> str:
-    """A change in the unit of a verdict.
+def amount(verdict: SparseVerdict, value: float, unit: bool = False) -> str:
+    """Return a change in the unit of a verdict.
 
     Args:
-        found: whose unit.
+        verdict: whose unit.
         value: in nats, or relative.
         unit: whether to name it.
     """
     if not math.isfinite(value):
         return "no finite number"
-    if found.measure == "output_change":
+    if verdict.measure == "output_change":
         return f"{value:.1%}"
     value = 0.0 if abs(value) < ROUNDING else value
-    if found.perplexity and value > _DOUBLED:
+    if verdict.perplexity and value > _DOUBLED:
         return f"× {math.exp(min(value, 700)):.3g}"
-    if found.perplexity:
+    if verdict.perplexity:
         return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
     return f"{value:+.3g}{' nats' * unit}"
 
@@ -245,7 +253,7 @@ def _range(ks: "list[int | None]") -> str:
 
 
 def next_token(findings: Findings, model: str) -> bool:
-    """Whether a causal model has several targets in a sample: its next tokens.
+    """Return whether a causal model has several targets in a sample: its next tokens.
 
     Args:
         findings: with a rerun.
@@ -258,7 +266,7 @@ def next_token(findings: Findings, model: str) -> bool:
 
 
 def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
-    """From the reruns alone, k in rising order."""
+    """Judge from the reruns alone; k in ascending order."""
     measure = top[0]["measure"]
     row, costly, answer, reason = _by_changes(top, limit)
     control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
@@ -272,7 +280,7 @@ def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
 
 
 def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
-    """What is known of one k."""
+    """Return a sentence on one k."""
     names = "change", "low", "high", "before", "harmed", "harmed_high"
     numbers: dict[str, Any] = {name: float(row[name]) for name in names}
     samples = int(row["samples"])
@@ -282,7 +290,7 @@ def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
 
 
 def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str]:
-    """The row that decides by the changes that masks make, the one that costs below it, answer, reason if none."""
+    """Return the row that decides by the masks' changes, the costly row below, the answer, a reason if none."""
     stays = _from(top, lambda row: within(row, limit))
     safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
     sparse = [row for row in top if row["share"] <= MOST_KEYS]
@@ -302,24 +310,24 @@ def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str
 
 
 def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
-    """The row of the smallest k from which on all hold; None: the largest does not."""
-    found = None
+    """Return the row of the smallest k from which on the condition holds; None if it fails for the largest."""
+    smallest = None
     for row in reversed(top):
         if not holds(row):
             break
-        found = row
-    return found
+        smallest = row
+    return smallest
 
 
-def samples_needed(found: SparseVerdict) -> int | None:
-    """About how many samples would tell whether a change is within the tolerance; None: nobody knows.
+def samples_needed(verdict: SparseVerdict) -> int | None:
+    """Estimate how many samples decide whether a change is within the tolerance; None if that is unknown.
 
     n · (half of the interval's width / distance from the tolerance)², and at least LEAST_SAMPLES.
 
     Args:
-        found: a verdict that leaves it open.
+        verdict: one that leaves it open.
     """
-    half, distance = (found.high - found.low) / 2, abs(found.tolerance - found.change)
+    half, distance = (verdict.high - verdict.low) / 2, abs(verdict.tolerance - verdict.change)
     if not (half > 0 and distance > 0):
         return LEAST_SAMPLES if math.isnan(half) else None
-    return max(LEAST_SAMPLES, math.ceil(found.samples * (half / distance) ** 2))
+    return max(LEAST_SAMPLES, math.ceil(verdict.samples * (half / distance) ** 2))

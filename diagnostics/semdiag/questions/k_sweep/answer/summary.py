@@ -1,4 +1,4 @@
-"""What a k-sweep says: its verdict, and the paper's conditions for every k."""
+"""Summary of a k-sweep: its verdict, and the paper's conditions for every k."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,7 +25,7 @@ SCOPE = (
 
 
 def condition_table(findings: Findings) -> pd.DataFrame:
-    """Both conditions of Corollary 1 within each model, for every k, at matching percentiles.
+    """Return both conditions of Corollary 1 within each model, for every k, at matching percentiles.
 
     δ_s and δ_h(k) at percentiles 75, 90, 95 and 100 of the pooled queries, Δ_h(k) at the mirrored ones, and
     β = load/k.
@@ -81,7 +81,7 @@ def conditions_met(findings: Findings, model: str) -> dict[int, int]:
 
 
 def conditions_defined(findings: Findings, model: str) -> bool:
-    """Whether the left side of one of these cases is a number, at one k at least.
+    """Return whether any of these cases has a finite left side, at any k.
 
     Args:
         findings: with a sweep.
@@ -96,7 +96,7 @@ def _judged(findings: Findings, model: str) -> pd.DataFrame:
 
 
 def k_sweep_summary(findings: Findings) -> Summary:
-    """Everything a sweep found, and its verdict, for every model.
+    """Return the results and the verdict of a sweep for every model.
 
     Args:
         findings: of one or more models, with a sweep.

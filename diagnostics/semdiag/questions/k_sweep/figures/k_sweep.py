@@ -21,8 +21,8 @@ from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.answer.sparse_verdict import MASS
 from semdiag.questions.k_sweep.answer.summary import condition_table
 
-_HIGHEST = 5.0  # of the axis of left sides: far above 1 it does not matter how far
-_FEW = 3  # models, above which a second line of each would hide the others
+_HIGHEST = 5.0  # upper end of the axis of left sides: far above 1 the value does not matter
+_FEW = 3  # with more models, a second line for each would hide the others
 _LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 _PANELS = {  # quantity: title, percentile of the second line
     "mass": ("attention weight kept", "p5"),

@@ -67,7 +67,7 @@ def kinds_by_length(findings: Findings) -> Figure:
 
 
 def _line(ax: Axes, rows: "object", column: str, color: str, label: str, factor: bool) -> None:
-    """One length: a point per k, with its interval."""
+    """Draw one length: a point per k, with its interval."""
     change, low, high = (rows[name].to_numpy(float) for name in ("change", "low", "high"))  # type: ignore[index]
     if factor:
         change, low, high = (np.exp(np.minimum(x, 50)) for x in (change, low, high))

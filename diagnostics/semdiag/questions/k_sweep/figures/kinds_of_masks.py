@@ -72,7 +72,7 @@ def kinds_of_masks(findings: Findings) -> Figure:
 
 
 def _line(ax: Axes, rows: pd.DataFrame, kind: str, color: str, factor: bool) -> None:
-    """One kind: a point per k, with its interval."""
+    """Draw one kind: a point per k, with its interval."""
     change, low, high = (rows[name].to_numpy(float) for name in ("change", "low", "high"))
     if factor:
         change, low, high = (np.exp(np.minimum(x, 50)) for x in (change, low, high))

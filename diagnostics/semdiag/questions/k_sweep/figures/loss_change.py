@@ -19,7 +19,7 @@ from semdiag.presenting.drawing.style import (
 from semdiag.questions.k_sweep.answer.rerun import change_table, tolerance_of
 from semdiag.questions.k_sweep.figures.k_sweep import line_at
 
-_FEW = 3  # models, above which the lines of their controls would hide the others
+_FEW = 3  # with more models, the lines of their controls would hide the others
 _LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 TITLES = {
     "loss": "change of the loss (nats)",
@@ -78,7 +78,7 @@ def loss_change(findings: Findings) -> Figure:
         plain_numbers(ax.xaxis)
         ax.set_xlabel("k")
     drawn = [ax for ax in axes if np.isfinite(ax.dataLim.minposx)]
-    for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be no numbers
+    for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be NaN
         ax.set_xlim(drawn[0].get_xlim())
     return finished(
         figure,
@@ -95,7 +95,7 @@ def change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
         tolerance: largest change that counts as none.
         rows: what is drawn: change, low and high.
     """
-    low = np.nanmin(rows[["low", "change"]].to_numpy(), initial=0.0)  # of changes that are numbers, if any is
+    low = np.nanmin(rows[["low", "change"]].to_numpy(), initial=0.0)  # of the changes that are not NaN, if any
     high = np.nanmax(rows[["high", "change"]].to_numpy(), initial=0.0)
     ax.set_yscale("symlog", linthresh=tolerance, linscale=0.6)
     steps = (1, 2, 4) if high < 100 * tolerance else (1,)

@@ -1,4 +1,4 @@
-"""How far two answers of models to the same batch are apart: divergence, losses, predictions, norms."""
+"""Distances between two models' outputs on the same batch: divergence, losses, predictions, norms."""
 
 import math
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.questions.k_sweep.measure.answers import Answers, difference
 from semdiag.questions.k_sweep.measure.targets import IGNORED
 
-_AT_ONCE = 2**19  # numbers: they stay near the processor, and a vocabulary's logarithms of a batch are never held
+_AT_ONCE = 2**19  # entries: they fit the cache, and the log-probabilities of a whole batch are never held
 
 
 def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
-    """Return what each position adds to its sample's sums, (B, P).
+    """Return each position's contribution to its sample's sums, (B, P).
 
     Formula: divergence Σ_c p_c (ln p_c − ln p'_c) in nats; loss −ln p'_right; 0 where a position does not count.
 
     Args:
-        before: p, of the model as it is.
-        after: p', of what it is compared with.
+        before: p, of the unchanged model.
+        after: p', of the model it is compared with.
 
     Returns:
         targets, correct (of ``after``), predictions, changed (predictions that differ), loss (of ``after``),
@@ -52,11 +52,11 @@ def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
 
 
 def output_change(before: Answers, after: Answers) -> Tensor:
-    """Return the norm of the change of outputs in their own norm, without entries that stay infinite, (B,).
+    """Return the relative change ‖after − before‖ / ‖before‖ without entries that stay infinite: (B,).
 
     Args:
-        before: of the model as it is.
-        after: of what it is compared with.
+        before: of the unchanged model.
+        after: of the model it is compared with.
     """
     parts = []
     for one, two in _strips(before.values, after.values):
@@ -79,7 +79,7 @@ def _kind(values: Tensor) -> torch.dtype:
 
 
 def _strips(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """A few positions at a time of (B, P, C) and others with the same positions."""
+    """Yield a few positions at a time of (B, P, C) and others with the same positions."""
     flat = [x.reshape(-1, *x.shape[2:]) for x in (values, *others)]
     size = max(1, _AT_ONCE // max(1, values.shape[-1]))
     for at in range(0, max(1, len(flat[0])), size):

@@ -1,4 +1,4 @@
-"""What a model says of a batch: a distribution over classes or tokens, or a representation; and what is right."""
+"""A model's output on a batch: a distribution over classes or tokens, or a representation; and its targets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from semdiag.questions.k_sweep.measure.targets import (
 )
 from semdiag_models import Encoder, InputError
 
-_NO_CLASSES = "regression", "multi_label_classification"  # problem types of which logits are no distribution
-_SAME = 1e-4  # relative to the largest logit: what is left of a position that sees no changed token
+_NO_CLASSES = "regression", "multi_label_classification"  # problem types whose logits are not a distribution
+_SAME = 1e-4  # relative to the largest logit: rounding at a position that sees no changed token
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +31,9 @@ class Answers:
 
     Attributes:
         values: (B, P, C) logits, or (B, P, D) representations.
-        distribution: whether a softmax over the last axis is one; else these are representations.
-        targets: (B, P) int64, what is right, ``IGNORED`` where nothing is known; None: nothing is.
-        counted: (B, P) bool, positions that are no padding.
+        distribution: whether a softmax over the last axis gives a distribution; else these are representations.
+        targets: (B, P) int64, ``IGNORED`` where unknown; None if all are.
+        counted: (B, P) bool, positions that are not padding.
     """
 
     values: Tensor
@@ -48,7 +48,7 @@ class Answers:
 
 
 class Reader:
-    """Knows how to read a model's outputs, from its output on a first batch.
+    """Reads a model's outputs; learns how from its output on a first batch.
 
     A distribution is what an encoder of semdiag_models returns, what is called ``logits``, what predicts the next
     token, and a plain tensor with which labels can be compared; any other output is a representation, and labels
@@ -71,15 +71,15 @@ class Reader:
         run: calls the model.
 
     Attributes:
-        output: what the model returned for the batch, until it is taken.
-        causal: whether the output tells the next token.
+        output: what the model returned for the first batch, until it is taken.
+        causal: whether the output predicts the next token.
         distribution: whether the output is read as one.
         reason: why logits are read as a representation; empty where they are not.
-        others: what else the output holds that could be compared, and is not; empty where nothing is.
+        others: what else the output holds that could be compared, but is not; empty if nothing.
         unread: names of inputs that hold labels of another kind.
 
     Raises:
-        InputError: if there are labels, and the output is nothing with which they can be compared.
+        InputError: if there are labels, but the output cannot be compared with them.
     """
 
     def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
@@ -89,7 +89,7 @@ class Reader:
             self.output = output = run(batch)
         values, named = _values(output, batch)
         headless = not named and _says_headless(module)
-        self._predicted: str | int | None = None  # place of the ids whose next token it predicts
+        self._predicted: str | int | None = None  # name or index of the input ids whose next token it predicts
         for place, tables in () if headless else seen.tables.items():
             sizes = {len(table) for table in tables}
             fits = values.ndim == 3 and values.shape[:2] == ids[place].shape and values.shape[2] in sizes
@@ -129,7 +129,7 @@ class Reader:
         return Answers(values, True, self._targets(batch, values, labels, counted), counted)
 
     def _no_distribution(self, values: Tensor, labels: Any) -> str:
-        """Why a softmax over the last axis of logits says nothing; empty if it does."""
+        """Return why a softmax over the last axis of logits is meaningless; empty if it is not."""
         if values.ndim < 2 or values.shape[-1] == 1:
             return "there is one alone, of which a softmax is always 1"
         if values.ndim > 3:
@@ -160,7 +160,7 @@ class Reader:
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
-    """after − before, and 0 where both are the same infinity.
+    """Return after − before; 0 where both are the same infinity.
 
     Args:
         after: any shape.
@@ -174,7 +174,7 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
 
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
-    """The output's tensor, samples first, and whether it is called logits."""
+    """Return the output's tensor, samples first, and whether it is called logits."""
     found, named = output if isinstance(output, Tensor) else None, False
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
         found, named = output["logits"], True
@@ -187,7 +187,7 @@ def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
 
 
 def _comparable(output: Any) -> dict[str, Tensor]:
-    """The tensors of an output of several that may be representations, by name or place."""
+    """Return the tensors of an output of several that may be representations, by name or index."""
     if isinstance(output, Mapping):
         parts = {str(name): x for name, x in output.items()}
     else:
@@ -210,7 +210,7 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
 
 
 def _says_headless(module: nn.Module) -> bool:
-    """Whether a model says that it has no output embedding, as the bodies of transformers do."""
+    """Return whether a model reports no output embedding, as bodies of transformers do."""
     try:
         return module.get_output_embeddings() is None  # type: ignore[operator]
     except (AttributeError, TypeError, NotImplementedError):
@@ -218,7 +218,7 @@ def _says_headless(module: nn.Module) -> bool:
 
 
 def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens: int, run: Any) -> bool:
-    """Whether outputs change with the second half of the longest sample's real tokens there alone."""
+    """Return whether changing the second half of the longest sample's tokens changes outputs only there."""
     at = int(real.sum(1).argmax())
     real = real[at : at + 1]
     later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))
@@ -230,12 +230,12 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
     other = batching.with_tensor(batch, ids, changed)
     alone = batching.samples_of(batch) > 1 and not isinstance(batch, tuple | list)
     try:
-        if alone:  # two forwards of a sample are less than one of all; rounding differs between them
+        if alone:  # two forwards of one sample cost less than one of all; their rounding differs
             values = _values(run(one := _sample(batch, at)), one)[0]
             output = _values(run(one := _sample(other, at)), one)[0]
         else:
             values, output = values[at : at + 1], _values(run(other), other)[0][at : at + 1]
-    except Exception:  # these are no inputs of the user's: where they must hold what ours do not, nothing is told
+    except Exception:  # the model may reject these inputs, which are not the user's: then the test is void
         return False
     moved = difference(output, values).abs().amax(-1)  # (1, L)
     sizes = values[real].abs()
@@ -244,5 +244,5 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
 
 
 def _sample(batch: Batch, at: int) -> Batch:
-    """One sample of a batch that can be cut."""
+    """Return one sample of a batch that can be cut."""
     return next(islice(batching.each(batch, 1), at, None))

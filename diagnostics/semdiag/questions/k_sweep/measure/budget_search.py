@@ -1,4 +1,4 @@
-"""Budgets by layer and head: chosen on one half of the samples, run on the other."""
+"""Budgets by layer and head: chosen on one half of the samples, tested on the other."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,12 +22,12 @@ from semdiag.questions.k_sweep.measure.passes import NO_MASK
 from semdiag.questions.k_sweep.measure.rerun import TOLERANCES, measure_of, rerun, upper_change
 from semdiag_models import InputError
 
-_MOST_RUNS = 200  # while a budget is looked for
-_LEAST_HALF = 8  # samples of a half, below which a mean says nothing
+_MOST_RUNS = 200  # in the search for a budget
+_LEAST_HALF = 8  # samples in a half; with fewer a mean is too uncertain
 
 
 def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """The samples on which budgets are chosen, and those on which they are run.
+    """Return the samples for choosing budgets, and those for testing them.
 
     Args:
         batches: from :func:`~semdiag.capturing.batches.split`.
@@ -56,7 +56,7 @@ def search(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Budgets, and what the model says with them on samples of which nothing was used to choose them.
+    """Return budgets, and the model's results with them on samples that were not used to choose them.
 
     Args:
         loaded: any model.
@@ -107,13 +107,13 @@ def greedy(
     *,
     margin: bool = True,
 ) -> dict[Place, list[int]] | None:
-    """A budget with a small total whose cost is within a tolerance.
+    """Return a budget with a small total whose cost is within a tolerance.
 
     All heads start with the k that keeps the smallest share of their weight with which the cost is within the
     tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the
-    cost stays within. In the end every head that could not be lowered goes one share up again: what is within the
-    tolerance by a hair on the samples that chose it is not on others. No smaller total is excluded: only single
-    steps are tried.
+    cost stays within. In the end every head that could not be lowered goes one share up again: a budget that only
+    just meets the tolerance on the samples that chose it misses it on others. No smaller total is excluded: only
+    single steps are tried.
 
     Args:
         needed: how many keys queries need.
@@ -143,7 +143,7 @@ def greedy(
         }
 
     def moved(one: tuple[Place, int], by: int) -> dict[tuple[Place, int], int]:
-        """To the next share at which this head has another k, if there is one."""
+        """Lower a head to the next share at which it has another k, if there is one."""
         steps, (place, head) = dict(at), one
         now = budget_of(at)[place][head]
         while budget_of(steps)[place][head] == now and steps[one] + by < len(ladder):

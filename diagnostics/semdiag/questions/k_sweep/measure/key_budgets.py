@@ -1,4 +1,4 @@
-"""Budgets of keys by layer and head: the table, and what keeps a share of the attention weight."""
+"""Key budgets by layer and head: the table, and the budgets that keep a share of the attention weight."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ BUDGET_TABLE = Table(
     },
 )
 BY_MASS = (0.95, 0.99)  # of the attention weight
-QUERIES = 0.95  # of which a head's k must keep as much
+QUERIES = 0.95  # share of a head's queries for which its k must keep that weight
 BLOCKS = (1, 64, 128)
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 _AT_ONCE = 2**22
@@ -40,7 +40,7 @@ Place = tuple[str, int]  # module, occurrence
 
 @dataclass
 class NeededKeys:
-    """How many of its largest keys, or blocks of keys, each query needs for a share of its weight.
+    """Counts how many of its largest keys, or blocks of keys, each query needs for a share of its weight.
 
     Attributes:
         min_keys: queries with fewer keys are left out.
@@ -91,7 +91,7 @@ class NeededKeys:
         self.counts[key] = old
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
-        """The smallest k of each head with which 95% of its queries keep a share of their weight.
+        """Return the smallest k of each head with which 95% of its queries keep a share of their weight.
 
         Args:
             level: the share.
@@ -107,11 +107,11 @@ class NeededKeys:
 
     @property
     def blocks(self) -> list[int]:
-        """Sizes of blocks of which some layer has several."""
+        """Return the block sizes of which some layer has several."""
         return [block for block in BLOCKS if any(key[1] == block for key in self.counts)]
 
     def table(self, model: str, budgets: Mapping[tuple[str, int], Mapping[Place, Sequence[int]]]) -> pd.DataFrame:
-        """The table of budgets.
+        """Return the table of budgets.
 
         Args:
             model: its path.
@@ -140,17 +140,17 @@ class NeededKeys:
 
 
 def budget_name(level: float, block: int = 1) -> str:
-    """Name of a budget that keeps a share of the weight: ``mass-95``, ``mass-99-blocks-of-64``."""
+    """Return the name of a budget that keeps a share of the weight: ``mass-95``, ``mass-99-blocks-of-64``."""
     return f"mass-{100 * level:.0f}" + (f"-blocks-of-{block}" if block > 1 else "")
 
 
 def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
-    """A budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
+    """Return a budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
     return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
 
 
 def _padded_sum(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sum of rows of counts that may differ in length."""
+    """Add two rows of counts that may differ in length."""
     width = max(first.shape[1], second.shape[1])
     wide = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (first, second))
     return np.add(*wide)

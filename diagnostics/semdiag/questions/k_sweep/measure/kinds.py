@@ -7,7 +7,7 @@ from semdiag_models import InputError
 
 TOP_K, RANDOM = "topk", "random"
 SINKS = 4  # first keys that a window keeps, as in StreamingLLM
-SHARES = 0.8, 0.9, 0.95, 0.99  # of the weight, that top-p keeps
+SHARES = 0.8, 0.9, 0.95, 0.99  # shares of the weight that top-p keeps
 # What each kind is, in the order of tables.
 KINDS = {
     TOP_K: "the k largest scores of each query and head",
@@ -24,12 +24,12 @@ KINDS = {
     "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
     RANDOM: "k keys drawn at random, a control",
 }
-OWN_KINDS = TOP_K, RANDOM  # of a run: no other is asked of it
+OWN_KINDS = TOP_K, RANDOM  # the kinds of a run without --kinds
 EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM
 
 
 def rule_of(kind: str, k: int, seed: int) -> Rule | None:
-    """The rule by which a kind keeps k keys; None: it has none for so few.
+    """Return the rule by which a kind keeps k keys; None if it has none for so few.
 
     Args:
         kind: one of KINDS, not topp.
@@ -54,7 +54,7 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
 
 
 def masks_of(ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS) -> list[tuple[str, int, Keep]]:
-    """Name, k and rule of every mask, kind by kind; the k of top-p is its share of the weight in percent.
+    """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent.
 
     Args:
         ks: numbers of keys.

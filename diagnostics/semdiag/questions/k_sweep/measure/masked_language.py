@@ -1,4 +1,4 @@
-"""What a masked-language model is asked: tokens that a seed has masked."""
+"""Masked tokens of a masked-language model's inputs, chosen by a seed."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ def masked_language(
         loaded: any model.
         batches: its inputs.
         seed: of the choice.
-        remark: told of it.
+        remark: called with a remark on it.
 
     Returns:
         The batches with masks and ``labels``; as they are, of other models, where labels are known, and where the

@@ -13,12 +13,12 @@ from semdiag.mathematics.truncation import truncations
 from semdiag.measuring.calls.counted_rows import CountedRows
 from semdiag_models import Encoder
 
-_EVERY, _STEP = 8, 4  # outputs are worked out at every k up to the first, then at every fourth
+_EVERY, _STEP = 8, 4  # outputs are computed at every k up to the first, then at every fourth
 _HALVES = torch.float16, torch.bfloat16
 
 
 def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
-    """Return the k at which outputs are worked out: every one up to 8, every fourth, and those that are run.
+    """Return the k at which outputs are computed: every one up to 8, every fourth, and those that are run.
 
     Args:
         largest: of the sweep.
@@ -35,7 +35,7 @@ def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
 class Streams:
     """The residual stream of an encoder of semdiag_models, and the matrices by which its heads write into it.
 
-    Of another model nothing says for certain through which matrix a head's output enters which stream.
+    For any other model it is unknown through which matrix a head's output enters which stream.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Streams:
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """Follow the stream of a model that runs inside the context; of others than our encoders nothing is known.
+        """Follow the stream of an encoder that runs inside the context; does nothing for other models.
 
         Args:
             module: what runs, in evaluation mode.
@@ -92,7 +92,7 @@ class Streams:
 def output_changes(
     rows: CountedRows, ks: Sequence[int], stream: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return what truncation at each k would change in the output of every row's head, and the first key's part.
+    """Return what truncation at each k changes in the head output of every row, and the first key's part.
 
     Args:
         rows: of a call without a selection, with the statistics of K ≥ max(ks) heavy hitters.
@@ -105,16 +105,16 @@ def output_changes(
         first key; ``first_rank`` (B, H, R), how many scores are before the first key's, K if it is not among the K
         largest. An output or stream of norm 0 makes a change infinite, or NaN.
     """
-    call, found = rows.call, rows.statistics
+    call, stats = rows.call, rows.statistics
     q, k = ((x.float() if x.dtype in _HALVES else x) for x in (call.q, call.k.contiguous()))
     masks = call.allowed, call.bias, call.softcap, call.causal, call.first_query, call.queries, rows.places
     first = rows.keys.to(torch.uint8).argmax(-1)  # (B, H)
     of_call = truncations(
-        Scores(q, k, call.scale, *masks), call.v, (found.top, found.top_keys), found.log_sum_exp, ks, first,
+        Scores(q, k, call.scale, *masks), call.v, (stats.top, stats.top_keys), stats.log_sum_exp, ks, first,
         call.sinks, None if stream is None else stream[1],
     )  # fmt: skip
-    ranked = found.top_keys == first[..., None, None]
-    rank = torch.where(ranked.any(-1), ranked.to(torch.uint8).argmax(-1), found.top_keys.shape[-1])
+    ranked = stats.top_keys == first[..., None, None]
+    rank = torch.where(ranked.any(-1), ranked.to(torch.uint8).argmax(-1), stats.top_keys.shape[-1])
     changes = {"head_change": of_call.change / of_call.size[..., None], "others": of_call.others}
     changes["first_rank"] = rank
     if stream is not None and of_call.projected is not None:

@@ -13,9 +13,9 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.mask_rules import Keep
 from semdiag.capturing.sparsify import sparsify
-from semdiag.measuring.apart import end_without
 from semdiag.measuring.calls.random_numbers import RandomNumbers
 from semdiag.measuring.calls.running import in_evaluation
+from semdiag.measuring.parallel import end_without
 from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
 from semdiag.questions.k_sweep.measure.answers import Answers, Reader
 from semdiag.questions.k_sweep.measure.quarters import QUARTERS, quarter_sums

@@ -1,4 +1,4 @@
-"""Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
+"""Within one model, for every k at once: what its scores would be if each query kept its k largest."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ LARGEST_K = 48
 
 @dataclass(frozen=True)
 class KSweepPlan:
-    """Which k are looked at.
+    """Which k are measured.
 
     Raises:
         InputError: if a value is illegal.
@@ -156,7 +156,7 @@ def k_sweep_tables(
     after_batch: Callable[[int], None] = lambda samples: None,
     expect: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, pd.DataFrame]:
-    """All tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
+    """Return all tables of a k-sweep; arguments as in :func:`k_sweep`.
 
     Args:
         model: as there.
@@ -185,9 +185,9 @@ def k_sweep_tables(
     """
     plan = plan_of(KSweepPlan, plan)
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
-    found = {table.name: table.empty() for table in _TABLES}
+    tables = {table.name: table.empty() for table in _TABLES}
     if not loaded.external and loaded.encoder.config.attention not in SCORED:
-        return found
+        return tables
     batches = split(tokens, batch_size)
     lengths = longest_call(loaded, batches, device, dtype)
     largest = _largest_k(plan, lengths[1])
@@ -207,25 +207,25 @@ def k_sweep_tables(
             run(batch)
             after_batch(samples_of(batch))
     seconds = time.perf_counter() - started
-    for said in draws.said:
-        remark(f"k-sweep: {said}", "k-sweep-queries-drawn")
+    for text in draws.remarks:
+        remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
     sweep, reruns = collected.table(), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
         few = loaded.external and plan.max_k is None
         ks = plan.ks or (few_ks(most + 1) if few else rerun_ks(min(largest, most)))
         how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
-        found |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
-        reruns += _said(found["rerun"])
+        tables |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
+        reruns += _accuracies(tables["rerun"])
     if plan.budget:
         budgets, tests = search(loaded, batches, labels, plan.tolerance, min_keys, device, dtype)
-        found |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([found["rerun"], tests])}
+        tables |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([tables["rerun"], tests])}
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in collected.estimates())
-        found["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
+        tables["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
     parts = [sweep, *([pd.DataFrame(reruns)] if reruns else [])]
-    found["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
-    return found
+    tables["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
+    return tables
 
 
 def _reruns(
@@ -241,7 +241,7 @@ def _reruns(
     expect: Callable[[int], None],
     how: dict[str, Any],
 ) -> dict[str, pd.DataFrame]:
-    """The tables of the model run with masks: on the inputs, and on them cut into pieces of other lengths."""
+    """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
     masks = masks_of(ks, seed, kinds)
@@ -280,7 +280,7 @@ def _reruns(
 def _fitting(
     batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
 ) -> list[Batch]:
-    """The first samples with which a model can be run under so many masks in about so many seconds.
+    """Return as many samples as can be run with this many masks in about this many seconds.
 
     Args:
         batches: all.
@@ -300,8 +300,8 @@ def _fitting(
     return list(first_samples(batches, samples))
 
 
-def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Accuracy and same predictions for every k of a rerun: of all targets, and percentiles over samples."""
+def _accuracies(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield accuracy and unchanged predictions for every k of a rerun: over all targets, and by sample."""
     own = again[again["mask"].isin((NO_MASK, TOP_K))]
     own = own.assign(same=own["predictions"] - own["changed"])
     for k, rows in own.groupby("k"):

@@ -34,7 +34,7 @@ QUARTERS_TABLE = Table(
 
 
 def quarter_of(counted: Tensor) -> Tensor:
-    """The quarter of each position among those of its sample that count.
+    """Return the quarter of each position among its sample's counted positions.
 
     q = ⌊4 · r / n⌋ + 1, with r the number of counted positions before it, and n of all.
 
@@ -54,7 +54,7 @@ def quarter_of(counted: Tensor) -> Tensor:
 
 
 def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """What is summed over each quarter of the samples' positions.
+    """Yield sums over each quarter of the samples' positions.
 
     Args:
         counted: (B, P) bool.
@@ -103,7 +103,7 @@ def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
 
 
 def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
-    """Name, ids, and which of them are real, of a batch."""
+    """Return a batch's name of ids, ids, and which of them are real."""
     if isinstance(batch, Tensor):
         found = token_ids((batch,))
         if found:

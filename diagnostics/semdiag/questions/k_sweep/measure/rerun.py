@@ -13,8 +13,8 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.mask_rules import Keep
-from semdiag.measuring.apart import carried_out
 from semdiag.measuring.calls.random_numbers import DRAWS
+from semdiag.measuring.parallel import run_in_parallel
 from semdiag.measuring.table import Table
 from semdiag.questions.k_sweep.measure.passes import NO_MASK, Passes, RerunOrder, carry_out, passes
 from semdiag_models import InputError
@@ -49,7 +49,7 @@ Masks = Sequence[tuple[str, int, Keep]]
 
 
 def rerun_ks(largest: int) -> list[int]:
-    """Which k a model is run again with: powers of 2, half-way between them, and the largest.
+    """Return the k of reruns of a model: powers of 2, values half-way between them, and the largest.
 
     Args:
         largest: of the sweep.
@@ -63,7 +63,7 @@ def rerun_ks(largest: int) -> list[int]:
 
 
 def few_ks(keys: int) -> list[int]:
-    """Which k any model is run again with: powers of 2 from a sixteenth to half of its keys.
+    """Return the default k of reruns of any model: powers of 2 from a sixteenth to half of its keys.
 
     Args:
         keys: of a query, the most.
@@ -76,14 +76,14 @@ def few_ks(keys: int) -> list[int]:
 
 
 def measure_of(again: pd.DataFrame) -> str:
-    """What a model's reruns are judged by: its loss if targets are known, else divergence or change of outputs."""
+    """Return the measure for a model's reruns: its loss if targets are known, else divergence or output change."""
     if again["targets"].sum():
         return "loss"
     return "divergence" if again["predictions"].sum() else "output_change"
 
 
 def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
-    """What a mask changes on average.
+    """Return the mean change by a mask.
 
     Args:
         again: the table ``rerun`` of one model.
@@ -102,7 +102,7 @@ def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
 
 
 def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
-    """What a mask changes on average, and twice its standard error over samples.
+    """Return the mean change by a mask, and twice its standard error over samples.
 
     Args:
         again: the table ``rerun`` of one model.
@@ -188,7 +188,7 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
         if share or not place
     ]
     first: Passes
-    first, *others = carried_out(orders, LocalWorkers(jobs, carry_out))
+    first, *others = run_in_parallel(orders, LocalWorkers(jobs, carry_out))
     for other in others:
         first.rows |= other.rows
         first.quarters |= other.quarters

@@ -83,14 +83,14 @@ def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
             f"{name} of shape {tuple(labels.shape)} do not fit the model's logits, {what}. Leave them out, or "
             "give one for each prediction."
         )
-    found = labels.to(values.device, torch.int64).reshape(samples, positions)
-    wrong = found[(found != IGNORED) & ((found < 0) | (found >= classes))]
+    targets = labels.to(values.device, torch.int64).reshape(samples, positions)
+    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
     if len(wrong):
         raise InputError(
             f"{name} hold {int(wrong[0])}, and the model's logits know the classes 0 to {classes - 1} "
             f"({IGNORED} counts nowhere)."
         )
-    return found
+    return targets
 
 
 def next_tokens(ids: Tensor, real: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ def next_tokens(ids: Tensor, real: Tensor) -> Tensor:
         ids: (B, L).
         real: (B, L) bool, false for padding.
     """
-    found = torch.full_like(ids, IGNORED)
-    found[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
-    return found
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
+    return targets
 
 
 def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:

@@ -112,7 +112,7 @@ class TopScores:
         }
 
     def estimates(self) -> Iterator[dict[str, Any]]:
-        """Rows of the table of estimates, all layers and heads together; of drawn queries alone."""
+        """Yield rows of the table of estimates, pooled; only for drawn queries."""
         places = self._places()
         together = _joined(places.values())
         numbers = np.concatenate([np.full_like(p["sample"], at) for at, p in enumerate(places.values())])
@@ -127,7 +127,7 @@ class TopScores:
                     yield {**row, "estimate": found.estimate, "low": low, "high": high}
 
     def table(self) -> pd.DataFrame:
-        """The table without the model: every quantity of every k, of each layer and head, then of all together."""
+        """Return the table without the column model: all quantities for every k, by head, then pooled."""
         places = self._places()
         together = _joined(places.values())
         labels = [*places, (ALL, ALL)]
@@ -148,7 +148,7 @@ class TopScores:
 
 
 def _by_place(values: NDArray[np.float64], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
-    """Values of places one behind the other as tables with a row a place: one table if all are as long."""
+    """Return concatenated values as tables with a row per layer and head: one table if all have equal lengths."""
     if len({*sizes}) == 1:
         return [values.reshape(len(sizes), -1)]
     return [part[None] for part in np.split(values, np.cumsum(sizes)[:-1])]
@@ -161,7 +161,7 @@ def _joined(places: Collection[dict[str, NDArray[Any]]]) -> dict[str, NDArray[An
 def _quantities(
     place: dict[str, NDArray[Any]], largest: int, output_ks: Sequence[int]
 ) -> Iterator[tuple[int, str, NDArray[Any]]]:
-    """Every quantity of every k, over the queries (or keys) of one layer and head."""
+    """Yield every quantity of every k, over the queries (or keys) of one layer and head."""
     top, whole, keys = place["top"].astype(np.float64), place["range"].astype(np.float64), place["keys"]
     kept_mass = np.logaddexp.accumulate(top[:largest], axis=0) - place["log_sum_exp"]
     besides = np.where(np.arange(largest)[:, None] == place["first_rank"], -np.inf, top[:largest])

@@ -95,7 +95,7 @@ def _cells(ax: Axes, plane: PlaneCells, name: str, scale: Normalize, colors: str
 
 
 def _marks(plane: PlaneCells) -> list[tuple[str, dict[Hashable, Any]]]:
-    """The checkpoint, then the snapshots with their letters."""
+    """Return the checkpoint, then the snapshots with their letters."""
     return list(zip(("", *_LETTERS), plane.marks.to_dict("records"), strict=False))
 
 

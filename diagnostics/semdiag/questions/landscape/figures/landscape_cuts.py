@@ -74,7 +74,7 @@ def _draw(ax: Axes, own: list[PlaneCells], quantity: str) -> None:
 
 
 def _cuts(plane: PlaneCells) -> Iterator[tuple[np.ndarray, pd.DataFrame]]:
-    """Ways from the checkpoint and rows along both axes; exact cells, for 0 is a coordinate of every grid."""
+    """Yield distances from the checkpoint and rows along both axes; exact, since every grid contains 0."""
     for along, across in (("x", "y"), ("y", "x")):
         rows = plane.rows[plane.rows[across] == 0].sort_values(along)
         yield rows[along].to_numpy(float), rows

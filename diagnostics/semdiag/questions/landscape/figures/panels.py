@@ -41,13 +41,13 @@ class PlaneCells:
     samples: int
 
     def values(self, quantity: str) -> NDArray[np.float64]:
-        """A quantity on the grid, (rows, columns); NaN where it is not finite."""
+        """Return a quantity on the grid, (rows, columns); NaN where it is not finite."""
         array = self.rows[quantity].to_numpy(float).reshape(len(self.y), len(self.x))
         return np.where(np.isfinite(array), array, np.nan)
 
 
 def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
-    """Every plane of every model on which a quantity was measured, full attention first.
+    """Return every plane of every model on which a quantity was measured, full attention first.
 
     Args:
         findings: with the table landscape.
@@ -87,7 +87,7 @@ def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
 
 
 def common_scale(cells: list[PlaneCells], quantity: str) -> Normalize:
-    """One scale for a quantity on all planes; logarithmic where it spans more than a factor of 30.
+    """Return one scale for a quantity on all planes; logarithmic if it spans more than a factor of 30.
 
     Args:
         cells: the planes.
@@ -105,7 +105,7 @@ def common_scale(cells: list[PlaneCells], quantity: str) -> Normalize:
 
 
 def axis_names(kind: str) -> tuple[str, str]:
-    """Labels of abscissa and ordinate.
+    """Return labels of abscissa and ordinate.
 
     Args:
         kind: random or through.
@@ -128,7 +128,7 @@ def name_axes(ax: Axes, cells: PlaneCells) -> None:
 
 
 def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
-    """What stands behind the cells, in words for a figure.
+    """Return the conditions of the cells, in words for a figure.
 
     Args:
         findings: for the seed.

@@ -69,10 +69,10 @@ def runs_by_setting(findings: Findings, models: pd.Series, *, seeds_apart: bool)
     Returns:
         A title and the runs of each group; nothing if no run counts.
     """
-    found = findings(arrivals)
-    found = found[found["model"].isin(models)]
+    table = findings(arrivals)
+    table = table[table["model"].isin(models)]
     if not seeds_apart:
-        return [(str(group), runs) for group, runs in found.groupby("group", sort=False)]
+        return [(str(group), runs) for group, runs in table.groupby("group", sort=False)]
     return [
-        (f"{group}, seed {seed}", runs) for (group, seed), runs in found.groupby(["group", "seed"], sort=False)
+        (f"{group}, seed {seed}", runs) for (group, seed), runs in table.groupby(["group", "seed"], sort=False)
     ]

@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 
 def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
-    """Percentiles of the secants in random planes, radius by radius, all tensors moving.
+    """Return percentiles of the secants in random planes of all tensors, by radius.
 
     Intervals come from drawing whole planes with replacement: the secants of one plane are dependent.
 
@@ -47,7 +47,7 @@ def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
 
 
 def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame:
-    """Percentiles of a counterpart's secants over those of its full model, radius by radius.
+    """Return percentiles of a counterpart's secants over those of its full model, by radius.
 
     Both models were moved along the same random numbers, each tensor scaled by its own norm, and both sides
     of a ratio use the same draw of planes.
@@ -63,10 +63,10 @@ def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame
         One row per radius and percentile: planes, estimate, low, high (95%); NaN where the full model's is 0.
         No row for a radius at which one of the two has no secants.
     """
-    found = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
+    planes = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
     rows: list[dict[str, Any]] = []
-    for radius in sorted({radius for _, radius in found}):
-        sides = [found.get((model, radius)) for model in (pair.other, pair.full)]
+    for radius in sorted({radius for _, radius in planes}):
+        sides = [planes.get((model, radius)) for model in (pair.other, pair.full)]
         above, below = sides
         if above is None or below is None or len(above) != len(below):
             continue
@@ -90,14 +90,14 @@ def _circles(measurements: Measurements) -> Iterator[tuple[str, float, pd.DataFr
 
 
 def _by_plane(secants: pd.DataFrame) -> Array:
-    """The slopes, (planes, pairs); pairs that rounding lost leave a plane with as many as the poorest has."""
+    """Return the slopes, (planes, pairs); all planes are cut to the fewest pairs, since rounding loses some."""
     slopes = [rows["slope"].to_numpy(np.float64) for _, rows in secants.groupby("draw", sort=True)]
     least = min(len(values) for values in slopes)
     return np.stack([values[:least] for values in slopes])
 
 
 def _resampled(models: list[Array], seed: int) -> list[Array]:
-    """Percentiles of each model under the same draws of planes, (resamples, percentiles) each."""
+    """Return percentiles of each model under the same draws of planes, (resamples, percentiles) each."""
     rng = np.random.default_rng(seed)
     planes = len(models[0])
     draws = rng.integers(planes, size=(RESAMPLES, planes))

@@ -44,19 +44,19 @@ def estimate_findings(findings: Findings) -> list[Finding]:
     Returns:
         Five findings per model. A violated one is a bug of semdiag.
     """
-    found = []
+    results = []
     for model in findings.measurements.loss_gradients["model"].unique():
         own = findings.measurements.of(model)
         gradients = own.loss_gradients
         scored = gradients[gradients["ln_point"].notna()]
         slopes = pd.concat([scored["slope"], own.jacobians["norm"]])
         near = pd.concat([scored["ln_point"], own.jacobians["ln_exact"].fillna(own.jacobians["ln_point"])])
-        found.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
+        results.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
         bounds = gradients.groupby("group")["ln_sound"].max()
         known = gradients.groupby("group")["holds"].all()
-        found.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
+        results.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
         groups = own.loss_secants["group"]
-        found.append(_judged(model, SECANTS, own.loss_secants["slope"], groups.map(bounds), groups.map(known)))
+        results.append(_judged(model, SECANTS, own.loss_secants["slope"], groups.map(bounds), groups.map(known)))
         points = own.end_points[own.end_points["accepted"]]
         limits = points["group"].map(bounds).astype("float64")
         ends = _judged(model, END_POINTS, points["estimate"], limits, points["group"].map(known))
@@ -65,11 +65,11 @@ def estimate_findings(findings: Findings) -> list[Finding]:
             numbers = {**ends.numbers, "violated": 0, "beyond the bound": ends.numbers["violated"]}
             note = f"extrapolated beyond the bound, which contradicts nothing: {beyond}"
             ends = replace(ends, verdict=Verdict.NOTHING, numbers=numbers, note=note)
-        found.append(ends)
+        results.append(ends)
         norms = own.jacobians
         finite = norms["ln_sound"] < math.inf
-        found.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
-    return found
+        results.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
+    return results
 
 
 def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, holds: pd.Series) -> Finding:
@@ -129,7 +129,7 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
 
 
 def lipschitz_findings(findings: Findings) -> list[Finding]:
-    """What became of the estimates of every model, then of the paper's ordering on every pair.
+    """Return sentences on the estimates of every model, then on the paper's ordering of every pair.
 
     Args:
         findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
@@ -139,7 +139,7 @@ def lipschitz_findings(findings: Findings) -> list[Finding]:
 
 
 def lipschitz_summary(findings: Findings) -> Summary:
-    """Secants by radius, gradients, end points and Jacobians beside their bounds, and who has the steeper loss.
+    """Return secants by radius, gradients, end points and Jacobians beside their bounds, and the steeper loss.
 
     Args:
         findings: of one or more models, with the tables of

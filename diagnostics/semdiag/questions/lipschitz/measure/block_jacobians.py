@@ -43,7 +43,7 @@ class _PlainCore(AttentionCore):
 
 
 def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
-    """Largest stretch of every block found by power iteration, sample by sample.
+    """Yield every block's largest stretch found by power iteration, by sample.
 
     In the norm of the theory, the sum over tokens of the 2-norm; a lower bound, and a derivative: where a mask
     changes there is none, and the iteration does not see it. Beside it what bounds it at the point: the largest
@@ -67,9 +67,9 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
     for layer, (block, x, valid) in enumerate(_block_inputs(encoder, tokens)):
         start = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         with plain_attention(block):
-            found = _stretch(block, x, valid, start)
+            norms = _stretch(block, x, valid, start)
         bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
-        for sample, values in enumerate(zip(*found, bounds.tolist(), *points[layer], strict=True)):
+        for sample, values in enumerate(zip(*norms, bounds.tolist(), *points[layer], strict=True)):
             yield {
                 "layer": layer,
                 "sample": sample,
@@ -130,7 +130,7 @@ def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Ten
 
 
 def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:
-    """Power iteration on the block's Jacobian; padded tokens neither move nor count."""
+    """Return the power iteration on the block's Jacobian; padded tokens neither move nor count."""
     counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
     leaf = x.clone().requires_grad_(True)
     with torch.enable_grad():
@@ -148,5 +148,5 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
         (back,) = torch.autograd.grad(out, leaf, cotangent * counted, retain_graph=True)
         return back * counted
 
-    found = token_jacobian_norm(jvp, vjp, start * counted)
-    return found.value.tolist(), found.settled.tolist()
+    norm = token_jacobian_norm(jvp, vjp, start * counted)
+    return norm.value.tolist(), norm.settled.tolist()

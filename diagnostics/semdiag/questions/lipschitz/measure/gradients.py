@@ -24,7 +24,7 @@ Row = dict[str, Any]
 def ball_gradients(
     moved: MovableEncoder, tokens: Tensor, labels: Tensor, radius: float, draws: int, seed: int
 ) -> Iterator[Row]:
-    """Gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it.
+    """Yield gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it.
 
     The sampling law: a Gaussian direction, in each tensor as long as that tensor, times a radius uniform in
     (0, ``radius``]. The sound constants of Theorem 2 are taken at the very same parameters and inputs.
@@ -70,7 +70,7 @@ def _point_bound(encoder: Encoder, tokens: Tensor, labels: Tensor) -> float:
 
 
 def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
-    """2-norm of the gradient of the mean cross-entropy where the model stands now, in all and by group.
+    """Return the 2-norm of the mean cross-entropy's gradient at the current point, in total and by group.
 
     Args:
         moved: a model that wants gradients.

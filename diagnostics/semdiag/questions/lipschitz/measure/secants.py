@@ -18,7 +18,7 @@ Loss = Callable[[Tensor], float]
 
 
 def radii(largest: float, count: int = 7) -> tuple[float, ...]:
-    """Radii that double up to the largest.
+    """Return radii that double up to the largest.
 
     Args:
         largest: the last one.
@@ -34,7 +34,7 @@ def radii(largest: float, count: int = 7) -> tuple[float, ...]:
 def plane_secants(
     moved: MovableEncoder, loss: Loss, sizes: Sequence[float], planes: int, directions: int, seed: int
 ) -> Iterator[Row]:
-    """Secants between all pairs of the checkpoint and evenly spaced points on circles around it.
+    """Yield secants between all pairs of the checkpoint and evenly spaced points on circles around it.
 
     Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: the pairs are those on circles of stated
     radii, and every difference is divided by the true distance of the two parameter settings.
@@ -69,7 +69,7 @@ def plane_secants(
 
 
 def line_secants(moved: MovableEncoder, loss: Loss, sizes: Sequence[float], seed: int) -> Iterator[Row]:
-    """Secants on random lines along which one group of tensors moves and the others stay.
+    """Yield secants on random lines along which one group of tensors moves and the others stay.
 
     Source: docs/theory.md#empirical. Deviation: not in the paper.
 

@@ -43,7 +43,7 @@ SELECTIONS: dict[str, Selection | None] = {
 
 
 def selection_of(kind: str) -> Selection | None:
-    """How masks of a kind of attention are selected.
+    """Return how masks of a kind of attention are selected.
 
     Args:
         kind: the attention.
@@ -96,7 +96,7 @@ class Workspace:
         self._blocks: dict[str, Tensor] = {}
 
     def like(self, name: str, shape: Sequence[int], of: Tensor) -> Tensor:
-        """Memory for a tensor of this shape, with the type and device of another; its content is undefined."""
+        """Return uninitialised memory of this shape, with the dtype and device of another tensor."""
         block = self._blocks.get(name)
         if (
             block is None
@@ -182,7 +182,7 @@ def _scores(q: Tensor, keys: Tensor, scale: float, workspace: Workspace) -> Tens
 
 
 def _copies(values: Tensor, samples: int, levels: int) -> Tensor:
-    """The noisy part of a batch: (b + D·N·b, …) -> (D, N, b, …)."""
+    """Return the noisy part of a batch: (b + D·N·b, …) -> (D, N, b, …)."""
     return values[samples:].view(-1, levels, samples, *values.shape[1:])
 
 
@@ -260,19 +260,19 @@ def _matched_strip(
 
 
 def _numbers(allowed: Tensor | None, scores: Tensor) -> Tensor:
-    """How many keys each query of (…, r, L) scores may attend to: (…, r)."""
+    """Return how many keys each query of (…, r, L) scores may attend to: (…, r)."""
     if allowed is None:
         return scores.new_full(scores.shape[:-1], scores.shape[-1], dtype=torch.int64)
     return allowed.expand(scores.shape).sum(-1)
 
 
 def _at(values: Tensor, positions: Tensor) -> Tensor:
-    """Entries of (D, N, b, H, r, L) at positions (b, H, r, n)."""
+    """Return entries of (D, N, b, H, r, L) at positions (b, H, r, n)."""
     return values.gather(-1, positions.expand(*values.shape[:-1], -1))
 
 
 def _weights(scores: Tensor, allowed: Tensor | None, chosen: Tensor | None) -> Tensor:
-    """Attention weights over the chosen keys, or over all allowed ones."""
+    """Return attention weights over the chosen keys, or over all allowed ones."""
     if chosen is not None:
         allowed = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
     return (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)

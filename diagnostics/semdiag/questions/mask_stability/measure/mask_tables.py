@@ -76,7 +76,7 @@ class MaskSums:
             del self._rows[layer]
 
     def table(self, model: str, levels: Sequence[float], draws: int) -> pd.DataFrame:
-        """The table ``masks``.
+        """Return the table ``masks``.
 
         Args:
             model: its path.
@@ -110,7 +110,7 @@ class MaskSums:
 
 
 def _swing_sums(found: RowChanges) -> Tensor:
-    """Count, sum and sum of squares of the counted rows' swings, per level and head: (3, N, H)."""
+    """Return count, sum and sum of squares of the counted rows' swings, per level and head: (3, N, H)."""
     counted = found.counted
     swing = found.swing.where(counted, 0.0).double()
     draws, levels = swing.shape[:2]
@@ -121,7 +121,7 @@ def _swing_sums(found: RowChanges) -> Tensor:
 def effects_table(
     model: str, outputs: Sequence[Mapping[str, Tensor]], levels: Sequence[float], labels: Tensor | None
 ) -> pd.DataFrame:
-    """The table ``noise_effects``.
+    """Return the table ``noise_effects``.
 
     Args:
         model: its path.

@@ -138,7 +138,7 @@ def _external(
     after_batch: Callable[[int], None],
     note: Callable[[str, str, str], None],
 ) -> pd.DataFrame:
-    """The table ``masks`` of a model whose attention alone is known."""
+    """Return the table ``masks`` of an external model."""
     _check(loaded, plan)
     probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module, min_keys)
     reach = Reach()
@@ -214,7 +214,7 @@ class _Probe:
         self.sums.add(call.layer, replace(found, counted=found.counted & (found.keys >= self.min_keys)))
 
     def compare(self, logits: Tensor) -> dict[str, Tensor]:
-        """What the noise does to the output: shapes (levels, b), clean predictions (b,)."""
+        """Return the effect of the noise on outputs, (levels, b), and clean predictions (b,)."""
         clean = logits[: self.samples].double()
         noisy = logits[self.samples :].view(self.plan.draws, -1, *clean.shape).double()
         before, after = predicted_classes(clean), predicted_classes(noisy)

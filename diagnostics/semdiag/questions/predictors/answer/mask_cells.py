@@ -27,7 +27,7 @@ _RUN = ["group", "task", "attention", "kind", "seed", "model"]
 
 
 def run_outcomes(findings: Findings) -> pd.DataFrame:
-    """How fast every run learned, and when it had the loss at which the runs of its task are compared.
+    """Return how fast every run learned, and when it reached the loss at which its task's runs are compared.
 
     loss_area = ln((1/E) Σ_e loss(e)) over the first E epochs, E being the fewest that a run of the task was
     trained. The matched loss of a task is the lowest training loss that every run of it reached.
@@ -42,14 +42,14 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
         NaN if unknown: no target, or the run was stopped before), matched_loss and matched_epoch (where the
         loss falls to it, linear between epochs, at the earliest 1).
     """
-    found = findings(arrivals)
-    found = found[found["state"].isin((FINISHED, STOPPED))]
+    table = findings(arrivals)
+    table = table[table["state"].isin((FINISHED, STOPPED))]
     histories = {
         str(model): rows.dropna(subset=["epoch"]).sort_values("epoch")
         for model, rows in findings.measurements.history.groupby("model", sort=False)
     }
     rows: list[dict[str, Any]] = []
-    for _, runs in found.groupby("group", sort=False):
+    for _, runs in table.groupby("group", sort=False):
         own = [histories[model] for model in runs["model"]]
         common = min(len(history) for history in own)
         level = max(float(history["train_loss"].min()) for history in own)
@@ -71,7 +71,7 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
 
 
 def _target(setting: dict[str, Any]) -> float:
-    """Accuracy 90% of the way from the shortcut to 1; NaN for a task that is none of ours."""
+    """Return the accuracy 90% of the way from the shortcut to 1; NaN for a task that is none of ours."""
     trees = setting.get("listops")
     try:
         task = ListOps(**trees) if trees else find_task(setting["task"])
@@ -82,7 +82,7 @@ def _target(setting: dict[str, Any]) -> float:
 
 
 def _crossing(loss: Matrix, level: float) -> float:
-    """Epoch, counted from 1, at which the loss first falls to the level."""
+    """Return epoch, counted from 1, at which the loss first falls to the level."""
     at = int(np.argmax(loss <= level))
     if at == 0:
         return 1.0
@@ -90,7 +90,7 @@ def _crossing(loss: Matrix, level: float) -> float:
 
 
 def mask_cells(findings: Findings) -> pd.DataFrame:
-    """Outcomes and candidates of every task × mask, averaged over the seeds that all masks of the task have.
+    """Return outcomes and candidates by task × mask, averaged over the seeds common to all masks of the task.
 
     So a mask of which a seed's run is missing is not compared with masks that keep theirs. A candidate
     at the matched loss is interpolated between the snapshots before and after that epoch, linearly in epochs.
@@ -130,13 +130,13 @@ def mask_cells(findings: Findings) -> pd.DataFrame:
 
 
 def _of_shared_seeds(outcomes: pd.DataFrame) -> "pd.Series[bool]":
-    """Which runs have a seed that every mask of their task has, among those with an outcome."""
+    """Return, among runs with an outcome, those whose seed every mask of their task has."""
     masks = outcomes.groupby(["group", "seed"])["attention"].transform("nunique")
     return masks == outcomes.groupby("group")["attention"].transform("nunique")
 
 
 def left_out_runs(findings: Findings) -> pd.DataFrame:
-    """The runs that the cells are not averaged over.
+    """Return the runs that are left out of the cells.
 
     Args:
         findings: with runs and predictors.
@@ -155,7 +155,7 @@ def left_out_runs(findings: Findings) -> pd.DataFrame:
 
 
 def _between(epochs: Matrix, numbers: Matrix, epoch: float) -> float:
-    """A number at an epoch, linear between the snapshots around it; NaN outside of them."""
+    """Return a number at an epoch, linear between the snapshots around it; NaN outside of them."""
     if not epochs[0] <= epoch <= epochs[-1]:
         return math.nan
     after = int(np.searchsorted(epochs, epoch))
@@ -167,5 +167,5 @@ def _between(epochs: Matrix, numbers: Matrix, epoch: float) -> float:
 
 
 def _median(epochs: Matrix) -> float:
-    """The median, +inf where a middle one is censored; NaN where a seed is unknown."""
+    """Return the median, +inf if a middle value is censored; NaN if a seed is unknown."""
     return math.nan if np.isnan(epochs).any() else float(np.median(epochs))

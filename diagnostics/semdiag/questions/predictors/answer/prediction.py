@@ -63,7 +63,7 @@ def blocks(cells: pd.DataFrame, outcome: str) -> Blocks:
 
 
 def too_few_masks(findings: Findings, outcome: str) -> bool:
-    """Whether no task has five masks of which everything is known, be they different or not."""
+    """Return whether no task has five completely known masks, whether or not they differ."""
     laid_out = blocks(findings(mask_cells), outcome)
     known = complete_cells(laid_out.outcome, laid_out.candidates).sum(1)
     return not laid_out.names or bool((known < FEWEST_MASKS).all())
@@ -112,18 +112,18 @@ def rank_candidates(
     laid_out = blocks(cells, outcome)
     if not laid_out.names:
         return pd.DataFrame(columns=columns)
-    found = joint_rank_tests(laid_out.outcome, laid_out.candidates, draws=draws, resamples=resamples, seed=seed)
+    tests = joint_rank_tests(laid_out.outcome, laid_out.candidates, draws=draws, resamples=resamples, seed=seed)
     table = pd.DataFrame(laid_out.names, columns=_NAMES).assign(
-        outcome=outcome, rho=found.correlation, low=found.low, high=found.high, p=found.p,
-        p_corrected=found.p_family, held_out=[_held_out(own) for own in found.by_task], tasks=found.tasks,
-        cells=found.cells, left_out=laid_out.runs - found.cells, relabellings=float(found.relabellings),
-        tried=found.tried,
+        outcome=outcome, rho=tests.correlation, low=tests.low, high=tests.high, p=tests.p,
+        p_corrected=tests.p_family, held_out=[_held_out(own) for own in tests.by_task], tasks=tests.tasks,
+        cells=tests.cells, left_out=laid_out.runs - tests.cells, relabellings=float(tests.relabellings),
+        tried=tests.tried,
     )  # fmt: skip
     return table[columns]
 
 
 def _held_out(by_task: Matrix) -> float:
-    """Mean over tasks of ρ times the sign of the mean ρ of the others; NaN with fewer than two tasks."""
+    """Return the mean over tasks of ρ times the sign of the others' mean ρ; NaN for fewer than two tasks."""
     known = by_task[~np.isnan(by_task)]
     if len(known) < 2:
         return math.nan
@@ -174,7 +174,7 @@ def held_out_tasks(findings: Findings) -> pd.DataFrame:
 
 
 def _mean_ranks(outcome: Matrix, known: NDArray[np.bool_]) -> Matrix:
-    """The mean rank, in 0 … 1, of every mask over tasks (T, M)."""
+    """Return the mean rank, in 0 … 1, of every mask over tasks (T, M)."""
     return pd.DataFrame(np.where(known, outcome, math.nan)).rank(axis=1, pct=True).mean().to_numpy()
 
 
@@ -185,5 +185,5 @@ def _agreement(predicted: Matrix, learned: Matrix) -> float:
 
 
 def quantity(candidate: str) -> str:
-    """A candidate's name in words; its own name where it is none of :data:`CANDIDATES`."""
+    """Return a candidate's name in words; its plain name if it is not in :data:`CANDIDATES`."""
     return CANDIDATES.get(candidate, candidate)

@@ -72,7 +72,7 @@ def stability_curves(findings: Findings) -> Figure:
 
 
 def _lengths(rows: pd.DataFrame) -> list[int]:
-    """Numbers of keys at the 10th, 50th and 90th percentile of the rows, and the one most often exceeded."""
+    """Return the numbers of keys at the rows' 10th, 50th and 90th percentile, and the one most often exceeded."""
     chosen = {int(keys) for keys in rows["kept"].quantile([0.1, 0.5, 0.9], interpolation="nearest")}
     above = rows.loc[rows["above"], "kept"].value_counts().index
     if len(above) and int(above[0]) not in chosen:
@@ -83,7 +83,7 @@ def _lengths(rows: pd.DataFrame) -> list[int]:
 
 
 def _rows(findings: Findings) -> pd.DataFrame:
-    """Secants of full attention and of fixed masks beside ξ, those with a change to show; full attention first."""
+    """Return nonzero secants of full attention and fixed masks beside ξ, full attention first."""
     measurements, parts = findings.measurements, []
     models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
     for model, attention in zip(models["model"], models["attention"], strict=True):

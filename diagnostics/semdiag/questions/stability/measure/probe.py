@@ -181,12 +181,12 @@ def external_secants(
                         parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
                     collected.parts.clear()
                     done += size
-    found = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
-    return found[~found["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
+    secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+    return secants[~secants["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
 
 
 def _small(batch: Batch, at_once: int) -> list[Batch]:
-    """A batch in parts of so many samples; a tuple of arguments as it is."""
+    """Return a batch in parts of so many samples; a tuple of arguments is not split."""
     return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
 
 
@@ -251,7 +251,7 @@ def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], N
 
 
 def noise_of_samples(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Standard normal numbers, drawn sample by sample: how samples are shared among batches changes none of them.
+    """Draw standard normal numbers sample by sample, so that batching does not change them.
 
     Torch fills a tensor in groups of 16 numbers, and the last group otherwise if it is not full: two draws of half
     a tensor are not one draw of the whole.

@@ -55,7 +55,7 @@ def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
 
 
 def _of_pairs(secants: pd.DataFrame, ln_sound: pd.Series, ln_row: pd.Series) -> tuple[pd.Series, pd.Series]:
-    """Both constants of each pair: where the set is the same from how the scores moved, else of all rows."""
+    """Return both constants of each pair: from the change of scores if the set is the same, else of all rows."""
     same = secants["same_set"].to_numpy(bool) & np.isfinite(secants["dispersion"].to_numpy(np.float64))
     spread, odds, largest = (
         torch.tensor(secants[name].to_numpy(np.float64))
@@ -85,7 +85,7 @@ def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict
 
 
 def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
-    """Local ξ_loc of each query, from its largest attention weight.
+    """Return the local ξ_loc of each query, from its largest attention weight.
 
     Source: docs/theory.md#local-stability. Deviation: where the largest weight has rounded to 1, it is 0.
 

@@ -1,9 +1,9 @@
-"""Attention over blocks of keys, whose outputs are merged by their log-sum-exp: it looks like several attentions.
+"""Attention computed in blocks of keys whose outputs are merged by their log-sum-exp.
 
-Over keys K₁ ∪ K₂, with l_b = log Σ_{j ∈ K_b} exp z_j and o_b the output over the block K_b, the output of the
-whole is Σ_b exp(l_b − log Σ_c exp l_c) · o_b (ring attention, flash-decoding). Each o_b is attention, and is
-captured as such; that its rows are not those of the whole is told where an o_b is multiplied with what is made of
-an l_b.
+Over keys K₁ ∪ K₂, with l_b = log Σ_{j ∈ K_b} exp z_j and o_b the output over the block K_b, the output over all
+keys is Σ_b exp(l_b − log Σ_c exp l_c) · o_b (ring attention, flash-decoding). Each o_b is captured as an attention
+of its own. A remark says that its rows are not those of the whole attention, once an o_b is multiplied with
+something computed from an l_b.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.following.axes import merged
-from semdiag.capturing.following.tags import Tags, tensors
+from semdiag.capturing.provenance.axes import merged
+from semdiag.capturing.provenance.tags import Tags, tensors
 from semdiag.capturing.recording import Recorder, is_plain
 
 MERGED = (
-    "what it returns is weighed by a sum of exponentials of scores: if blocks of keys are merged so, each of its "
+    "its output is rescaled by a sum of exponentials of scores: if this merges blocks of keys, each of its "
     "calls is one block, and its rows are not those of the whole attention"
 )
 SUMS = ("logsumexp", "sum")
@@ -26,36 +26,36 @@ _SPREADING = frozenset(("expand", "repeat", "stack", "cat"))
 
 
 class MergedBlocks:
-    """Follows what is made of sums of exponentials of scores, one number a row, and of attention's outputs.
+    """Follows what is computed from attention's outputs and from its sums of exponentials, one per row.
 
     Args:
         recorder: knows what runs; gets the remarks.
-        tags: of tensors.
+        tags: of all tensors.
     """
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
 
-    def attended(self, output: Tensor, sums: object = None) -> None:
-        """An attention has been captured.
+    def mark_output(self, output: Tensor, sums: object = None) -> None:
+        """Mark what a captured attention returned.
 
         Args:
-            output: what it returned.
-            sums: the logarithms of its rows' sums of exponentials, where it returned these, too.
+            output: its output.
+            sums: the log-sum-exp of its rows, if it returned that too.
         """
         if is_plain(output):
             self._tags.mark(output, "output", self._recorder.module)
         if is_plain(sums):
             self._tags.mark(sums, "sums", self._recorder.module)
 
-    def ran(self, name: str, product: bool, args: Sequence[Any], given: list[Tensor], result: object) -> None:
-        """An operation has run.
+    def observe(self, name: str, product: bool, args: Sequence[Any], given: list[Tensor], result: object) -> None:
+        """Look at an operation that has run.
 
         Args:
             name: of the operation.
-            product: whether it is a product.
-            args: its arguments.
-            given: tensors among them.
+            product: whether it is a matrix product.
+            args: its positional arguments.
+            given: tensors among its arguments.
             result: what it returned.
         """
         if name in SUMS and self._are_sums(name, args, given[0]):
@@ -77,11 +77,11 @@ class MergedBlocks:
                         self._tags.mark(out, kind, module)
 
     def _are_sums(self, name: str, args: Sequence[Any], source: Tensor) -> bool:
-        """Whether an operation sums exponentials of scores: of a product that the input made both factors of."""
+        """Return whether an operation sums exponentials of scores that depend on the input on both sides."""
         scores, weights = self._tags.of(source)
         if name == "logsumexp":
             return scores is not None and not any(scores.product.fixed)
-        if weights is None or weights.axes is None or weights.softmax.place is not None or weights.spread:
+        if weights is None or weights.axes is None or weights.softmax.axis is not None or weights.spread:
             return False  # no exponentials, or divided already
         dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
         pieces = merged(weights.axes[dims[0]]) if len(dims) == 1 else ()

@@ -1,4 +1,4 @@
-"""Recognising products of queries and keys among torch's products."""
+"""Recognise products of queries and keys among torch's operations."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,13 @@ from semdiag.capturing.recording import is_plain
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product whose result can be scores.
+    """A product whose result may be scores.
 
     Attributes:
         q: (…, Lq, D).
         k: (…, Lk, D).
         alpha: factor on the product.
-        added: what was added to it; None means nothing.
+        added: added to it; None means nothing.
     """
 
     q: Tensor
@@ -27,15 +27,15 @@ class Product:
 
 
 def product_factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """Take a product apart.
+    """Return the factors of a product.
 
     Args:
         name: matmul, bmm, __matmul__, baddbmm or einsum.
-        args: its arguments.
-        kwargs: its named arguments.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Returns:
-        The factors; None if it is no product of two real tensors with two axes or more.
+        The factors; None unless it multiplies two real tensors with two axes or more.
     """
     if name == "einsum":
         return _einsum(args)
@@ -64,7 +64,7 @@ def _usable(x: object) -> bool:
 
 
 def _einsum(args: tuple[Any, ...]) -> Product | None:
-    """Read "…id,…jd->…ij" with its letters in any order in the factors."""
+    """Read "…id,…jd->…ij"; the letters of each factor may be in any order."""
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if not isinstance(args[0], str) or len(operands) != 2 or not all(map(_usable, operands)):
         return None
@@ -75,7 +75,7 @@ def _einsum(args: tuple[Any, ...]) -> Product | None:
         return None
     batch, i, j = out[:-2], out[-2], out[-1]
     q, k = [*batch, i, *summed], [*batch, j, *summed]
-    if sorted(first) != sorted(q) or sorted(second) != sorted(k):  # a letter more is summed in one operand alone
+    if sorted(first) != sorted(q) or sorted(second) != sorted(k):  # a further letter is summed in one operand
         return None
     return Product(
         operands[0].permute([first.index(letter) for letter in q]),

@@ -1,4 +1,4 @@
-"""Following scores in Python: from the product of queries and keys to the softmax that they go into."""
+"""Trace scores in Python: from the product of queries and keys to the softmax."""
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
@@ -8,28 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from semdiag.capturing.following.product_factors import product_factors
-from semdiag.capturing.following.readings import read_axes
-from semdiag.capturing.following.score_history import ScoreHistory, UntraceableError, scores_alone
-from semdiag.capturing.following.tags import Scores
-from semdiag.capturing.following.weighted_values import Weighted
-from semdiag.capturing.fully_masked import as_the_softmax_saw
+from semdiag.capturing.fully_masked import with_full_rows_read
+from semdiag.capturing.provenance.axis_roles import read_axes
+from semdiag.capturing.provenance.product_factors import product_factors
+from semdiag.capturing.provenance.score_history import ScoreHistory, UntraceableError, scores_alone
+from semdiag.capturing.provenance.tags import Scores
+from semdiag.capturing.provenance.weighted_values import WeightedProduct
 from semdiag.capturing.recording import Recorder, outside_all_modes
 
 MECHANISM = "softmax provenance"
 
 
 class SoftmaxProvenance:
-    """Follows score tensors from the product that makes them to the softmax that consumes them.
+    """Traces score tensors from the product that makes them to the softmax that consumes them.
 
-    Tensors are tagged in a table beside them, weakly: nothing is attached to them. A tensor that goes
-    through an operation that is not understood loses its tag, as does one that was written to by an
-    operation that is not listed, or whose queries, keys or masks were. What is lost here is still known
-    below Python, as numbers.
+    Tags are kept in a weak table beside the tensors; nothing is attached to them. A tensor loses its tag when it
+    passes through an operation that is not listed, or when an unlisted operation writes to it or to its queries,
+    keys or masks. What is lost here is still known below Python, as numbers.
 
     Args:
         writes: how many operations have written to a tensor's storage.
-        product: the product that scores came from, as it is known below Python.
+        product: the product that scores came from, as known below Python.
     """
 
     def __init__(self, writes: Callable[[Tensor], int], product: Callable[[Tensor], Scores | None]) -> None:
@@ -41,7 +40,7 @@ class SoftmaxProvenance:
         self._scores.clear()
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An operation is about to run: forget what is not true any more of its operands."""
+        """Forget operands' tags that are no longer valid, before an operation runs."""
         if not self._scores:
             return
         for x in (*args, *kwargs.values()):
@@ -49,7 +48,7 @@ class SoftmaxProvenance:
                 del self._scores[x]
 
     def history(self, tensor: Tensor) -> tuple[ScoreHistory, Callable[[], bool]] | None:
-        """How a tensor of scores came about, and whether that is true still; None if it is not known."""
+        """Return how scores were made, and a check that this is still valid; None if unknown."""
         history, stamps = self._scores.get(tensor, (None, []))
         if history is None or any(self._writes(x) != count for x, count in stamps):
             return None
@@ -59,15 +58,15 @@ class SoftmaxProvenance:
     def masked(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-        """The arguments of a softmax, with the scores of the keys that the recorder's mask drops at -inf.
+        """Return a softmax's arguments with the scores of keys that the recorder's mask drops at -inf.
 
-        Of scores that come from no known product nothing is masked; if they are attention's, they are captured
-        below Python, and :func:`~semdiag.capturing.sparsify.sparsify` says so. Nor is it of scores whose keys
-        are parameters (a router's, a vocabulary's): they are no attention that is captured. Of scores whose
-        history is known below Python alone, what they are is what there is: no mask or bias of their own.
+        Scores that come from no known product are left alone; if they are attention's, they are captured below
+        Python, and :func:`~semdiag.capturing.sparsify.sparsify` says so. So are scores whose keys are parameters
+        (a router's, a vocabulary's): that is no attention that is captured. If a history is known only below
+        Python, the scores count as they are, without a mask or bias of their own.
 
         Returns:
-            Positional and named arguments, and whether the recorder was asked for a mask that can drop a key.
+            Positional and keyword arguments, and whether a mask that can drop a key was asked for.
         """
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -84,7 +83,7 @@ class SoftmaxProvenance:
             usual = history if order == sorted(order) else None
             read = usual or scores_alone(s, (*s.shape[:-2], s.shape[-1]))
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
-            read, allowed, full = as_the_softmax_saw(read, s, read.left(s))
+            read, allowed, full = with_full_rows_read(read, s, read.left(s))
             call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), allowed, heads, full)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
@@ -99,12 +98,12 @@ class SoftmaxProvenance:
     def _order(
         self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None
     ) -> tuple[list[int], bool]:
-        """The axes of scores, samples, heads, queries and keys, as they are read once they meet values.
+        """Return the order samples, heads, queries, keys of the axes of scores, as read once they meet values.
 
-        Also whether each query has keys of its own, and counts as the only one of a sample.
+        Also return whether each query has keys of its own and counts as the only query of a sample.
         """
         key = scores.ndim - 1
-        found = Weighted(
+        weighted = WeightedProduct(
             scores=scores,
             key=key,
             history=history,
@@ -115,20 +114,20 @@ class SoftmaxProvenance:
             weights=None,
             dropout=0.0,
             left=True,
-            given=recorder.shapes,
+            input_shapes=recorder.shapes,
         )
-        reading, _ = read_axes(found, tag.rows(key))
-        if reading.query is not None:
-            return [*reading.lead, reading.query, key], False
-        return ([*range(key + 1)], False) if history is not None else ([*reading.lead, key], True)
+        roles, _ = read_axes(weighted, tag.rows(key))
+        if roles.query is not None:
+            return [*roles.lead, roles.query, key], False
+        return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that has just run.
 
         Args:
             name: of the torch function.
-            args: its arguments.
-            kwargs: its named arguments.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
             result: what it returned.
         """
         try:
@@ -143,7 +142,7 @@ class SoftmaxProvenance:
         made = [x for x in (history.q, history.k, history.bias, history.allowed) if x is not None]
         known = {id(x) for x, _ in stamps}
         stamps = [*stamps, *((x, self._writes(x)) for x in made if id(x) not in known)]
-        detached = tensor.detach()  # of the same storage: the tag must not keep the tensor itself
+        detached = tensor.detach()  # shares the storage; the tag must not keep the tensor itself alive
         self._scores[tensor] = (
             history,
             [*(s for s in stamps if s[0] is not None), (detached, self._writes(detached))],
@@ -151,17 +150,17 @@ class SoftmaxProvenance:
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         with outside_all_modes(result.device.type):
-            found = product_factors(name, args, kwargs)
-            if found is None:
+            product = product_factors(name, args, kwargs)
+            if product is None:
                 return
             eps = torch.finfo(result.dtype).eps
             history = ScoreHistory(
-                found.q.detach(), found.k.detach(), result.shape[:-2], scale=found.alpha, eps=eps
+                product.q.detach(), product.k.detach(), result.shape[:-2], scale=product.alpha, eps=eps
             )
-            self._keep(result, history if found.added is None else history.plus(found.added), [])
+            self._keep(result, history if product.added is None else history.plus(product.added), [])
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation on scores: carry the tag on, or lose it."""
+        """Carry tags through an operation on scores, or drop them."""
         if not self._scores:
             return
         for tensor in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
@@ -184,7 +183,7 @@ _Step = Callable[[ScoreHistory, Tensor, tuple[Any, ...], dict[str, Any], Tensor]
 
 
 def _other(history_of: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operand that is not the scores; the scores may stand on either side."""
+    """Return the operand that is not the scores, on either side."""
     second = args[1] if len(args) > 1 else kwargs.get("other")
     return args[0] if second is history_of else second
 

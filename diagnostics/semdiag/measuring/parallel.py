@@ -1,4 +1,4 @@
-"""Measuring the models of a survey in processes of their own."""
+"""Measure the models of a survey in separate processes."""
 
 import os
 from collections import deque
@@ -18,12 +18,12 @@ from semdiag_models.sweeps.workers import TICK, Workers
 
 @dataclass(frozen=True)
 class MeasuringOrder:
-    """What a worker needs to know: everything can be sent to another process.
+    """What a worker process needs to measure a model; everything in it can be pickled.
 
     Attributes:
         path: of the model.
         conditions: of the survey.
-        parent: process with which the measuring ends, if it should end with one.
+        parent: id of the process with which measuring ends; None means it does not.
     """
 
     path: str
@@ -31,11 +31,11 @@ class MeasuringOrder:
     parent: int | None = None
 
 
-def carry_out(order: MeasuringOrder) -> Measurements | str:
-    """Measure a model on one CPU thread; for a process of its own.
+def run_order(order: MeasuringOrder) -> Measurements | str:
+    """Measure a model on one CPU thread, in a process of its own.
 
     Returns:
-        Its measurements, or in one line why it cannot be measured.
+        Its measurements, or one line on why it cannot be measured.
     """
     torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ def carry_out(order: MeasuringOrder) -> Measurements | str:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch runs on one CPU thread."""
+    """Run torch on one CPU thread inside the context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
 
 
 def end_without(parent: int | None) -> None:
-    """End this process if the one is gone for which it works.
+    """End this process if the process that it works for is gone.
 
     Args:
         parent: its number; None: it works for itself.
@@ -69,23 +69,23 @@ def end_without(parent: int | None) -> None:
         os._exit(1)
 
 
-def carried_out(
+def run_in_parallel(
     orders: Sequence[tuple[str, Any]], workers: Workers, ended: Callable[[str], None] = lambda path: None
 ) -> list[Any]:
-    """Have orders carried out, several at once; whoever does, what comes of them is the same.
+    """Run several orders at once; the results do not depend on which worker runs which.
 
     Args:
         orders: each behind the path of its model.
-        workers: that carry them out; they are closed at the end.
-        ended: called with the path of each that is carried out.
+        workers: run orders with :func:`run_order`; closed at the end.
+        ended: called with the path of each order that has run.
 
     Returns:
-        What came of each, in their order.
+        Their results, in their order.
 
     Raises:
-        InputError: if a line says why nothing came of one, or its process was killed.
+        InputError: if one cannot be run, or its process was killed.
     """
-    waiting, found = deque(enumerate(orders)), dict[int, Any]()
+    waiting, results = deque(enumerate(orders)), dict[int, Any]()
     running: dict[Any, tuple[int, str]] = {}
     try:
         while waiting or running:
@@ -97,12 +97,12 @@ def carried_out(
                 outcome = workers.outcomes(handle)
                 if outcome is None:
                     raise InputError(
-                        f"{path}: its process was killed, by someone or for lack of memory. Try fewer --jobs."
+                        f"{path}: its process was killed, perhaps for lack of memory. Try fewer --jobs."
                     )
                 if isinstance(outcome, str):
                     raise InputError(outcome)
-                found[number] = outcome
+                results[number] = outcome
                 ended(path)
     finally:
         workers.close()
-    return [found[number] for number in range(len(orders))]
+    return [results[number] for number in range(len(orders))]

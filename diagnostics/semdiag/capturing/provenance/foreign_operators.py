@@ -1,4 +1,4 @@
-"""Operators of other libraries, into which nothing below Python can see: which of them may be attention."""
+"""Operators of other libraries, which cannot be inspected below Python: which of them may be attention."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from semdiag.capturing.recording import is_plain
 
-MAY_BE_ATTENTION = "an operator of its own, which may be attention: nothing of it can be seen"
+MAY_BE_ATTENTION = "a custom operator, which may be attention: it cannot be inspected"
 _KNOWN = re.compile(
     "aten|prims?|debugprims|rngprims|_native|_?quantized|quantization|sparse|mkl|mkldnn|mkldnn_prepacked|onednn|_?c10d.*"
     "|symm_mem|_dtensor|profiler|debug_mode_ops|static_runtime|inductor.*|export|torchvision|torchaudio|semdiag"
@@ -19,22 +19,22 @@ _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 
 
 def is_foreign(namespace: str) -> bool:
-    """Whether operators of a namespace are neither torch's own nor ours."""
+    """Return whether operators of a namespace are neither torch's nor ours."""
     return _KNOWN.fullmatch(namespace) is None
 
 
-def in_python(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
-    """Where the kernel of an operator stands that was written in Python, and the device of its tensors.
+def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
+    """Return the dispatch key and device of an operator whose kernel is written in Python.
 
     Args:
         func: the operator.
-        args: its arguments.
-        kwargs: those given by name.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Returns:
-        The kernel's dispatch key and the device; None if it runs below Python, or its tensors are not plain.
+        Both; None if the kernel runs below Python, or the tensors are not plain.
     """
-    with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+    with torch._C.DisableTorchFunction():  # a function mode would see every property access
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
             return None
@@ -53,19 +53,20 @@ def in_python(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 def may_attend(
     name: str, module: str, given: Iterable[Tensor], out: Iterable[Tensor], fixed: Callable[[Tensor], bool]
 ) -> bool:
-    """Whether an operator of which only its arguments are known may be attention.
+    """Return whether an operator of which we see only inputs and outputs may be attention.
 
-    It may if its name says so, or if the first three tensors that the input made are shaped like q (…, D),
-    k (…, D) and v (…, Dv), of which k and v have the same other axes, and if it makes one that is shaped like q,
-    but as wide as v, and none like k. They have four axes, or three where the name of the module says attention:
-    streams have three. Norms, rotary embeddings and gates, on one or two such tensors, are none.
+    It may be if its name says so. It also may be if the first three input tensors that depend on the model's input
+    are shaped like q (…, D), k (…, D) and v (…, Dv), with k and v equal in all other axes, and if one output is
+    shaped like q but as wide as v, and none like k. They need four axes, or three if the module's name says
+    attention, because residual streams have three. Norms, rotary embeddings and gates take one or two such tensors
+    and never match.
 
     Args:
         name: of the operator, without its namespace.
         module: the module that is running.
         given: tensors that it was given.
         out: tensors that it returned or wrote to.
-        fixed: whether a tensor is made of parameters alone.
+        fixed: whether a tensor is computed from parameters alone.
     """
     moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
     made = [t for t in out if is_plain(t) and t.is_floating_point()]

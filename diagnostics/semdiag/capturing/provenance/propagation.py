@@ -1,53 +1,53 @@
-"""Operations that are no products and no softmaxes: what comes out of them is made of what went in."""
+"""Propagate tags through operations that are neither products nor softmaxes."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from semdiag.capturing.following.axes import Axes, broadcast, chosen, regrouped
-from semdiag.capturing.following.softmaxes import prove
-from semdiag.capturing.following.tags import Scores, Softmax, Tags, Weights, tensors
+from semdiag.capturing.provenance.axes import Axes, broadcast, regrouped, selected
+from semdiag.capturing.provenance.softmaxes import find_axis
+from semdiag.capturing.provenance.tags import Scores, Softmax, Tags, Weights, tensors
 from semdiag.capturing.recording import is_plain
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
-_SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")  # takes no entries
+_SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")  # use the shape only
 _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _TIMES = ("mul", "mul_")
 _MOVED = frozenset((*_REGROUPING, *_COPIES, "cat", "stack", "permute", "transpose"))
-_DEFORMABLE = "its keys are parameters, and its values are sampled between places (deformable attention)"
+_DEFORMABLE = "its keys are parameters, and its values are interpolated between positions (deformable attention)"
 
 
-def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
-    """Carry tags over from what went into an operation to what came out.
+def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
+    """Propagate tags from an operation's inputs to its outputs.
 
     Args:
-        tags: of tensors.
+        tags: of all tensors.
         name: of the operation.
-        args: its arguments.
-        given: tensors among them, and among those given by name.
+        args: its positional arguments.
+        given: all tensors it was given, by position or keyword.
         result: what it returned.
     """
     if not given or name in _SHAPED:
         return
-    outs = _outs(result)
+    outputs = _float_outputs(result)
     if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
-        for out in outs:
+        for out in outputs:
             tags.mark(out, "sampled")
     tagged = [(t, *tag) for t in given if any(tag := tags.of(t))]
-    if not tagged and outs and all(map(tags.fixed, given)):
-        for out in outs:
+    if not tagged and outputs and all(map(tags.fixed, given)):
+        for out in outputs:
             tags.tag_fixed(out)
     for source, scores, weights in tagged:
-        for out in outs:
+        for out in outputs:
             if scores is not None:
-                _carry_scores(tags, name, args, scores, source, out)
+                _propagate_scores(tags, name, args, scores, source, out)
             if weights is not None:
-                _carry_weights(tags, name, args, weights, source, given, out)
+                _propagate_weights(tags, name, args, weights, source, given, out)
 
 
-def _outs(result: Any) -> list[Tensor]:
+def _float_outputs(result: Any) -> list[Tensor]:
     return [t for t in tensors((result,)) if t.is_floating_point() and is_plain(t)]
 
 
@@ -55,38 +55,40 @@ def _sampled(tags: Tags, given: list[Tensor]) -> bool:
     return "sampled" in tags.marks and any(tags.marked(t, "sampled") is not None for t in given)
 
 
-def _carry_scores(tags: Tags, name: str, args: tuple[Any, ...], tag: Scores, source: Tensor, out: Tensor) -> None:
-    """Carry over that a tensor came from a product, while both sides of the product are in it."""
-    axes, _ = _followed(name, args, tag.axes, source, out)
+def _propagate_scores(
+    tags: Tags, name: str, args: tuple[Any, ...], tag: Scores, source: Tensor, out: Tensor
+) -> None:
+    """Propagate a product's tag as long as both sides of the product are still in the tensor."""
+    axes, _ = _axes_after(name, args, tag.axes, source, out)
     if axes is tag.axes:
-        tags.carry_scores(out, tag)
+        tags.derive_scores(out, tag)
     elif axes is not None and tag.product.whole_in(axes):
-        tags.carry_scores(out, tag._replace(axes=axes))
+        tags.derive_scores(out, tag._replace(axes=axes))
 
 
-def _carry_weights(
+def _propagate_weights(
     tags: Tags, name: str, args: tuple[Any, ...], tag: Weights, source: Tensor, given: list[Tensor], out: Tensor
 ) -> None:
-    """Carry over that a tensor came from a softmax, unless that ends here."""
+    """Propagate a softmax's tag, or note why it ends here."""
     softmax = tag.softmax
     if name in ("sum", "mean") and tag.axes is not None:
         _summed(tags, tag, tag.axes, args, source, out)
         return
-    if name == "convolution" and source is args[1] and not tags.fixed(args[0]) and _moving(tags, softmax):
+    if name == "convolution" and source is args[1] and not tags.fixed(args[0]) and _of_inputs(tags, softmax):
         softmax.refuse("its weights are the kernel of a convolution")
         return
     others = [t for t in given if t is not source]
     axes, exact = None, False
     if tag.axes is not None:
-        axes, exact = _followed(name, args, tag.axes, source, out)
-    elif _joins_a_stream(tags, name, softmax, source, others, out):
+        axes, exact = _axes_after(name, args, tag.axes, source, out)
+    elif _joins_stream(tags, name, softmax, source, others, out):
         return
     if axes is not None and not softmax.keys_in(axes):
-        if _is_one_of_each_row(softmax, source, out):
+        if _picks_one_per_row(softmax, source, out):
             return
         axes = None
     if axes is not None and name in ("div", "div_", *_TIMES):
-        prove(softmax, axes, out)
+        find_axis(softmax, axes, out)
     before = tags.weights(out)
     if before is None or before.softmax is softmax or (softmax.suspect and not before.softmax.suspect):
         tags.tag_weights(out, _after(tags, name, args, tag._replace(axes=axes), exact, others))
@@ -95,7 +97,7 @@ def _carry_weights(
 def _after(
     tags: Tags, name: str, args: tuple[Any, ...], tag: Weights, exact: bool, others: list[Tensor]
 ) -> Weights:
-    """What is known of weights after an operation; ``exact`` says whether it leaves entries as they are."""
+    """Return the tag of weights after an operation; ``exact`` says whether it leaves the entries unchanged."""
     known = _KNOWN_ENTRIES[name](tags, tag, args, others) if name in _KNOWN_ENTRIES else None
     sampled = tag.sampled or (name in _TIMES and _sampled(tags, others))
     if known is not None:
@@ -106,27 +108,27 @@ def _after(
     return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
 
 
-def _is_one_of_each_row(softmax: Softmax, source: Tensor, out: Tensor) -> bool:
-    """Whether one weight of each row was chosen."""
-    return out.numel() * max(2, softmax.scores.shape[softmax.place or 0]) <= source.numel()
+def _picks_one_per_row(softmax: Softmax, source: Tensor, out: Tensor) -> bool:
+    """Return whether one weight of each row was selected."""
+    return out.numel() * max(2, softmax.scores.shape[softmax.axis or 0]) <= source.numel()
 
 
-def _moving(tags: Tags, softmax: Softmax) -> bool:
-    """Whether a softmax is attention if it meets values, with keys or scores that the model's input made."""
-    return softmax.suspect and not softmax.keys_fixed(softmax.place) and not tags.fixed(softmax.scores)
+def _of_inputs(tags: Tags, softmax: Softmax) -> bool:
+    """Return whether a softmax would be attention if it met values: its keys or scores depend on the input."""
+    return softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
 
 
-def _joins_a_stream(
+def _joins_stream(
     tags: Tags, name: str, softmax: Softmax, source: Tensor, others: list[Tensor], out: Tensor
 ) -> bool:
-    """Whether what was made of weights is added to a stream that has other things in it."""
-    if name in _TIMES and source.shape == out.shape and _moving(tags, softmax):
+    """Return whether something computed from weights is added to a stream with other content."""
+    if name in _TIMES and source.shape == out.shape and _of_inputs(tags, softmax):
         return False
     return any(t.shape == out.shape and t.is_floating_point() for t in others)
 
 
 def _times_noise(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
-    """Dropout that is written out."""
+    """Recognise dropout that is written out as a product with noise."""
     kept = next((kept for t in others if (kept := tags.noise(t)) is not None), None)
     return None if kept is None else tag._replace(dropout=1 - (1 - tag.dropout) * kept)
 
@@ -136,11 +138,11 @@ def _dropped(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tenso
 
 
 def _exponential(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
-    """The weights of their logarithms."""
+    """Return the tag of the weights whose logarithms went in."""
     return tag._replace(logarithm=False) if tag.logarithm and tag.exact else None
 
 
-# Operations after which entries are known: what is known of them, or None where it is nothing more than before.
+# Operations that change entries in a known way; None means that they add no knowledge.
 _KNOWN_ENTRIES: dict[str, Callable[[Tags, Weights, tuple[Any, ...], list[Tensor]], Weights | None]] = {
     **dict.fromkeys(_TIMES, _times_noise),
     "native_dropout": _dropped,
@@ -149,38 +151,38 @@ _KNOWN_ENTRIES: dict[str, Callable[[Tags, Weights, tuple[Any, ...], list[Tensor]
 
 
 def _summed(tags: Tags, tag: Weights, axes: Axes, args: tuple[Any, ...], source: Tensor, out: Tensor) -> None:
-    """Weights, or weights times values element by element, summed over the keys or over other axes."""
+    """Handle a sum over weights, or over weights times values: over the keys or over other axes."""
     softmax = tag.softmax
     given = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
     dims = {d % source.ndim for d in given or range(source.ndim)} if source.ndim else set()
-    over = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.place)]
+    over = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.axis)]
     if over:
-        _summed_over_keys(tag, over[0].place)
-    elif softmax.place is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.place):
+        _summed_over_keys(tag, over[0].axis)
+    elif softmax.axis is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.axis):
         kept = out.ndim == source.ndim
         left = tuple(() if d in dims else pieces for d, pieces in enumerate(axes) if kept or d not in dims)
         added_up = tag.added_up or any(source.shape[d] > 1 for d in dims)
         tags.tag_weights(out, tag._replace(axes=left, exact=False, added_up=added_up))
 
 
-def _summed_over_keys(tag: Weights, place: int) -> None:
-    """Note why attention whose values are weighted one by one is not captured."""
-    softmax, fixed = tag.softmax, tag.softmax.keys_fixed(place)
+def _summed_over_keys(tag: Weights, axis: int) -> None:
+    """Note why attention that weights its values entry by entry is not captured."""
+    softmax, fixed = tag.softmax, tag.softmax.keys_fixed(axis)
     if tag.added_up and not softmax.of_a_product:
-        return  # it may be a statistic of a router
+        return  # may be a router's statistic
     if tag.sampled and fixed:
         softmax.refuse(_DEFORMABLE)
     if tag.spread and not fixed and not softmax.done:
-        softmax.refuse("its values are multiplied and summed one by one, not in a product")
+        softmax.refuse("its values are multiplied and summed entry by entry, not in a matrix product")
 
 
-def _followed(
+def _axes_after(
     name: str, args: tuple[Any, ...], axes: Axes, source: Tensor, out: Tensor
 ) -> tuple[Axes | None, bool]:
-    """The axes after an operation, and whether entries are what they were."""
+    """Return the axes after an operation, and whether the entries are unchanged."""
     if name in _REGROUPING:
-        found = regrouped(axes, out.shape)
-        return found, found is not None
+        result = regrouped(axes, out.shape)
+        return result, result is not None
     if name in _COPIES or out is source:
         return axes, name in _COPIES
     if name == "permute":
@@ -194,7 +196,7 @@ def _followed(
         return tuple(axes[d] for d in order), True
     if source.shape == out.shape:
         return axes, name in ("expand", "slice", "narrow")
-    found = broadcast(axes, source.shape, out.shape)
-    if found is not None:
-        return found, name == "expand"
-    return chosen(axes, source.shape, out.shape), False
+    result = broadcast(axes, source.shape, out.shape)
+    if result is not None:
+        return result, name == "expand"
+    return selected(axes, source.shape, out.shape), False

@@ -1,4 +1,4 @@
-"""What is known of an operation before it runs: what is looked for in it, and whether it calls others."""
+"""What can be said about an operation before it runs: its kind, and whether it calls other operations."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import HigherOrderOperator
 
-from semdiag.capturing.following.own_operators import is_foreign
-from semdiag.capturing.following.products import PRODUCTS
-from semdiag.capturing.following.softmaxes import EXPONENTIALS, SOFTMAXES
-from semdiag.capturing.following.tags import tensors
+from semdiag.capturing.provenance.foreign_operators import is_foreign
+from semdiag.capturing.provenance.products import PRODUCTS
+from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES
+from semdiag.capturing.provenance.tags import tensors
 from semdiag.capturing.recording import is_plain
 
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -19,15 +19,15 @@ _NOISE = ("bernoulli_", "bernoulli")
 
 
 class Plan(NamedTuple):
-    """What is known of an operation before it runs.
+    """What is known about an operation before it runs.
 
     Attributes:
-        name: without its namespace and overload.
-        kind: of what is looked for in it.
+        name: without namespace and overload.
+        kind: fused, softmax, product, exponential, noise, foreign, higher order or other.
         writes: position and name of the arguments that it writes to.
-        composite: whether it can be nothing but a call of others.
-        runs_others: whether it may call others that can be looked at.
-        full: its name with its namespace.
+        composite: whether it only calls other operations.
+        runs_others: whether it may call operations that can be watched.
+        full: its name with the namespace.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 @lru_cache(4096)
 def plan_of(func: Any) -> Plan:
-    """Return what is known of an operation."""
+    """Return the plan of an operation."""
     schema = getattr(func, "_schema", None)
     arguments = [] if schema is None else enumerate(schema.arguments)
     full = func.__name__.partition(".")[0] if schema is None else schema.name
@@ -54,13 +54,16 @@ def plan_of(func: Any) -> Plan:
 
 
 def is_looked_for(func: Any) -> bool:
-    """Whether an operation may be attention, or a part of it, whatever is given to it."""
+    """Return whether an operation may be attention, or part of it, whatever its arguments."""
     return plan_of(func).kind in ("fused", "softmax", "foreign")
 
 
 def composite_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Where an operation that can be a composite is one; None where it is none, or its tensors are not plain."""
-    with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+    """Return the device on which an operation runs as a composite; None if it does not.
+
+    Also None if its tensors are not plain.
+    """
+    with torch._C.DisableTorchFunction():  # a function mode would see every property access
         given = [*tensors((*args, *kwargs.values()))]
         if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
             return None
@@ -74,8 +77,8 @@ def key_of(device: str) -> str:
 
 
 def has_kernel(func: Any, key: str) -> bool:
-    """Whether an operation has a kernel of its own for a dispatch key."""
-    name = func.name()  # some are torch's own in Python, and the dispatcher does not know them
+    """Return whether an operation has its own kernel for a dispatch key."""
+    name = func.name()  # some of torch's Python operators are unknown to the dispatcher
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 

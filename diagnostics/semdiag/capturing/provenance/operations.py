@@ -1,9 +1,9 @@
-"""Below Python: every softmax that reaches torch's dispatcher, followed to the values that it weights.
+"""Watch torch's dispatcher: trace every softmax to the values that it weights.
 
-Whatever a model's author wrote (``@``, einsum, a scripted function, ``out=``), the dispatcher sees one of a few
-operations. A softmax is followed here from the product that its input came from to the product that its result
-goes into, and is one of three: captured; attention-like (its result is multiplied with values) but not followed,
-and in the audit; or another, which is counted.
+However attention is written (``@``, einsum, a scripted function, ``out=``), the dispatcher sees one of a few
+operations. Each softmax is traced back to the product that made its input, and forward to the product that uses
+its result. It ends in one of three ways: captured; multiplied with values but not captured, which goes into the
+audit with the reason; or no attention, which is counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,11 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.following.bodies import MAY_HIDE, knows_bodies, may_hide, under
-from semdiag.capturing.following.carrying import carry
-from semdiag.capturing.following.merged_blocks import SUMS, MergedBlocks
-from semdiag.capturing.following.operation_plans import (
+from semdiag.capturing.overlapping import take_off_dispatch
+from semdiag.capturing.provenance.foreign_operators import MAY_BE_ATTENTION, may_attend, python_kernel
+from semdiag.capturing.provenance.higher_order import MAY_HIDE, has_known_bodies, may_hide, under_modes
+from semdiag.capturing.provenance.merged_blocks import SUMS, MergedBlocks
+from semdiag.capturing.provenance.operation_plans import (
     COMPOSITE,
     Plan,
     composite_on,
@@ -28,29 +29,28 @@ from semdiag.capturing.following.operation_plans import (
     key_of,
     plan_of,
 )
-from semdiag.capturing.following.own_operators import MAY_BE_ATTENTION, in_python, may_attend
-from semdiag.capturing.following.products import OUTSIDE, Products
-from semdiag.capturing.following.softmaxes import SOFTMAXES, Softmaxes
-from semdiag.capturing.following.tags import History, Scores, Tags, tensors
-from semdiag.capturing.following.weighted_values import fused_call
-from semdiag.capturing.overlapping import take_off_dispatch
+from semdiag.capturing.provenance.products import OUTSIDE, Products
+from semdiag.capturing.provenance.propagation import propagate
+from semdiag.capturing.provenance.softmaxes import SOFTMAXES, Softmaxes
+from semdiag.capturing.provenance.tags import History, Scores, Tags, tensors
+from semdiag.capturing.provenance.weighted_values import fused_call
 from semdiag.capturing.recording import NOTHING, Recorder, outside_all_modes
 
 _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
-_STORED = (torch.strided, torch.jagged)  # layouts of tensors with a storage in which entries can be followed
+_STORED = (torch.strided, torch.jagged)  # layouts whose storage lets us trace entries
 
 
 class OperationWatch(TorchDispatchMode):
-    """Follows softmaxes below Python.
+    """Traces softmaxes below Python.
 
     Args:
-        recorder: knows what runs and what is covered; gets the calls and the notes.
+        recorder: knows which module runs and what is covered already; gets the calls and the notes.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # true would import the compiler, which takes a second, at the first use
+    def _should_skip_dynamo(cls) -> bool:  # true would import the compiler at first use: a second
         return False
 
     def __init__(self, recorder: Recorder) -> None:
@@ -63,7 +63,7 @@ class OperationWatch(TorchDispatchMode):
 
     @property
     def masking(self) -> bool:
-        """Whether its watch has a mask."""
+        """Whether this watch applies a mask."""
         return self._recorder.masking
 
     def __torch_dispatch__(
@@ -75,108 +75,109 @@ class OperationWatch(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:  # a backward pass
             return func(*args, **kwargs)
         plan = plan_of(func)
-        if plan.runs_others and (run := self._open(func, plan, args, kwargs)) is not None:
+        if plan.runs_others and (run := self._runner(func, plan, args, kwargs)) is not None:
             return run()
-        before, recorder.in_function = recorder.in_function, True  # the operator is a Python function, too
+        before, recorder.in_function = recorder.in_function, True  # the operator is also a Python function
         try:
             if plan.writes:
                 self._guarded(plan, self._before_write, plan, args, kwargs)
             result = func(*args, **kwargs)
-            found = self._guarded(plan, self._look, plan, args, kwargs, result)
+            call = self._guarded(plan, self._look, plan, args, kwargs, result)
         finally:
             recorder.in_function = before
-        if found is not None:
+        if call is not None:
             try:
-                recorder.record(found)
+                recorder.record(call)
             except Exception as error:
                 recorder.failed(plan.name, error)
         return result
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave, also if modes that were entered later last longer."""
+        """Leave, even if modes that were entered later are still active."""
         if not take_off_dispatch(self):
             super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def writes(self, tensor: Tensor) -> int:
-        """How many operations have written to a tensor's storage so far."""
+        """Return how many operations have written to a tensor's storage so far."""
         return self._tags.writes(tensor)
 
     def product(self, scores: Tensor) -> Scores | None:
-        """The product that scores came from; None if they came from none."""
+        """Return the product that scores came from; None if there is none."""
         return self._tags.scores(scores)
 
     def offer(self, history: History | None, masked: bool = False) -> None:
-        """Tell the history of the scores that a function seen in Python is about to give to its softmax.
+        """Announce the scores' history before a function seen in Python passes them to its softmax.
 
         Args:
             history: of the scores.
-            masked: whether a mask has been put into them.
+            masked: whether a mask has been applied to them.
         """
         self._softmaxes.offered, self._softmaxes.masked = history, masked
 
-    def attended(self, output: Tensor, sums: object = None) -> None:
-        """Tell what a captured attention that was seen in Python returned: see :class:`MergedBlocks`."""
+    def mark_output(self, output: Tensor, sums: object = None) -> None:
+        """Mark the output of attention that was captured in Python: see :class:`MergedBlocks`."""
         with torch._C.DisableTorchFunction():
-            self._merged.attended(output, sums)
+            self._merged.mark_output(output, sums)
 
     def settle(self) -> None:
-        """Say of every softmax what became of it, and forget it."""
+        """Note the outcome of every softmax, then forget them all."""
         self._softmaxes.settle()
         self._tags.forget()
 
-    def _open(
+    def _runner(
         self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
-        """How to run an operation so that those that it calls are looked at; None if they cannot be."""
+        """Return a function that runs an operation so that we see the operations it calls; None if impossible."""
         if plan.composite and (device := composite_on(func, args, kwargs)) is not None:
-            return lambda: self._in_parts(func, COMPOSITE, device, args, kwargs)
+            return lambda: self._run_kernel(func, COMPOSITE, device, args, kwargs)
         if plan.kind == "higher order":
-            return lambda: self._higher_order(func, plan, args, kwargs)
-        if plan.kind == "foreign" and (place := in_python(func, args, kwargs)) is not None:
-            return lambda: self._python(func, plan, place, args, kwargs)
+            return lambda: self._run_higher_order(func, plan, args, kwargs)
+        if plan.kind == "foreign" and (kernel := python_kernel(func, args, kwargs)) is not None:
+            return lambda: self._run_in_python(func, plan, kernel, args, kwargs)
         return None
 
-    def _python(
-        self, func: Any, plan: Plan, place: tuple[Any, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _run_in_python(
+        self, func: Any, plan: Plan, kernel: tuple[Any, str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator whose kernel is Python's; what that calls past the dispatcher may be attention still."""
-        seen, result = self._seen(), self._in_parts(func, *place, args, kwargs)
-        if self._seen() == seen:
+        """Run an operator with a Python kernel; if no attention was seen in it, look at it as a whole."""
+        seen, result = self._attention_count(), self._run_kernel(func, *kernel, args, kwargs)
+        if self._attention_count() == seen:
             self._guarded(plan, self._look, plan, args, kwargs, result)
         return result
 
-    def _seen(self) -> int:
-        """How much of attention was seen so far."""
+    def _attention_count(self) -> int:
+        """Return how many attention operations were captured or skipped so far."""
         audit = self._recorder.audit
         return audit.captured.total() + audit.skipped.total()
 
-    def _higher_order(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order operator that was not seen in Python; its bodies, if known, under this mode."""
-        if knows_bodies(func):
-            args, kwargs = under((args, kwargs), [self])
+    def _run_higher_order(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a higher-order operator that was not seen in Python; known bodies run under this mode."""
+        if has_known_bodies(func):
+            args, kwargs = under_modes((args, kwargs), [self])
             return func(*args, **kwargs)
-        seen, result = self._seen(), func(*args, **kwargs)
+        seen, result = self._attention_count(), func(*args, **kwargs)
         recorder = self._recorder
-        if not recorder.listening or recorder.foreign or self._seen() != seen:
+        if not recorder.listening or recorder.foreign or self._attention_count() != seen:
             return result
         if self._guarded(plan, may_hide, func, (args, kwargs), self._tags.fixed, is_looked_for):
             recorder.skip(plan.name, MAY_HIDE)
         return result
 
-    def _in_parts(self, func: Any, key: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the kernel of an operation that calls others, so that those are looked at: a composite, or Python's.
+    def _run_kernel(self, func: Any, key: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a composite or a Python kernel under this mode, so that we see the operations it calls.
 
-        Autograd takes composites apart above this mode; of tensors without it (``inference_mode``) they come here.
-        Autocast is above this mode, too, and casts the parts of composites that it does not cast as a whole.
+        Autograd decomposes composites above this mode; without autograd (``inference_mode``) they arrive here
+        whole. Autocast is above this mode too, and casts the parts of those composites that it does not cast as a
+        whole.
         """
         with self, torch._C.DisableTorchFunction():
             included = torch._C._dispatch_tls_local_include_set()
             excluded = torch._C._dispatch_tls_local_exclude_set()
-            # Torch 2.9 fails if the parts do not come by this key; 2.13 does without.
+            # Torch 2.9 fails unless the parts dispatch through this key; 2.13 does not need it.
             excluded = excluded.remove(torch._C.DispatchKey.PythonTLSSnapshot)
-            if torch.is_inference_mode_enabled():  # a view knows that what it views is trained: matmul asks it
+            if torch.is_inference_mode_enabled():  # matmul asks views about gradients
                 excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)
-            with enable_reentrant_dispatch():  # what was on when the composite was called
+            with enable_reentrant_dispatch():  # restores what was on when the composite was called
                 cast = is_autocast_available(device) and torch.is_autocast_enabled(device)
                 if cast and not has_kernel(func, autocast := f"Autocast{key_of(device)}"):
                     excluded = excluded.remove(getattr(torch._C.DispatchKey, autocast))
@@ -184,11 +185,11 @@ class OperationWatch(TorchDispatchMode):
                     return func._op_dk(key, *args, **kwargs)
 
     def _guarded(self, plan: Plan, look: Callable[..., Any], *args: Any) -> Any:
-        """Look; a failure of ours is noted and never the model's."""
+        """Call one of our functions; its failure is noted and never reaches the model."""
         try:
             with torch._C.DisableTorchFunction():
                 return look(*args)
-        except Exception as error:  # whatever a tensor of an unknown kind raises
+        except Exception as error:  # tensor subclasses may raise anything
             self._recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
             return None
 
@@ -199,7 +200,7 @@ class OperationWatch(TorchDispatchMode):
     def _look(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> AttentionCall | None:
-        """Look at an operation that has run, by its kind; return the attention that it completes, if it does."""
+        """Handle an operation that has run, by its kind; return the attention that it completes, if any."""
         recorder, tags, name = self._recorder, self._tags, plan.name
         if recorder.covered or recorder.foreign:
             return None
@@ -209,67 +210,67 @@ class OperationWatch(TorchDispatchMode):
             return None
         given = [*tensors((*args, *kwargs.values()) if kwargs else args)]
         if any(t.layout not in _STORED for t in (given if result is None else (*given, *tensors((result,))))):
-            self._of_no_storage(name, given)
+            self._skip_without_storage(name, given)
             return None
         if name in SUMS or "sums" in tags.marks:
-            self._merged.ran(name, plan.kind == "product", args, given, result)
+            self._merged.observe(name, plan.kind == "product", args, given, result)
         if name == "mul" and len(given) == 2 and "one key" in tags.marks:
-            found = self._products.of_one_key(given, result)
-            if found is not None:
-                self._merged.attended(result)
-                return found
+            call = self._products.observe_entrywise(given, result)
+            if call is not None:
+                self._merged.mark_output(result)
+                return call
         look = self._LOOKS.get(plan.kind)
         if look is not None:
             return look(self, plan, args, kwargs, given, result)
-        carry(tags, name, args, given, result)
+        propagate(tags, name, args, given, result)
         return None
 
     def _product(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> AttentionCall | None:
-        """A product may make scores, or be that of weights and values."""
-        found = self._products.ran(plan.name, args, kwargs, result)
-        if found is not None:
-            self._merged.attended(result)
-        return found
+        """Handle a matrix product: it may make scores, or multiply weights with values."""
+        call = self._products.observe(plan.name, args, kwargs, result)
+        if call is not None:
+            self._merged.mark_output(result)
+        return call
 
     def _noise(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """Noise may be dropout that is written out."""
+        """Handle noise: it may be dropout that is written out."""
         kept = float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
         self._tags.tag_noise(result, kept)
 
     def _softmax(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """A softmax is followed until it meets values."""
-        place = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-        self._softmaxes.ran(plan.name, given[0], place, result, bool(plan.writes))
+        """Start to trace a softmax."""
+        axis = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+        self._softmaxes.observe(plan.name, given[0], axis, result, bool(plan.writes))
 
     def _exponential(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """It may be a softmax that is written out."""
+        """Handle an exponential: it may be a softmax that is written out."""
         if result.ndim > 1 and result.is_floating_point():
-            self._softmaxes.exponential(plan.name, args, result, bool(plan.writes))
-        carry(self._tags, plan.name, args, given, result)
+            self._softmaxes.observe_exponential(plan.name, args, result, bool(plan.writes))
+        propagate(self._tags, plan.name, args, given, result)
 
     def _foreign(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """An operator of another library may be attention, which cannot be seen."""
+        """Handle an operator of another library: it may be attention, but cannot be inspected."""
         recorder = self._recorder
         if recorder.running:
             written = [args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes]
             if may_attend(plan.name, recorder.module, given, tensors((result, *written)), self._tags.fixed):
                 recorder.skip(plan.full, MAY_BE_ATTENTION)
-        carry(self._tags, plan.name, args, given, result)
+        propagate(self._tags, plan.name, args, given, result)
 
     def _fused(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> AttentionCall | None:
-        """A fused attention that was not seen in Python: in a scripted or compiled graph, or in C++."""
+        """Capture fused attention that was not seen in Python: in a scripted or compiled graph, or in C++."""
         recorder = self._recorder
         if not recorder.listening:
             recorder.skip(plan.name, OUTSIDE)
@@ -279,7 +280,7 @@ class OperationWatch(TorchDispatchMode):
         if call is None:
             recorder.skip(plan.name, "runs below Python: in a compiled, traced or exported graph, or in C++")
         else:
-            self._merged.attended(*result[:2])
+            self._merged.mark_output(*result[:2])
         return call
 
     _LOOKS: ClassVar[dict[str, Callable[..., AttentionCall | None]]] = {
@@ -291,10 +292,10 @@ class OperationWatch(TorchDispatchMode):
         "fused": _fused,
     }
 
-    def _of_no_storage(self, name: str, given: Sequence[Tensor]) -> None:
-        """An operation with a sparse tensor, or one of oneDNN's, in which nothing is followed: does it matter?"""
+    def _skip_without_storage(self, name: str, given: Sequence[Tensor]) -> None:
+        """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""
         if name in _SPARSE or name in SOFTMAXES:
-            self._recorder.skip("softmax", "of a sparse tensor, or one of oneDNN's: only dense ones are followed")
+            self._recorder.skip("softmax", "of a sparse or oneDNN tensor: only dense ones are followed")
             return
         for tensor in given:
             scores, weights = self._tags.of(tensor)

@@ -1,4 +1,4 @@
-"""Higher-order operators (torch.cond, while_loop, scan, map, …), which run functions below all modes."""
+"""Higher-order operators (torch.cond, while_loop, scan, map, …), which call Python functions below all modes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -18,29 +18,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from semdiag.capturing.recording import is_plain
 
-ASKS = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
-MAY_HIDE = "a higher-order operator, whose body cannot be seen: it may hide attention"
+MODES_SUPPORTED = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
+MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-_OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under modes
-_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")  # theirs do not, and only call a body
+_OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under dispatch modes
+_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")  # theirs do not; they only call a body
 _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_attention", "flex_attention_backward")
 
 
 def run_as_written(
     func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], ours: type[TorchDispatchMode]
 ) -> Callable[[], Any] | None:
-    """How a higher-order operator runs its bodies as if they stood in its place: under all modes, with a gradient.
+    """Return a function that runs an operator's bodies in place: under all modes, with gradients.
 
-    With a gradient, torch would trace the bodies instead, and run what it traced once more in the backward pass.
+    With gradients, torch would trace the bodies instead and run the traced graph again in the backward pass.
 
     Args:
         func: the operator.
-        args: its arguments.
-        kwargs: those given by name.
-        ours: the modes under which nothing is traced.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        ours: the class of our mode; under any other mode, bodies may be traced.
 
     Returns:
-        What runs it; None where that is not known.
+        The function; None if this operator cannot be run so.
     """
     name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
     stack = _get_current_dispatch_mode_stack()
@@ -62,21 +62,21 @@ def run_as_written(
         return None
 
     def run() -> Any:
-        given, named = under((args, kwargs), stack)
+        given, named = under_modes((args, kwargs), stack)
         with _disable_current_modes():
             return kernel(*given, **named)
 
     return run
 
 
-def take_in(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> None:
-    """Have a higher-order operator go through a mode, where torch does not ask the mode whether it supports them.
+def register_mode(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> None:
+    """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode.
 
     Args:
-        operator: that is about to run under it; not all are there before they are first used.
-        mode: that takes it as any other operator.
+        operator: about to run; some operators exist only from their first use on.
+        mode: handles it like any other operator.
     """
-    if not ASKS and mode not in operator.python_key_table:
+    if not MODES_SUPPORTED and mode not in operator.python_key_table:
 
         def rule(own: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
             return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
@@ -84,24 +84,24 @@ def take_in(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> Non
         operator.py_impl(mode)(rule)
 
 
-def knows_bodies(func: object) -> bool:
-    """Whether it is a higher-order operator that takes functions in the place of its bodies."""
+def has_known_bodies(func: object) -> bool:
+    """Return whether this is a higher-order operator whose arguments contain its bodies as functions."""
     return isinstance(func, HigherOrderOperator) and func.__name__ in (*_OPEN, *_CLOSED)
 
 
-def under(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
-    """Arguments of a higher-order operator whose bodies run under modes, the innermost last.
+def under_modes(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
+    """Wrap the functions among a higher-order operator's arguments so that they run under ``modes``.
 
     Args:
-        arguments: functions among others.
-        modes: that are off while the operator runs.
+        arguments: of the operator, nested.
+        modes: off while the operator itself runs; the innermost comes last.
     """
     return tree_map(lambda x: _under(x, modes) if _is_body(x) else x, arguments)
 
 
 @cache
 def _runs_once_more() -> bool:
-    """Whether this torch's scan runs its body once more than it has steps, to learn the shapes of its results."""
+    """Return whether this torch's scan runs its body once more than it has steps, to learn its shapes."""
     from torch._higher_order_ops.scan import generic_scan
 
     runs = []
@@ -116,7 +116,7 @@ def _runs_once_more() -> bool:
 
 
 def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A body whose first run is seen by no mode."""
+    """Hide a body's first run from all modes."""
     runs = 0
 
     def run(*args: Any) -> Any:
@@ -144,7 +144,7 @@ def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Call
             for _ in modes:
                 _pop_mode()
 
-    if getattr(body, "_boxed_call", False):  # takes its operands in a list
+    if getattr(body, "_boxed_call", False):  # takes its operands as a list
         run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -152,13 +152,13 @@ def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Call
 def may_hide(
     func: HigherOrderOperator, arguments: Any, fixed: Callable[[Tensor], bool], looked_for: Callable[[Any], bool]
 ) -> bool:
-    """Whether a higher-order operator whose bodies were not seen may be attention.
+    """Return whether a higher-order operator whose bodies were not seen may compute attention.
 
     Args:
         func: the operator.
         arguments: its arguments.
-        fixed: whether a tensor is made of parameters alone.
-        looked_for: whether an ordinary operator may be attention, or a part of it.
+        fixed: whether a tensor is computed from parameters alone.
+        looked_for: whether an ordinary operator may be attention, or part of it.
     """
     if func.__name__ in _HARMLESS:
         return False
@@ -166,8 +166,8 @@ def may_hide(
     operators = [x for x in leaves if isinstance(x, OpOverload)]
     if operators and not any(map(looked_for, operators)):
         return False
-    return _moving(leaves, fixed)
+    return _takes_inputs(leaves, fixed)
 
 
-def _moving(leaves: Iterable[object], fixed: Callable[[Tensor], bool]) -> bool:
+def _takes_inputs(leaves: Iterable[object], fixed: Callable[[Tensor], bool]) -> bool:
     return any(isinstance(x, Tensor) and is_plain(x) and x.is_floating_point() and not fixed(x) for x in leaves)

@@ -1,4 +1,4 @@
-"""Products: of queries and keys, whose result can be scores; and of weights and values, which is attention."""
+"""Matrix products: of queries and keys, which make scores; of weights and values, which complete attention."""
 
 import math
 from dataclasses import replace
@@ -9,45 +9,45 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
-from semdiag.capturing.following.score_history import ScoreHistory
-from semdiag.capturing.following.softmax_provenance import MECHANISM
-from semdiag.capturing.following.softmaxes import Softmaxes, sums_to_one
-from semdiag.capturing.following.tags import Product, Scores, Softmax, Tags, Weights, tensors
-from semdiag.capturing.following.weighted_values import UnfollowedError, Weighted, attention_of
+from semdiag.capturing.provenance.axes import Axes, AxisPiece, merged, own_axes
+from semdiag.capturing.provenance.score_history import ScoreHistory
+from semdiag.capturing.provenance.softmax_provenance import MECHANISM
+from semdiag.capturing.provenance.softmaxes import Softmaxes, sums_to_one
+from semdiag.capturing.provenance.tags import Product, Scores, Softmax, Tags, Weights, tensors
+from semdiag.capturing.provenance.weighted_values import UnfollowedError, WeightedProduct, attention_of
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
 PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "dot")
 _ADDED = ("baddbmm", "addmm", "addbmm", "addmv")
-UNKNOWN = "a factor is made of scores and sums to one, but not by a softmax that is known: it may be attention"
-OUTSIDE = "runs outside of the model's modules: call the module itself inside the context"
+UNKNOWN = "a factor is made of scores and its rows sum to one, but no softmax was seen: it may be attention"
+OUTSIDE = "runs outside the model's modules: call the module itself inside the context"
 
 
 class Products:
-    """Looks at products.
+    """Looks at matrix products.
 
     Args:
         recorder: knows what runs.
-        tags: of tensors.
-        softmaxes: of the forward.
+        tags: of all tensors.
+        softmaxes: of this forward pass.
     """
 
     def __init__(self, recorder: Recorder, tags: Tags, softmaxes: Softmaxes) -> None:
         self._recorder, self._tags, self._softmaxes = recorder, tags, softmaxes
 
-    def ran(
+    def observe(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> AttentionCall | None:
-        """A product has run.
+        """Look at a matrix product that has run.
 
         Args:
             name: of the operation.
-            args: its arguments.
-            kwargs: those given by name.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
             result: what it returned.
 
         Returns:
-            The attention that it completes, if it is that of weights and values.
+            The attention that it completes; None unless it multiplies weights with values.
         """
         a, b = (*args, *kwargs.values())[1:3] if name in _ADDED else args[:2]
         if not (is_plain(a) and is_plain(b)):
@@ -55,7 +55,7 @@ class Products:
         (scores_a, of_a), (scores_b, of_b) = self._tags.of(a), self._tags.of(b)
         may_score = b.ndim > 1 and name != "addbmm"
         suspects = [t is not None and t.softmax.suspect for t in (of_a, of_b)]
-        if any(suspects):  # an exponential of something else is not taken for weights beside them
+        if any(suspects):  # beside real weights, another exponential is no candidate
             of_a, of_b = (t if suspect else None for t, suspect in zip((of_a, of_b), suspects, strict=True))
         elif may_score and (of_a is not None or of_b is not None):
             self._scored(a, b, scores_a, scores_b, result)
@@ -72,15 +72,15 @@ class Products:
             self._tags.tag_fixed(result)
         return None
 
-    def of_one_key(self, given: list[Tensor], result: Tensor) -> AttentionCall | None:
-        """A tensor was multiplied entry by entry: einsum does so where weights of one key meet values.
+    def observe_entrywise(self, given: list[Tensor], result: Tensor) -> AttentionCall | None:
+        """Look at an entrywise product: einsum makes one where weights of a single key meet values.
 
         Args:
             given: the factors.
             result: what it returned.
 
         Returns:
-            The attention that it completes: its weights have one entry along one axis, where its values are wide.
+            The attention that it completes; None if there is none.
         """
         for source, other in (given, given[::-1]):
             tag = self._tags.weights(source)
@@ -88,31 +88,31 @@ class Products:
                 continue
             if self._tags.fixed(other) or not other.is_floating_point():
                 continue
-            found = _one_key_product(tag.axes, source, other, result)
-            if found is not None:
-                axes, w, v, mixed = found
+            product = _one_key_product(tag.axes, source, other, result)
+            if product is not None:
+                axes, w, v, mixed = product
                 return self._weighted(tag._replace(axes=axes), w, v, mixed, left=True, added=False)
         return None
 
     def _both_weights(self, of_a: Weights, of_b: Weights, result: Tensor) -> None:
-        """Weights of two softmaxes meet each other."""
+        """Handle a product of the weights of two softmaxes."""
         if of_a.softmax.suspect and of_b.softmax.suspect:
             for tag in (of_a, of_b):
                 tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
         self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
 
     def _note_unknown(self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None) -> None:
-        """No factor is a softmax's: one that is made of scores and sums to one may be that of an unknown one."""
-        for scores, factor, other, place in ((of_a, a, b, -1), (of_b, b, a, -2)):
-            if scores is None or any(scores.product.fixed) or not scores.axes[place] or self._tags.fixed(other):
+        """Note a factor without a softmax that looks like weights: made of scores, with rows that sum to one."""
+        for scores, factor, other, axis in ((of_a, a, b, -1), (of_b, b, a, -2)):
+            if scores is None or any(scores.product.fixed) or not scores.axes[axis] or self._tags.fixed(other):
                 continue
             with outside_all_modes(factor.device.type):
-                found = bool((factor >= 0).all()) and sums_to_one(factor, place)
-            if found:
+                normalised = bool((factor >= 0).all()) and sums_to_one(factor, axis)
+            if normalised:
                 self._recorder.skip(name, UNKNOWN if self._recorder.running else OUTSIDE)
 
     def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
-        """No factor is a softmax's: the result can be scores, or scores whose heads are mixed."""
+        """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""
         fixed = self._tags.fixed(a), self._tags.fixed(b)
         for scores, other_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
             if scores is not None and other_fixed and not any(scores.product.fixed):
@@ -125,13 +125,13 @@ class Products:
             return
         product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed)
         shape = result.shape if result.ndim == 3 else (1, *result.shape)
-        self._tags.tag_scores(result, Scores(product, fresh(shape, product.number)[-result.ndim :]))
+        self._tags.tag_scores(result, Scores(product, own_axes(shape, product.number)[-result.ndim :]))
 
     def _weighted(
         self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
     ) -> AttentionCall | None:
-        """Weights meet another tensor."""
-        softmax, axes, place = tag.softmax, tag.axes, tag.softmax.place
+        """Handle a product of weights with another tensor; return the attention if this completes it."""
+        softmax, axes, axis = tag.softmax, tag.axes, tag.softmax.axis
         if softmax.done:
             return None
         constant = self._tags.fixed(other)
@@ -140,37 +140,37 @@ class Products:
                 softmax.refuse("its weights were moved or changed by operations that are not followed")
             return None
         summed = merged(axes[-1] if left or weights.ndim == 1 else axes[-2])
-        if place is None and len(summed) == 1 and summed[0].origin == softmax.number:
-            place = summed[0].place
+        if axis is None and len(summed) == 1 and summed[0].origin == softmax.number:
+            axis = summed[0].axis
             if not softmax.of_a_product:
                 return None  # an exponential of something else
-        if place is None or not _over_keys(softmax, place, summed):
+        if axis is None or not _over_keys(softmax, axis, summed):
             if constant:
                 moved = _remaining(axes, result, left)
                 self._tags.tag_weights(result, tag._replace(axes=moved, exact=False))
             elif softmax.suspect:
                 softmax.refuse("its softmax does not run over the axis that is summed with values")
             return None
-        if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # the latter is a statistic
+        if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # a number is a statistic
             return None
-        whole = _whole(softmax, place, summed)
-        reason = _reason(tag, place, whole=whole, constant=constant, added=added, numbers=not result.ndim)
+        whole = _whole(softmax, axis, summed)
+        reason = _reason(tag, axis, whole=whole, constant=constant, added=added, numbers=not result.ndim)
         if reason is not None:
             softmax.refuse(reason)
             return None
-        return self._attention(tag, axes, place, weights, other, result, left)
+        return self._attention(tag, axes, axis, weights, other, result, left)
 
     def _attention(
-        self, tag: Weights, axes: Axes, place: int, weights: Tensor, other: Tensor, result: Tensor, left: bool
+        self, tag: Weights, axes: Axes, axis: int, weights: Tensor, other: Tensor, result: Tensor, left: bool
     ) -> AttentionCall | None:
-        """The attention of weights that have met their values; None if it cannot be described."""
+        """Return the attention of weights that met values; None if it cannot be described."""
         softmax = tag.softmax
         try:
             with outside_all_modes(result.device.type):
                 call, remark = attention_of(
-                    Weighted(
-                        scores=softmax.scores_over(place),
-                        key=place,
+                    WeightedProduct(
+                        scores=softmax.scores_over(axis),
+                        key=axis,
                         history=_history(softmax),
                         product=None if softmax.tag is None else softmax.tag.axes,
                         heads=softmax.heads,
@@ -179,7 +179,7 @@ class Products:
                         weights=weights.detach() if not tag.exact else None,
                         dropout=tag.dropout,
                         left=left,
-                        given=self._recorder.shapes,
+                        input_shapes=self._recorder.shapes,
                     ),
                     weights.shape,
                     other.detach(),
@@ -189,7 +189,7 @@ class Products:
         except UnfollowedError as error:
             softmax.refuse(str(error))
             return None
-        self._softmaxes.captured(softmax)
+        self._softmaxes.release(softmax)
         if remark is not None:
             self._recorder.audit.remarks[Remark(self._recorder.module, remark)] += 1
         return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
@@ -198,11 +198,11 @@ class Products:
 def _one_key_product(
     axes: Axes, source: Tensor, other: Tensor, result: Tensor
 ) -> tuple[Axes, Tensor, Tensor, Tensor] | None:
-    """Read a product entry by entry as one of matrices, where one axis of the weights met several values.
+    """Read an entrywise product as a matrix product, where one axis of length 1 of the weights met values.
 
     Returns:
-        The axes of the weights, the weights (N, M, 1), the values (N, 1, D) and the result (N, M, D); None if more
-        axes, or none, are such.
+        The axes of the weights, the weights (N, M, 1), the values (N, 1, D) and the result (N, M, D); None unless
+        exactly one axis qualifies.
     """
     axes = ((),) * (result.ndim - source.ndim) + axes
     w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, other))
@@ -219,40 +219,40 @@ def _one_key_product(
         return pieces, w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
 
 
-def _over_keys(softmax: Softmax, place: int, summed: tuple[Axis, ...]) -> bool:
-    """Whether the axis that a product sums is the one that a softmax runs over, or that has one entry."""
-    of_keys = any(p.origin == softmax.number and p.place == place for p in summed)
-    return of_keys or softmax.scores.shape[place] == 1
+def _over_keys(softmax: Softmax, axis: int, summed: tuple[AxisPiece, ...]) -> bool:
+    """Return whether a product sums over the softmax's axis, or that axis has length 1."""
+    of_keys = any(p.origin == softmax.number and p.axis == axis for p in summed)
+    return of_keys or softmax.scores.shape[axis] == 1
 
 
-def _whole(softmax: Softmax, place: int, summed: tuple[Axis, ...]) -> bool:
-    """Whether a product sums over all keys in their order, or all but one, which may be a sink."""
-    size = softmax.scores.shape[place]
-    all_keys, but_one = Axis(softmax.number, place, size, 1), Axis(softmax.number, place, size - 1, 0)
+def _whole(softmax: Softmax, axis: int, summed: tuple[AxisPiece, ...]) -> bool:
+    """Return whether a product sums over all keys in order, or over all but one, which may be a sink."""
+    size = softmax.scores.shape[axis]
+    all_keys, but_one = AxisPiece(softmax.number, axis, size, 1), AxisPiece(softmax.number, axis, size - 1, 0)
     return size == 1 or summed in ((all_keys,), (but_one,))
 
 
 def _history(softmax: Softmax) -> ScoreHistory | None:
-    """How the scores came about, if that is true still and they are not of a transform (``torch.func.grad``)."""
+    """Return how the scores were made, if still valid and not from a transform (``torch.func.grad``)."""
     if softmax.history is None or not softmax.history[1]():
         return None
     history = softmax.history[0]
     return None if torch._C._functorch.is_functorch_wrapped_tensor(history.q) else history
 
 
-def _reason(tag: Weights, place: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
-    """Why a softmax whose weights meet values is not captured; None if it can be.
+def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
+    """Return why weights that met values are not captured; None if they can be.
 
     Args:
         tag: of the weights.
-        place: the axis that the softmax runs over.
+        axis: the softmax's axis.
         whole: whether all its keys meet values.
-        constant: whether the values are made of parameters alone.
-        added: whether something is added to their product.
+        constant: whether the values are computed from parameters alone.
+        added: whether something is added to the product.
         numbers: whether the product is a number.
     """
     softmax = tag.softmax
-    fixed = softmax.keys_fixed(place)
+    fixed = softmax.keys_fixed(axis)
     if tag.added_up:
         return "its weights were summed or averaged over rows or heads before they met values"
     if softmax.outside:
@@ -263,20 +263,20 @@ def _reason(tag: Weights, place: int, *, whole: bool, constant: bool, added: boo
         return "its scores are not followed to a product of queries and keys"
     if fixed:
         return "its keys are parameters (a codebook, a router, learned keys), not made of the input"
-    if constant and softmax.scores.shape[place] == 1:
+    if constant and softmax.scores.shape[axis] == 1:
         return "it has one key, and its values cannot be told from other factors of its weights"
     if constant:
         return "its values are parameters, not made of the input"
     if added:
         return "something is added to its values in the same operation"
     if numbers:
-        return "its values are numbers, of which one row alone is made"
+        return "its values are single numbers, and only one row is computed"
     return None
 
 
 def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
-    """The axes of a product of which one factor is known; those of the other factor are nobody's."""
-    new = (Axis(-1, 0, result.shape[-1 if left else -2], 1),)
+    """Return the axes of a product's result; those of the other factor have no origin."""
+    new = (AxisPiece(-1, 0, result.shape[-1 if left else -2], 1),)
     if left:
         return (*axes[:-1], new)
     return (*axes[:-2], new, axes[-1])

@@ -1,4 +1,4 @@
-"""What has happened to a tensor of scores since it was the product of queries and keys."""
+"""What happened to scores since they were the product of queries and keys."""
 
 import math
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ from semdiag.capturing.score_masks import FORBIDDING, lowest, split_mask, split_
 
 
 class UntraceableError(Exception):
-    """An operation after which the scores are no longer those of a softmax attention."""
+    """Raised for an operation after which the scores are no longer those of softmax attention."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreHistory:
-    """Scores as factor · bend(q kᵀ) + bias, with masked entries at or below ``floor``.
+    """Scores as factor · softcap(q kᵀ) + bias; entries at or below ``floor`` are masked.
 
     Attributes:
         q: (…, Lq, D).
         k: (…, Lk, D).
         lead: shape of the scores before their last two axes.
-        scale: factor on the product; inside the bend, if there is one.
-        softcap: factor outside of tanh, for bent scores.
+        scale: factor on the product; inside tanh, if scores are soft-capped.
+        softcap: factor outside tanh; None means no soft-cap.
         bias: broadcastable to the scores; None means none.
         allowed: bool, broadcastable to the scores: entries that no mask forbids; None means all.
-        floor: entries at or below it were overwritten, too; None means none was.
-        forbidding: the finite constant that was added or filled in to forbid keys; None if none was.
-        eps: of the least precise dtype the scores have had.
+        floor: entries at or below it were overwritten as well; None means none was.
+        forbidding: the finite constant that was added or filled in to forbid keys; None if there is none.
+        eps: of the least precise dtype that the scores have had.
     """
 
     q: Tensor
@@ -48,8 +48,8 @@ class ScoreHistory:
         """Multiply by a number, or by a tensor that is constant over the keys.
 
         Raises:
-            UntraceableError: if the factor varies over the keys, soft-capped scores meet a tensor, or what was
-                added to forbid keys is too small for that afterwards.
+            UntraceableError: if the factor varies over the keys, a tensor multiplies soft-capped scores, or the
+                constant that forbids keys becomes too small to do so.
         """
         number = as_number(factor)
         forbidding = self.forbidding
@@ -76,10 +76,10 @@ class ScoreHistory:
         return replace(changed, softcap=self.softcap * number)
 
     def plus(self, term: Any) -> "ScoreHistory":
-        """Add a bias or a mask; what is the same for all keys changes no softmax and is left out.
+        """Add a bias or a mask; a term that is the same for all keys does not change the softmax and is dropped.
 
         Raises:
-            UntraceableError: if the term is no number or real tensor.
+            UntraceableError: if the term is neither a number nor a real tensor.
         """
         if as_number(term) is not None:
             return self
@@ -94,7 +94,7 @@ class ScoreHistory:
         return replace(masked, bias=self.bias + bias)
 
     def filled(self, value: Any, dtype: torch.dtype, kept: Tensor | None = None) -> "ScoreHistory":
-        """Replace some scores by a very low number; ``kept`` says which are left, None that it is not known.
+        """Replace some scores by a very low number; ``kept`` marks the others, None if unknown.
 
         Raises:
             UntraceableError: if the number is not very low.
@@ -113,7 +113,7 @@ class ScoreHistory:
         """Apply tanh, the first half of a soft-cap.
 
         Raises:
-            UntraceableError: if the scores are bent, biased or masked already.
+            UntraceableError: if the scores are already soft-capped, biased or masked.
         """
         if any(x is not None for x in (self.softcap, self.bias, self.allowed, self.floor)):
             raise UntraceableError
@@ -135,10 +135,10 @@ class ScoreHistory:
         return replace(self, q=q, k=k, bias=bias, allowed=allowed, lead=new)
 
     def rows(self, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Scores of some rows, and which of them no mask forbids.
+        """Return the scores of some rows, and which of them no mask forbids.
 
         Args:
-            index: of the rows among (…, Lq), one tensor an axis.
+            index: positions of the rows in (…, Lq), one tensor per axis.
 
         Returns:
             (rows, Lk) each.
@@ -157,18 +157,18 @@ class ScoreHistory:
         )[index]
 
     def reach(self, index: tuple[Tensor, ...]) -> Tensor:
-        """Largest |scale| · ‖q‖ · ‖k‖ among some rows: what rounding of the product is relative to."""
+        """Return the largest |scale| · ‖q‖ · ‖k‖ among some rows: the size to which rounding is relative."""
         q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].float().norm(dim=-1)
         k = self.k.float().norm(dim=-1)
         reach: Tensor = abs(self.scale) * (self.softcap or 1.0) * q.amax() * k.amax()
         return reach
 
     def rounding(self, scores: Tensor) -> float:
-        """Rounding of the least precise dtype that the scores have had."""
+        """Return eps of the least precise dtype that the scores have had."""
         return max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, scores)))
 
     def left(self, scores: Tensor) -> Tensor | None:
-        """Entries of the scores that nothing forbids, broadcastable to them; None: all."""
+        """Return the entries that no mask forbids, broadcastable to the scores; None means all."""
         if self.floor is None:
             return self.allowed
         above = scores > self.floor
@@ -182,14 +182,14 @@ class ScoreHistory:
         heads: int | None,
         full: Tensor | None = None,
     ) -> AttentionCall:
-        """Describe the attention; its module, layer and occurrence are not known here.
+        """Describe the attention, without module, layer and occurrence, which are not known here.
 
         Args:
             v: values (…, Lk, Dv).
             mixed: (…, Lq, Dv).
             allowed: broadcastable to the scores.
             heads: number of heads, for scores with three axes.
-            full: the keys of fully masked rows, broadcastable to the scores; None: there are none.
+            full: the keys of fully masked rows, broadcastable to the scores; None means there are none.
         """
         q = self.q.expand(*self.lead, *self.q.shape[-2:])
         k, v = (_shared(x, self.lead) for x in (self.k, v))
@@ -232,7 +232,7 @@ class ScoreHistory:
 
 
 def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:
-    """Scores that are known as they are, and not as a product: all of them stand in the bias.
+    """Return a history for scores of unknown origin: all of them go into the bias.
 
     Args:
         scores: (…, Lq, Lk).
@@ -245,22 +245,22 @@ def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:
 
 
 def as_number(value: Any) -> float | None:
-    """Read a number, or a tensor of one element, as a float; None if it is something else."""
+    """Return a number, or a tensor of one element, as a float; None for anything else."""
     if isinstance(value, int | float):
         return float(value)
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
 def reshaped(tensor: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
-    """Follow a change of the leading axes; a tensor that is the same along all of them stays as it is."""
+    """Reshape the leading axes; a tensor that is constant along all of them keeps its shape."""
     if old == new or tensor.ndim <= 2 or math.prod(tensor.shape[:-2]) == 1:
         return tensor.reshape(tensor.shape[-2:]) if tensor.ndim > 2 and old != new else tensor
     return tensor.expand(*old, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
 
 
 def _shared(x: Tensor, lead: torch.Size) -> Tensor:
-    """Expand to the leading axes, but for the last one where one head serves all."""
-    if len(lead) < 2:  # of one axis it is not known whether it is one of heads
+    """Expand to the leading axes, except for the heads' if one head serves all."""
+    if len(lead) < 2:  # a single axis may or may not be the heads'
         return x.expand(*lead, *x.shape[-2:])
     heads = x.shape[-3] if x.ndim > 2 else 1
     return x.expand(*lead[:-1], heads, *x.shape[-2:])

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.following.own_operators import is_foreign
+from semdiag.capturing.provenance.foreign_operators import is_foreign
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag_models import InputError
 
 WIDTH, HEADS = 16, 4
-SAID = "an operator of its own, which may be attention: nothing of it can be seen"
+SAID = "a custom operator, which may be attention: it cannot be inspected"
 library = torch.library.Library("semdiag_tests", "DEF")
 
 
@@ -157,7 +157,7 @@ def test_an_operator_with_a_gradient_of_its_own_is_captured_or_named_in_training
     assert len(calls) == (not hidden)
     assert skipped == ({("", "semdiag_tests::trainedTrue", SAID): 1} if hidden else {})
     with (
-        pytest.raises(InputError, match="Not all of the model's attention can be masked"),
+        pytest.raises(InputError, match="Some of the model's attention cannot be masked"),
         sparsify(model, TopK(1)),
     ):
         model(torch.randn(2, 5, WIDTH))

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.apart import MeasuringOrder, carried_out, carry_out
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.parallel import MeasuringOrder, run_in_parallel, run_order
 from semdiag.measuring.survey import survey
 from semdiag.measuring.tables import TABLES
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
@@ -38,14 +38,14 @@ class Here:
         return handles[-1:]
 
     def outcomes(self, handle):
-        return None if handle in self.lost else carry_out(self.orders[handle])
+        return None if handle in self.lost else run_order(self.orders[handle])
 
     def close(self):
         self.open = False
 
 
 def apart(workers, told):
-    return lambda paths, conditions: carried_out(
+    return lambda paths, conditions: run_in_parallel(
         [(path, MeasuringOrder(path, conditions)) for path in paths], workers, told.append
     )
 
@@ -61,7 +61,7 @@ def assert_same(found, expected):
 
 def test_models_measured_one_by_one_are_those_of_a_survey_in_whatever_order_they_end(tiny_runs):
     paths, workers, told = [tiny_runs.full, tiny_runs.topk], Here(), []
-    found = survey(paths, CONDITIONS, apart=apart(workers, told))
+    found = survey(paths, CONDITIONS, elsewhere=apart(workers, told))
     assert_same(found, survey(paths, CONDITIONS))
     assert told == [str(tiny_runs.topk), str(tiny_runs.full)]
     assert not workers.open
@@ -70,14 +70,14 @@ def test_models_measured_one_by_one_are_those_of_a_survey_in_whatever_order_they
 @pytest.mark.slow
 def test_two_processes_find_the_same_numbers(tiny_runs):
     paths, told = [tiny_runs.full, tiny_runs.topk], []
-    found = survey(paths, CONDITIONS, apart=apart(LocalWorkers(2, carry_out), told))
+    found = survey(paths, CONDITIONS, elsewhere=apart(LocalWorkers(2, run_order), told))
     assert_same(found, survey(paths, CONDITIONS))
     assert sorted(told) == sorted(map(str, paths))
 
 
 def test_what_auto_means_is_decided_by_all_models_and_not_by_each(tiny_runs):
     workers = Here()
-    survey([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), apart=apart(workers, []))
+    survey([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), elsewhere=apart(workers, []))
     assert {order.conditions.dtype for order in workers.orders} == {"float64"}
 
 
@@ -86,22 +86,22 @@ def test_inputs_that_do_not_suit_are_refused_in_one_line(tiny_runs, tmp_path):
     workers = Here()
     conditions = replace(CONDITIONS, inputs=tmp_path / "inputs.npy", first=4)
     with pytest.raises(InputError, match=r"There are only 3 samples of inputs"):
-        survey([tiny_runs.full, tiny_runs.topk], conditions, apart=apart(workers, []))
+        survey([tiny_runs.full, tiny_runs.topk], conditions, elsewhere=apart(workers, []))
     assert not workers.open
 
 
 def test_a_process_that_was_killed_is_told_with_its_model(tiny_runs):
     workers = Here(lost=(0,))
     with pytest.raises(InputError, match=r"full.*: its process was killed, .* Try fewer --jobs\.$"):
-        survey([tiny_runs.full, tiny_runs.topk], CONDITIONS, apart=apart(workers, []))
+        survey([tiny_runs.full, tiny_runs.topk], CONDITIONS, elsewhere=apart(workers, []))
     assert not workers.open
 
 
 ORPHAN = """
 import os, sys
-from semdiag.measuring.apart import MeasuringOrder, carry_out
+from semdiag.measuring.parallel import MeasuringOrder, run_order
 from semdiag.measuring.conditions import Conditions
-carry_out(MeasuringOrder(sys.argv[1], Conditions(samples=2), parent=os.getppid() + 1))
+run_order(MeasuringOrder(sys.argv[1], Conditions(samples=2), parent=os.getppid() + 1))
 print("it went on")
 """
 
@@ -115,6 +115,6 @@ def test_a_worker_ends_with_its_parent(tiny_runs):
 
 
 def test_an_order_can_be_carried_out_alone(tiny_runs):
-    found = carry_out(MeasuringOrder(str(tiny_runs.full), CONDITIONS, parent=os.getppid()))
+    found = run_order(MeasuringOrder(str(tiny_runs.full), CONDITIONS, parent=os.getppid()))
     assert found.models["model"].tolist() == [str(tiny_runs.full)]
-    assert "not there" in carry_out(MeasuringOrder("not there", CONDITIONS))
+    assert "not there" in run_order(MeasuringOrder("not there", CONDITIONS))

@@ -1,4 +1,4 @@
-"""Softmaxes, also those that are written out with exp: what went into them, and what became of them."""
+"""Trace softmaxes, including those written out with exp: their input, and what becomes of them."""
 
 import math
 from collections import Counter
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
-from semdiag.capturing.following.tags import History, Scores, Softmax, Tags, Weights, address, tensors
+from semdiag.capturing.provenance.axes import Axes, AxisPiece, merged, own_axes
+from semdiag.capturing.provenance.tags import History, Scores, Softmax, Tags, Weights, address, tensors
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
 NO_VALUES = (
-    "it was masked like attention, but its weights were not seen to meet values: what is no attention must not be "
-    "masked, and a mask cannot know it beforehand. Run the model without it, or write it as log_softmax(…).exp()"
+    "a mask was applied to it as to attention, but its weights never met values: a mask cannot tell beforehand "
+    "that this is no attention. Run the model without it, or write it as log_softmax(…).exp()"
 )
 IN_THREADS = (
-    "the forward pass runs in several threads, and its weights may meet values in another, where they are not "
+    "the forward pass runs in several threads, and its weights may meet values in another one, where they are not "
     "followed: it may hide attention"
 )
 SOFTMAXES = ("_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax")
@@ -24,75 +24,75 @@ EXPONENTIALS = ("exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "pow", "pow_"
 
 
 class Softmaxes:
-    """The softmaxes of a forward, until it is known what became of them.
+    """The softmaxes of one forward pass whose outcome is not known yet.
 
     Args:
         recorder: knows what runs; gets the notes.
-        tags: of tensors.
+        tags: of all tensors.
 
     Attributes:
-        offered: the history of the scores that a function seen in Python is about to give to its softmax.
-        masked: whether a mask has been put into them.
+        offered: history of the scores that a function seen in Python is about to pass to its softmax.
+        masked: whether a mask was applied to them.
     """
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
         self._open: list[Softmax] = []
-        self._held: Counter[int] = Counter()
+        self._inputs_in_use: Counter[int] = Counter()
         self._saved: dict[int, Tensor] = {}  # inputs that a softmax is about to overwrite
         self.offered: History | None = None
         self.masked = False
 
-    def ran(self, name: str, scores: Tensor, place: int, result: object, overwritten: bool) -> None:
-        """A softmax has run.
+    def observe(self, name: str, scores: Tensor, axis: int, result: object, overwritten: bool) -> None:
+        """Start to trace a softmax that has run.
 
         Args:
             name: of the operation.
             scores: its input.
-            place: the axis it runs over.
+            axis: the axis that it normalises.
             result: what it returned.
-            overwritten: whether it may have written to its input, which :meth:`before_write` kept then.
+            overwritten: whether it may have overwritten its input, which :meth:`before_write` saved.
         """
         if not (isinstance(result, Tensor) and is_plain(scores)) or scores.layout != torch.strided:
             self._recorder.skip("softmax", f"of a {type(scores).__name__}: only plain tensors are captured")
             return
         history, self.offered = self.offered, None
-        softmax = self._opened(scores, place % max(1, scores.ndim), history, overwritten)
+        softmax = self._start(scores, axis % max(1, scores.ndim), history, overwritten)
         softmax.masked, self.masked = self.masked, False
-        axes = fresh(result.shape, softmax.number)
+        axes = own_axes(result.shape, softmax.number)
         if softmax.one_key:
             self._tags.marks.add("one key")
         self._tags.tag_weights(result, Weights(softmax, axes, logarithm="log" in name))
 
-    def exponential(self, name: str, args: Sequence[object], out: Tensor, overwritten: bool) -> None:
-        """It may be a softmax that is written out: its sum divides it later, or is 1 already.
+    def observe_exponential(self, name: str, args: Sequence[object], out: Tensor, overwritten: bool) -> None:
+        """Start to trace an exponential: it may be a softmax whose sum divides later, or is 1 already.
 
         Args:
             name: of the operation.
-            args: its arguments.
+            args: its positional arguments.
             out: what it returned.
-            overwritten: whether it may have written to its input, which :meth:`before_write` kept then.
+            overwritten: whether it may have overwritten its input, which :meth:`before_write` saved.
         """
         source, unit = _exponent(name, args), _unit(name, args, out.dtype)
         if not is_plain(source) or not unit or source.shape != out.shape:
             return
         weights = self._tags.weights(source)
-        if weights is not None and weights.softmax.suspect:  # of a log_softmax: no other softmax
+        if weights is not None and weights.softmax.suspect:  # exp of log_softmax: the same softmax
             return
-        softmax = self._opened(source, None, None, overwritten)
+        softmax = self._start(source, None, None, overwritten)
         softmax.unit = unit
-        axes = fresh(out.shape, softmax.number)
-        prove(softmax, axes, out)
+        axes = own_axes(out.shape, softmax.number)
+        find_axis(softmax, axes, out)
         self._tags.tag_weights(out, Weights(softmax, axes, exact=False))
 
-    def _opened(self, scores: Tensor, place: int | None, history: History | None, overwritten: bool) -> Softmax:
+    def _start(self, scores: Tensor, axis: int | None, history: History | None, overwritten: bool) -> Softmax:
         tag: Scores | None = self._tags.scores(scores)
         if overwritten:
             scores = self._saved.pop(address(scores), scores)
         softmax = Softmax(
             number=self._tags.number(),
             scores=scores.detach(),
-            place=place,
+            axis=axis,
             tag=tag,
             history=history,
             heads=self._recorder.heads,
@@ -100,64 +100,64 @@ class Softmaxes:
             outside=not self._recorder.running,
         )
         self._open.append(softmax)
-        self._held[address(scores)] += 1
+        self._inputs_in_use[address(scores)] += 1
         return softmax
 
     def before_write(self, name: str, args: Sequence[object], written: Sequence[Tensor]) -> None:
-        """An operation is about to write to tensors: keep what is still needed as it was."""
+        """Save what is still needed of tensors that an operation is about to overwrite."""
         self._saved = {}
         noise = name == "mul_" and any(self._tags.noise(t) is not None for t in tensors(args[1:]))
         for tensor in written:
-            place = address(tensor)
+            storage = address(tensor)
             known = self._tags.written(tensor, noise)
-            if self._held.get(place, 0) > 0:
+            if self._inputs_in_use.get(storage, 0) > 0:
                 for softmax in self._open:
-                    if not softmax.done and address(softmax.scores) == place:
+                    if not softmax.done and address(softmax.scores) == storage:
                         with outside_all_modes(tensor.device.type):
                             softmax.scores = softmax.scores.clone()
-                        self._held[address(softmax.scores)] += 1
-                self._held[place] = 0
+                        self._inputs_in_use[address(softmax.scores)] += 1
+                self._inputs_in_use[storage] = 0
             if name in SOFTMAXES or (name in EXPONENTIALS and known):
                 source = _exponent(name, args)
-                if isinstance(source, Tensor) and address(source) == place:
+                if isinstance(source, Tensor) and address(source) == storage:
                     with outside_all_modes(tensor.device.type):
-                        self._saved[place] = source.detach().clone()
+                        self._saved[storage] = source.detach().clone()
 
-    def captured(self, softmax: Softmax) -> None:
-        """A softmax has been described: nothing of it needs to be kept."""
+    def release(self, softmax: Softmax) -> None:
+        """Mark a softmax as captured and free what was held for it."""
         softmax.done = True
-        self._held[address(softmax.scores)] -= 1
+        self._inputs_in_use[address(softmax.scores)] -= 1
         softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # its shape alone
         softmax.history = None
 
     def settle(self) -> None:
-        """Say of every softmax what became of it, and forget it."""
+        """Note the outcome of every softmax, then forget them all."""
         for softmax in self._open:
             if softmax.reason is not None and not softmax.done:
                 self._recorder.skip("softmax", softmax.reason, softmax.module)
             elif softmax.masked and not softmax.done:
                 self._recorder.skip("softmax", NO_VALUES, softmax.module)
-            elif softmax.done or softmax.place is None or softmax.outside:
+            elif softmax.done or softmax.axis is None or softmax.outside:
                 continue
-            elif self._recorder.shared and not softmax.keys_fixed(softmax.place):
+            elif self._recorder.shared and not softmax.keys_fixed(softmax.axis):
                 self._recorder.skip("softmax", IN_THREADS, softmax.module)
             else:
                 self._recorder.audit.others[softmax.module] += 1
         self._open.clear()
-        self._held.clear()
+        self._inputs_in_use.clear()
 
 
 def _exponent(name: str, args: Sequence[object]) -> object:
-    """What a softmax or an exponential is taken of."""
+    """Return the argument of a softmax or an exponential."""
     return args[1] if name.startswith("pow") else next(tensors(args))
 
 
 def _unit(name: str, args: Sequence[object], dtype: torch.dtype) -> float:
-    """The logarithm of the base of an exponential: what it is taken of, times this, are scores.
+    """Return ln of an exponential's base: its argument times this are the scores.
 
     Args:
         name: of the operation.
-        args: its arguments.
+        args: its positional arguments.
         dtype: of its result, to which torch rounds a base.
 
     Returns:
@@ -173,28 +173,28 @@ def _unit(name: str, args: Sequence[object], dtype: torch.dtype) -> float:
     return math.log(number) if 0 < number < math.inf else 0.0
 
 
-def prove(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
-    """Find the axis of a softmax that is written out, if weights sum to one along one.
+def find_axis(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
+    """Find the axis of a softmax that is written out: the one along which the weights sum to one.
 
     Args:
-        softmax: of which the axis may not be known.
-        axes: of its axes in the weights.
+        softmax: its ``axis`` is set if found.
+        axes: of the weights.
         weights: that it may have made.
     """
-    if softmax.place is not None or not weights.numel():
+    if softmax.axis is not None or not weights.numel():
         return
     with outside_all_modes(weights.device.type):
         for d, pieces in enumerate(axes):
-            if not pieces or merged(pieces) != (Axis(softmax.number, pieces[0].place, weights.shape[d], 1),):
+            if not pieces or merged(pieces) != (AxisPiece(softmax.number, pieces[0].axis, weights.shape[d], 1),):
                 continue
             if sums_to_one(weights, d):
-                softmax.place = pieces[0].place
+                softmax.axis = pieces[0].axis
 
 
-def sums_to_one(weights: Tensor, place: int) -> bool:
-    """Whether weights sum to one along an axis, up to rounding, and are not all zeros and ones, as of a mask."""
+def sums_to_one(weights: Tensor, axis: int) -> bool:
+    """Return whether weights sum to one along an axis, up to rounding, and are not all 0 or 1, as in a mask."""
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    off = (weights.detach().sum(place, dtype=dtype) - 1).abs()
+    off = (weights.detach().sum(axis, dtype=dtype) - 1).abs()
     wrong = (off > 16 * torch.finfo(weights.dtype).eps) & ~off.isnan()
     between = (weights > 1e-3) & (weights < 0.999)
     return bool(between.any()) and not bool(wrong.any())
