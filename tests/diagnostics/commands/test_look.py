@@ -72,7 +72,7 @@ def test_of_a_file_the_first_sample_is_taken(kind, run_semdiag, here, text_model
 def test_a_cut_text_is_said_to_be_cut(run_semdiag, here, text_model):
     done = run_semdiag("look", f"hf:{text_model}", "--text", "a b c d e f", "--max-length", 5)
     assert done.out.startswith(f"hf:{text_model}: 5 tokens")
-    assert "semdiag: The input is longer: its first 5 tokens are shown (a page holds 256 tokens" in done.err
+    assert "semdiag: The input is longer: its first 5 tokens are shown (--max-length 5)" in done.err
 
 
 def test_without_inputs_a_run_shows_its_first_held_out_sample(run_semdiag, here, tiny_runs):

@@ -178,7 +178,7 @@ def test_the_text_of_an_alarm_is_read_by_a_program():
         ({"max_logit": (1, 2, 3)}, r"a rule must look like 50, "),
         ({"max_logit": ([1], "below")}, r"a rule must look like 50, "),
         ({"max_logit": True}, r"a rule must look like 50, "),
-        ({"entropy": ("halves", 5)}, r"looked at every 10 steps: what halves within 5 is missed"),
+        ({"entropy": ("halves", 5)}, r"looked at every 10 steps; what halves within 5 is missed"),
         ([("max_logit", 50)], r"alarm takes a dictionary"),
     ],
 )

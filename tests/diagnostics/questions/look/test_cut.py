@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from semdiag.capturing.inputs.texts import TextOptions
+from semdiag.capturing.loading import load
 from semdiag.commands.one_text import one_text_page
 from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.survey import survey
 from semdiag.questions.look.measure import heads
 from semdiag.questions.look.measure.loaded import see_loaded
 from semdiag.questions.look.page import cautions
@@ -39,7 +38,7 @@ def folder(tmp_path_factory):
 def said(folder, words, most=None):
     """What is said of a text of so many words; two tokens more stand around them."""
     conditions = replace(Conditions(samples=1, first=1, batch_size=1), texts=TextOptions(most))
-    found = cautions(see_loaded(f"hf:{folder}", conditions, " ".join("a" * words)))
+    found = cautions(see_loaded(load(f"hf:{folder}"), conditions, " ".join("a" * words)))
     return [sentence for sentence in found if sentence.startswith("The input is longer")]
 
 
@@ -77,6 +76,6 @@ def test_scores_that_take_too_much_are_named(folder, monkeypatch):
 def test_the_page_beside_a_report_names_its_own_limit(folder, tmp_path):
     (tmp_path / "texts.txt").write_text(" ".join("a" * 60), encoding="utf-8")
     conditions = Conditions(inputs=tmp_path / "texts.txt")
-    page = one_text_page(Findings(survey([f"hf:{folder}"], conditions)), conditions)
+    page = one_text_page([load(f"hf:{folder}")], conditions)
     assert "its first 48 tokens are shown (--max-length 48); --max-length 256 shows the most" in page
     assert "--max-length 48</code>" in page

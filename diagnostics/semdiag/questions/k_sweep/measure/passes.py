@@ -15,7 +15,6 @@ from semdiag.capturing.mask_rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.random_numbers import RandomNumbers
 from semdiag.measuring.calls.running import in_evaluation
-from semdiag.measuring.parallel import end_without
 from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
 from semdiag.questions.k_sweep.measure.answers import Answers, Reader
 from semdiag.questions.k_sweep.measure.quarters import QUARTERS, quarter_sums
@@ -69,6 +68,8 @@ def carry_out(order: RerunOrder) -> Passes | str:
     Returns:
         What came of it, or in one line why it cannot be carried out.
     """
+    from semdiag.measuring.parallel import end_without
+
     torch.set_num_threads(1)
     if order.state is not None:
         torch.set_rng_state(order.state)

@@ -14,11 +14,9 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.mask_rules import Keep
 from semdiag.measuring.calls.random_numbers import DRAWS
-from semdiag.measuring.parallel import run_in_parallel
 from semdiag.measuring.table import Table
 from semdiag.questions.k_sweep.measure.passes import NO_MASK, Passes, RerunOrder, carry_out, passes
 from semdiag_models import InputError
-from semdiag_models.sweeps.workers import LocalWorkers
 
 RERUN_TABLE = Table(
     "rerun",
@@ -180,6 +178,9 @@ def rerun(
 
 def _divided(order: RerunOrder, jobs: int) -> Passes:
     """Divide the masks among processes, and put together what came of them."""
+    from semdiag.measuring.parallel import run_in_parallel
+    from semdiag_models.sweeps.workers import LocalWorkers  # which needs joblib, as nothing else here does
+
     shares = [order.numbered[start::jobs] for start in range(jobs)]
     state = torch.get_rng_state()
     orders = [
