@@ -216,3 +216,21 @@ def test_bad_input_is_refused_in_one_line(refusal, here, tiny_runs, words, said)
 def test_overlap_runs_in_the_precision_asked_for(run_semdiag, here, tiny_runs, dtype):
     outcome = run_semdiag("overlap", tiny_runs.topk, *FEW, "--dtype", dtype, "--json", "--quiet")
     assert json.loads(outcome.out)["provenance"]["dtype"] == dtype
+
+
+def test_of_many_heads_the_least_stable_are_shown(run_semdiag, here):
+    small = ("--length", 6, "--width", 10, "--mlp-width", 10, "--head-width", 4, "--blocks", 5, "--heads", 5)
+    few = ("--epochs", 1, "--train-samples", 25, "--holdout-samples", 25, "--quiet", "--out", "run")
+    assert run_semdiag("train", "even-pairs", *small, *few).code == 0
+    asked = ("mask-stability", "run", "--k", 2, "--noise", 0.1, "--figures", "none", "--out")
+    shown, every = run_semdiag(*asked, "a"), run_semdiag(*asked, "b", "--all")
+    rows = [
+        [line for line in outcome.out.splitlines() if line.startswith("   0.1 ")] for outcome in (shown, every)
+    ]
+    assert [len(lines) for lines in rows] == [6, 26]
+    assert set(rows[0]) < set(rows[1])
+    assert "20 rows are not shown" in shown.out
+    assert "not shown" not in every.out
+    heads = pd.read_csv(here / "a" / "data" / "mask_stability.csv").query("head != 'all'")
+    least = heads.nsmallest(5, "exact")["exact"].max()
+    assert all(float(line.split()[6].rstrip("%")) <= 100 * least + 0.05 for line in rows[0][:-1])

@@ -70,12 +70,13 @@ def _interval(low: Value, high: Value, samples: int) -> str:
 
 
 _RERUN = (
-    Column("name", "mask", text), Column("keys", said=percent), Column("mass", "weight", percent),
-    Column("head_change", "Δ head"), Column("stream_change", "Δ stream"), Column("change", "Δ {}", _change),
+    Column("name", "mask", text), Column("keys", said=percent), Column("mass", "weight", percent, goes=4),
+    Column("head_change", "Δ head", goes=2), Column("stream_change", "Δ stream", goes=1),
+    Column("change", "Δ {}", _change, goes=STAYS),
     Column("low high samples", "95% interval", _interval, goes=STAYS),
-    Column("harmed harmed_high", "harmed", _harmed), Column("random", said=_change),
-    Column("growth", "ppl ×", _growth, goes=2), Column("divergence", "KL", _change, goes=1),
-    Column("changed", said=percent), Column("accuracy", said=percent),
+    Column("harmed harmed_high", "harmed", _harmed, goes=5), Column("random", said=_change, goes=3),
+    Column("growth", "ppl ×", _growth, goes=STAYS), Column("divergence", "KL", _change),
+    Column("changed", said=percent, goes=STAYS), Column("accuracy", said=percent, goes=6),
 )  # fmt: skip
 
 
@@ -107,11 +108,11 @@ def _name(row: Summary, several: bool) -> str:
 _SWEEP = (
     Column("k"), Column("ratio.p50", "δ(k)/δ_s p50"), Column("ratio.p95", "p95"),
     Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("mass.mean", "weight mean"),
-    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", goes=3),
+    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", goes=7),
     Column("head_change.mean", "Δ head"), Column("stream_change.mean", "Δ stream"),
-    Column("load.p95", "load p95", goes=4), Column("load.p100", "p100", goes=2),
-    Column("ln_sound.p50", "ln ξ p50"), Column("ln_paper.p50", "paper p50", goes=1),
-    Column("W", "W met", plain, goes=STAYS), Column("X", "X met", plain, goes=STAYS),
+    Column("load.p95", "load p95", goes=6), Column("load.p100", "p100", goes=4),
+    Column("ln_sound.p50", "ln ξ p50", goes=5), Column("ln_paper.p50", "paper p50", goes=3),
+    Column("W", "W met", plain, goes=1), Column("X", "X met", plain, goes=2),
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """``semdiag mask-stability``."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -57,6 +58,7 @@ def mask_stability(
             rich_help_panel="Which rounding",
         ),
     ] = False,
+    every: options.Every = False,
     k: Annotated[
         int,
         typer.Option(
@@ -96,4 +98,4 @@ def mask_stability(
     findings = shared.measured(models, shared.conditions(plans=tuple(plans.values())))
     if "k" in shared.typed:
         check_supposed_k(findings, k)
-    shared.deliver("mask-stability", findings, print_masks, sections=tuple(plans))
+    shared.deliver("mask-stability", findings, partial(print_masks, every=every), sections=tuple(plans))

@@ -21,8 +21,17 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def print_masks(findings: Findings) -> None:
-    """Print one table per model: exact agreement as certified, predicted and observed, and what goes with it."""
+_MOST = 24  # heads, of more only the least stable are shown
+_LEAST_STABLE = 5
+
+
+def print_masks(findings: Findings, every: bool = False) -> None:
+    """Print one table per model: exact agreement as certified, predicted and observed, and what goes with it.
+
+    Args:
+        findings: with noise, number formats or both.
+        every: show every head, also of large models.
+    """
     screen = wide_console()
     for result in findings(mask_summary)["results"]:
         screen.print(f"\n{title(result)}: {result['mask']}")
@@ -34,13 +43,28 @@ def print_masks(findings: Findings) -> None:
         levels = result["levels"]
         if not levels:
             continue
-        rows = [{"noise": one["noise"], **row} for one in levels for row in [*one["layers"], one["all"]]]
+        rows = [{"noise": one["noise"], **row} for one in levels for row in [*_shown(one, every), one["all"]]]
         screen.print(NumberTable(_COLUMNS, rows))
+        left_out = sum(len(one["layers"]) + 1 for one in levels) - len(rows)
+        if left_out:
+            screen.print(
+                f"Shown are the {_LEAST_STABLE} heads whose masks change most. {left_out} rows are not shown: "
+                "--all shows them, and the page has them as CSV."
+            )
         changed, certified = result["certified_changed"], result["certified_rows"]
         screen.print(f"Certified rows that changed: {changed:,} of {certified:,}.")
         for level in levels:
             if level["output"]:  # nothing is known of the output of an external model
                 screen.print(_output(level))
+
+
+def _shown(level: Summary, every: bool) -> list[Summary]:
+    """Return the rows of the heads; of many the least stable, in the order of the model."""
+    heads: list[Summary] = level["layers"]
+    if every or len(heads) <= _MOST:
+        return heads
+    least = sorted(heads, key=lambda row: number_from_json(row["exact"]))[:_LEAST_STABLE]
+    return [row for row in heads if any(row is one for one in least)]
 
 
 def _output(level: Summary) -> str:
