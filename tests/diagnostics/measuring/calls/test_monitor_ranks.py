@@ -229,7 +229,7 @@ class TestTwoProcesses:
     def test_a_forward_that_fails_keeps_no_other_rank_waiting(self, two):
         first, last = two["failing"]
         assert "from step 1 on: another rank has ended" in first["said"][0]
-        assert "from step 1 on: its forward failed" in last["said"][0]
+        assert "from step 1 on: its forward pass failed" in last["said"][0]
         assert {row["step"] for row in last["heads"]} == {0, 2}
 
     def test_monitors_of_other_arguments_are_refused_in_every_rank(self, two):
