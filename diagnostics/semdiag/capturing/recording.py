@@ -207,8 +207,7 @@ class Recorder(threading.local):
     def record(self, call: AttentionCall) -> None:
         """Pass a call to the consumer; its layer, occurrence and, if empty, its module are filled in here."""
         module = call.module or self.module
-        reason = _unusable(call)
-        if reason:
+        if reason := _unusable(call):
             self.skip(call.mechanism, reason, module)
             return
         with self._watched.lock, outside_all_modes(call.q.device.type):
@@ -276,9 +275,7 @@ def _unusable(call: AttentionCall) -> str | None:
         return "recomputed in the backward pass (checkpointing): close the context before backward"
     if torch._C._functorch.is_functorch_wrapped_tensor(call.q):
         return TRANSFORMED
-    if not (call.q[..., 0].numel() and call.k.shape[2]):
-        return NOTHING
-    return None
+    return None if call.q[..., 0].numel() and call.k.shape[2] else NOTHING
 
 
 def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:

@@ -305,13 +305,10 @@ def _accuracies(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
     own = again[again["mask"].isin((NO_MASK, TOP_K))]
     own = own.assign(same=own["predictions"] - own["changed"])
     for k, rows in own.groupby("k"):
-        for quantity, part, whole in (
-            ("accuracy", "correct", "targets"),
-            ("same_prediction", "same", "predictions"),
-        ):
+        for name, part, whole in (("accuracy", "correct", "targets"), ("same_prediction", "same", "predictions")):
             some = rows[rows[whole] > 0]
             if len(some):
-                row = {"layer": ALL, "head": ALL, "k": int(str(k)), "quantity": quantity}
+                row = {"layer": ALL, "head": ALL, "k": int(str(k)), "quantity": name}
                 row |= percentiles(some[part] / some[whole])
                 yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
 
