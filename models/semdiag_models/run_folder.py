@@ -52,7 +52,7 @@ def open_run(
         model: architecture.
         training: data and optimisation.
         device: where to train.
-        resume: continue from ``last.pt``; only ``epochs``, ``until`` and ``snapshots`` may differ.
+        resume: continue from ``last.pt``; only ``epochs``, ``until``, ``snapshots`` and ``compiled`` may differ.
         overwrite: start over in a folder that already holds a run.
 
     Returns:
@@ -73,7 +73,8 @@ def open_run(
                 "another folder with --out."
             )
         saved = _saved(last, model, training) if resume else None
-        if training.compiled and device.type == "cpu" and saved is None:  # a run that started so may continue
+        begun_so = saved is not None and saved.training.compiled  # such a run may go on
+        if training.compiled and device.type == "cpu" and not begun_so:
             raise InputError("A compiled step is 1.4 to 7 times slower on a CPU. Leave out --compile.")
         trainer = Trainer(model, training, device)
         if saved is not None:
@@ -201,7 +202,8 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
     if not last.exists():
         raise InputError(f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
     saved = read_checkpoint(last)
-    was = replace(saved.training, epochs=training.epochs, until=training.until, snapshots=training.snapshots)
+    free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled")}
+    was = replace(saved.training, **free)
     if (saved.model, was) != (model, training):
         pairs = [*_fields(saved.model, model), *_fields(was, training)]
         name, before, now = next(pair for pair in pairs if pair[1] != pair[2])

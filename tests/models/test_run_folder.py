@@ -404,3 +404,6 @@ def test_on_a_cpu_a_compiled_run_is_refused_but_goes_on(run, folder, tiny_model,
     begun = training.Trainer(tiny_model(attention="topk", k=3, dropout=0.1), tiny_training(compiled=True), CPU)
     train_run(folder, begun, {"command": "x"})
     assert run(resume=True, compiled=True, epochs=4).epoch == 4
+    assert run(resume=True, epochs=5).epoch == 5
+    with pytest.raises(InputError, match=r"slower on a CPU\."):
+        run(resume=True, compiled=True, epochs=6)
