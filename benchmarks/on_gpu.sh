@@ -29,7 +29,7 @@ piece() {  # name, command …
     [[ "$wanted" == *" ${name%%-*} "* ]] || return
     [ -e "$folder/$name.done" ] && { echo "== $name: done before"; return; }
     echo "== $name"
-    if timeout "$limit" "$@" > "$folder/$name.log" 2>&1; then
+    if timeout -s INT -k 30 "$limit" "$@" > "$folder/$name.log" 2>&1; then
         touch "$folder/$name.done"; tail -n 12 "$folder/$name.log"
     else
         echo "== $name: failed or stopped after $limit s (exit $?), see $folder/$name.log"; failed=1

@@ -137,6 +137,11 @@ def main() -> None:
         errors = sys.modules.get("semdiag_models.errors")
         if errors is not None and isinstance(error, errors.InputError):
             _refuse(str(error))
+        if "device-side assert" in str(error):  # CUDA tells of an index later, wherever that may be, and not which
+            _refuse(
+                "An index lies outside its table on the GPU, most often a token beyond the model's vocabulary. "
+                "The same command with --device cpu says which."
+            )
         _give_up(error, debug)
     else:
         sys.exit(code if isinstance(code, int) else 0)

@@ -126,6 +126,8 @@ def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
     copy of the gathered rows.
     """
     n, k = index.shape
+    if rows.dtype == torch.bfloat16 and rows.device.type != "cpu":  # CUDA has no such kernel
+        return _row_dots(rows.float(), table.float(), index).to(rows.dtype)
     starts = torch.arange(0, n * k, k, device=index.device)
     bags = torch.arange(n, device=index.device).repeat_interleave(k)
     dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(

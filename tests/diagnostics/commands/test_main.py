@@ -174,6 +174,12 @@ def test_our_own_faults_are_no_failed_check(program, error, debug):
     assert (traced[:1] == ["Traceback (most recent call last):"]) == debug
 
 
+def test_an_index_that_a_gpu_refuses_is_no_fault_of_ours(program):
+    outcome = program(RuntimeError("CUDA error: device-side assert triggered"))
+    assert outcome.code == 2
+    assert "The same command with --device cpu says which." in outcome.err
+
+
 def test_our_own_faults_are_told_before_anything_is_imported(program, monkeypatch):
     monkeypatch.delitem(sys.modules, "semdiag_models.errors")
     assert program(ValueError("a fault of ours")).code == 70
