@@ -188,11 +188,19 @@ def judge(folder: Path) -> pd.DataFrame:
         if not seeds:
             continue
         pairs = [(losses[mask, seed], losses["full", seed]) for seed in seeds]
+        reached = [first_at(runs[mask, seed], full.iloc[-1]) for seed, (_, full) in zip(seeds, pairs, strict=True)]
         area = interval("area", [own.mean() - full.mean() for own, full in pairs])
         end = interval("end", [own.iloc[-1] - full.iloc[-1] for own, full in pairs])
         ends = pd.DataFrame([runs[mask, seed].iloc[-1] for seed in seeds]).mean().drop(["step", "bytes"])
-        rows.append({"mask": mask, "seeds": len(seeds), **area, **end, **ends})
+        as_full = {"reach_full": int(np.isfinite(reached).sum()), "bytes_to_full": float(np.mean(reached))}
+        rows.append({"mask": mask, "seeds": len(seeds), **area, **end, **as_full, **ends})
     return pd.DataFrame(rows)
+
+
+def first_at(run: pd.DataFrame, loss: float) -> float:
+    """Bytes seen at the first evaluation whose held-out loss is at most this; infinite where none is."""
+    reached = run.loc[run["held_out_loss"] <= loss, "bytes"]
+    return float(reached.min()) if len(reached) else math.inf
 
 
 def interval(name: str, values: list[float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import language
 import pandas as pd
 import pytest
 
@@ -113,10 +114,39 @@ def test_held_out_accuracies_differ_by_what_is_said():
     assert max(gaps) <= said + 0.05
 
 
-def test_listops_has_come_as_far_as_is_said():
+def test_listops_says_what_the_two_runs_say():
     measured = row("On ListOps")[1]
-    for attention, label, epochs, reached in (("full", "full", 61, 25), ("topk", "top-5", 28, 2)):
-        accuracy = pd.read_csv(ROOT / "experiments" / "listops" / attention / "history.csv")["train_accuracy"]
-        assert (len(accuracy), 1 + int((accuracy >= 0.25).argmax())) == (epochs, reached)
-        assert f"{epochs} ({label})" in measured
-        assert f"epoch {reached}" in measured
+    runs = {
+        name: pd.read_csv(ROOT / "experiments" / "listops" / name / "history.csv") for name in ("topk", "full")
+    }
+    epochs = [int(run.loc[run["train_accuracy"] >= 0.95, "epoch"].min()) for run in runs.values()]
+    best = [100 * run["holdout_accuracy"].max() for run in runs.values()]
+    assert (
+        "95% training accuracy in epoch {} with top-5, in epoch {} with full attention".format(*epochs) in measured
+    )
+    assert f"{epochs[1] / epochs[0]:.2f} times as fast" in measured
+    assert "the best held-out accuracy is {:.1f}% and {:.1f}%".format(*best) in measured
+
+
+def test_language_says_what_its_records_say():
+    found = language.judge(ROOT / "experiments" / "language").set_index("mask")
+    assert (found["seeds"] == 3).all()
+    measured = row("The benefit carries over")[1]
+    table = (ROOT / "experiments" / "language.md").read_text(encoding="utf-8").partition("## Result")[2]
+
+    def interval(mask, name, sign=1):
+        ends = [sign * found.loc[mask, f"{name}{end}"] for end in ("", "_low", "_high")]
+        return "{:.3f} ({:.3f} to {:.3f})".format(ends[0], *sorted(ends[1:])).replace("-", "−")
+
+    assert f"by {interval('topk-8', 'area').replace(' (', ' nats a byte (')}" in measured
+    assert f"at the end by {interval('topk-8', 'end')}" in measured
+    assert f"is ahead by {interval('window-8', 'area', -1)}" in measured
+    for mask in found.index.drop("full"):
+        line = next(line for line in table.splitlines() if line.startswith(f"| {mask} |"))
+        own = found.loc[mask]
+        assert interval(mask, "area") in line.replace("*", "")
+        assert interval(mask, "end") in line
+        assert f"| {own['reach_full']:.0f}" in line
+        shown = f"{own['dispersion']:.2f} | {own['separation']:.3f} | {own['entropy']:.2f} | {own['stay']:.1%} |"
+        assert line.endswith(shown)
+    assert f"after {found.loc['window-8', 'bytes_to_full'] / 1e6:.2f} of 3.07 million bytes" in table

@@ -1,0 +1,66 @@
+"""Draws how the twins of the language comparison learn.
+
+python experiments/language_figure.py experiments/language reports/language/language.png
+"""
+
+import argparse
+from pathlib import Path
+
+import language
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
+
+PANELS = {
+    "held_out_loss": "held-out loss, nats a byte",
+    "dispersion": "median δ of kept keys, nats",
+    "separation": "median Δ at 8 keys, nats",
+    "entropy": "median entropy, nats",
+    "stay": "top-8 sets that stay under 1% noise",
+}
+SHOWN_FROM = 200  # steps; before, all losses fall alike and would flatten the rest
+
+
+@paper_style
+def figure(folder: Path) -> Figure:
+    """A panel a quantity, a line a mask: the mean over seeds; the band goes from the smallest to the largest."""
+    drawn, axes = panel_grid(len(PANELS), height=2.4, columns=3, sharey=False)
+    for ax, (column, title) in zip(axes, PANELS.items(), strict=True):
+        for place, mask in enumerate(language.MASKS):
+            _draw(ax, folder, mask, column, f"C{place}")
+        ax.set_title(title)
+        ax.set_xlabel("millions of bytes seen")
+    return finished(
+        drawn,
+        "Causal decoders of 0.9 million parameters on the King James Bible that differ in the keys a query keeps. "
+        "Lines: means of three seeds; bands: from the smallest to the largest.",
+    )
+
+
+def _draw(ax: Axes, folder: Path, mask: str, column: str, colour: str) -> None:
+    files = [language.record(folder, mask, seed) for seed in language.SEEDS]
+    runs = [pd.read_csv(file).query(f"step >= {SHOWN_FROM}") for file in files if file.exists()]
+    if not runs:
+        return
+    seen = runs[0]["bytes"].to_numpy() / 1e6
+    values = np.stack([run[column].to_numpy() for run in runs])
+    ax.plot(seen, values.mean(0), color=colour, label=mask)
+    ax.fill_between(seen, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+
+
+def main() -> None:
+    """Read the records and write the figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of the records")
+    parser.add_argument("out", type=Path, help="the figure")
+    given = parser.parse_args()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    figure(given.folder).savefig(given.out, dpi=200)
+    print(given.out)
+
+
+if __name__ == "__main__":
+    main()
