@@ -54,7 +54,7 @@ def _pair(result: GateResult) -> NumberTable:
     rows = [{"nats": name} | {p: four_digits(values[p]) for p in SHOWN} for name, values in named.items()]
     rows.append({"nats": "δ_h < δ_s"} | {p: _verdict(result, p) for p in SHOWN})
     return NumberTable(
-        [Column("nats", said=text), *(Column(p, said=plain) for p in SHOWN)], rows, result.pair.label
+        [Column("nats", form=text), *(Column(p, form=plain) for p in SHOWN)], rows, result.pair.label
     )
 
 
