@@ -41,12 +41,12 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
 
 def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, findings: "Findings") -> None:
     from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
-    from semdiag.presenting.columns import STAYS, Column, percent, plain, three_digits
+    from semdiag.presenting.columns import NEVER, Column, percent, plain, three_digits
     from semdiag.presenting.terminal.console import NumberTable, wide_console
 
     console = wide_console()
-    columns = [Column("place", "layer", plain), Column("head", said=plain)]
-    columns += [Column(p, said=three_digits, goes=_LEAST.get(p, 0)) for p in _SHOWN]
+    columns = [Column("place", "layer", plain), Column("head", form=plain)]
+    columns += [Column(p, form=three_digits, drop=_LEAST.get(p, 0)) for p in _SHOWN]
     for result in summary(findings)["results"]:
         of = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
@@ -58,7 +58,7 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, f
             for one in within:
                 more, further = _rows(one, part, every, f" k={one['k']}")
                 rows, left_out = [*rows, *more], left_out + further
-            last = [Column(*one, percent, STAYS) for one in _KEPT if any(one[0] in row for row in rows)]
+            last = [Column(*one, percent, NEVER) for one in _KEPT if any(one[0] in row for row in rows)]
             rows = [dict.fromkeys(column.name for column in last) | row for row in rows]
             console.print(NumberTable([*columns, *last], rows, f"{title(result)}: {_TITLES[part]}{of}"))
             if left_out:

@@ -1,7 +1,7 @@
 """What the terminal shows of two models."""
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.columns import STAYS, Column, text
+from semdiag.presenting.columns import NEVER, Column, text
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.terminal import counted
 from semdiag.questions.compare.answer import compare_summary
@@ -9,9 +9,9 @@ from semdiag.questions.compare.words import comparison_sentences
 
 _SHOWN = 10  # heads, without --all
 _COLUMNS = (
-    Column("rank", said=text), Column("layer", said=text), Column("head", said=text),
-    Column("total_variation", goes=STAYS), Column("largest", goes=2), Column("dispersion_base", "δ of A"),
-    Column("dispersion", "δ of B"), Column("moved", "|change|", goes=1), Column("overlap", "top-{} overlap"),
+    Column("rank", form=text), Column("layer", form=text), Column("head", form=text),
+    Column("total_variation", drop=NEVER), Column("largest", drop=2), Column("dispersion_base", "δ of A"),
+    Column("dispersion", "δ of B"), Column("moved", "|change|", drop=1), Column("overlap", "top-{} overlap"),
     Column("output_change"), Column("by_weights"), Column("by_values"),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from semdiag.measuring.findings.number_words import interval_words
 from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.measuring.table import ALL
-from semdiag.presenting.columns import STAYS, Column, Value, ends, number, percent, plain, text
+from semdiag.presenting.columns import NEVER, Column, Value, ends, number, percent, plain, text
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
@@ -70,13 +70,13 @@ def _interval(low: Value, high: Value, samples: int) -> str:
 
 
 _RERUN = (
-    Column("name", "mask", text), Column("keys", said=percent), Column("mass", "weight", percent, goes=4),
-    Column("head_change", "Δ head", goes=2), Column("stream_change", "Δ stream", goes=1),
-    Column("change", "Δ {}", _change, goes=STAYS),
-    Column("low high samples", "95% interval", _interval, goes=STAYS),
-    Column("harmed harmed_high", "harmed", _harmed, goes=5), Column("random", said=_change, goes=3),
-    Column("growth", "ppl ×", _growth, goes=STAYS), Column("divergence", "KL", _change),
-    Column("changed", said=percent, goes=STAYS), Column("accuracy", said=percent, goes=6),
+    Column("name", "mask", text), Column("keys", form=percent), Column("mass", "weight", percent, drop=4),
+    Column("head_change", "Δ head", drop=2), Column("stream_change", "Δ stream", drop=1),
+    Column("change", "Δ {}", _change, drop=NEVER),
+    Column("low high samples", "95% interval", _interval, drop=NEVER),
+    Column("harmed harmed_high", "harmed", _harmed, drop=5), Column("random", form=_change, drop=3),
+    Column("growth", "ppl ×", _growth, drop=NEVER), Column("divergence", "KL", _change),
+    Column("changed", form=percent, drop=NEVER), Column("accuracy", form=percent, drop=6),
 )  # fmt: skip
 
 
@@ -108,11 +108,11 @@ def _name(row: Summary, several: bool) -> str:
 _SWEEP = (
     Column("k"), Column("ratio.p50", "δ(k)/δ_s p50"), Column("ratio.p95", "p95"),
     Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("mass.mean", "weight mean"),
-    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", goes=7),
+    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", drop=7),
     Column("head_change.mean", "Δ head"), Column("stream_change.mean", "Δ stream"),
-    Column("load.p95", "load p95", goes=6), Column("load.p100", "p100", goes=4),
-    Column("ln_sound.p50", "ln ξ p50", goes=5), Column("ln_paper.p50", "paper p50", goes=3),
-    Column("W", "W met", plain, goes=1), Column("X", "X met", plain, goes=2),
+    Column("load.p95", "load p95", drop=6), Column("load.p100", "p100", drop=4),
+    Column("ln_sound.p50", "ln ξ p50", drop=5), Column("ln_paper.p50", "paper p50", drop=3),
+    Column("W", "W met", plain, drop=1), Column("X", "X met", plain, drop=2),
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.columns import (
-    STAYS,
+    NEVER,
     Column,
     count,
     fine_percent,
@@ -18,12 +18,12 @@ from semdiag.presenting.terminal.console import NumberTable
 from semdiag.questions.mask_precision.words import certified_words, not_covered_words
 
 _COLUMNS = (
-    Column("format", said=text), Column("layer", said=plain), Column("covered", "rows", count),
-    Column("certified", said=lambda value: "not covered" if value is None else percent(value), goes=STAYS),
-    Column("changed", said=fine_percent, goes=STAYS),
-    Column("changed_low changed_high", "changed 95%", percent_interval, goes=1),
-    Column("tied", said=fine_percent, goes=STAYS), Column("changed_or_tied", said=fine_percent),
-    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", goes=2),
+    Column("format", form=text), Column("layer", form=plain), Column("covered", "rows", count),
+    Column("certified", form=lambda value: "not covered" if value is None else percent(value), drop=NEVER),
+    Column("changed", form=fine_percent, drop=NEVER),
+    Column("changed_low changed_high", "changed 95%", percent_interval, drop=1),
+    Column("tied", form=fine_percent, drop=NEVER), Column("changed_or_tied", form=fine_percent),
+    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", drop=2),
 )  # fmt: skip
 
 

@@ -11,13 +11,13 @@ from semdiag.questions.mask_precision.terminal import print_precision
 from semdiag.questions.mask_stability.answer import mask_summary
 
 _COLUMNS = (
-    Column("noise"), Column("layer", said=plain),
-    Column("head", said=lambda head: "" if head == "all" else str(head)),
-    Column("separation_p50", "Δ p50", goes=4), Column("certified", said=percent),
-    Column("predicted", said=percent), Column("exact", "observed", percent),
-    Column("exact_low exact_high", "observed 95%", percent_interval, goes=3), Column("agreement", said=percent),
-    Column("response"), Column("spearman", "Spearman Δ", goes=2),
-    Column("spearman_low spearman_high", "Spearman 95%", interval, goes=1),
+    Column("noise"), Column("layer", form=plain),
+    Column("head", form=lambda head: "" if head == "all" else str(head)),
+    Column("separation_p50", "Δ p50", drop=4), Column("certified", form=percent),
+    Column("predicted", form=percent), Column("exact", "observed", percent),
+    Column("exact_low exact_high", "observed 95%", percent_interval, drop=3), Column("agreement", form=percent),
+    Column("response"), Column("spearman", "Spearman Δ", drop=2),
+    Column("spearman_low spearman_high", "Spearman 95%", interval, drop=1),
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from semdiag.measuring.findings.strict_json import Summary
-from semdiag.presenting.columns import STAYS, Column, count, four_decimals, number, plain, rough_percent, text
+from semdiag.presenting.columns import NEVER, Column, count, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.terminal import counted
@@ -33,42 +33,42 @@ def _of(chosen: int, choices: int) -> str:
 
 
 _CLASSES = (
-    Column("class", said=text), Column("means", "which means", text), Column("rows", said=count, goes=STAYS),
-    Column("worst.row", "worst row", _place, goes=STAYS), Column("worst.separation", "separation"),
+    Column("class", form=text), Column("means", "which means", text), Column("rows", form=count, drop=NEVER),
+    Column("worst.row", "worst row", _place, drop=NEVER), Column("worst.separation", "separation"),
     Column("worst.separation_ulps", "in units"),
 )  # fmt: skip
 _LAYERS = (
-    Column("layer", said=plain, goes=STAYS), Column("rows", said=count),
-    Column("overlap", said=four_decimals, goes=STAYS), Column("changed", "differ", count),
+    Column("layer", form=plain, drop=NEVER), Column("rows", form=count),
+    Column("overlap", form=four_decimals, drop=NEVER), Column("changed", "differ", count),
     Column("first", "differ first", count),
-    *(Column(name, said=count, goes=STAYS) for name in ("numeric", "bug", "unexplained")),
+    *(Column(name, form=count, drop=NEVER) for name in ("numeric", "bug", "unexplained")),
     Column("lost", "weight lost"),
 )  # fmt: skip
 _MARGINS = (
-    Column("margin_median", "margin", goes=STAYS),
-    Column("margin_p5", "p5", goes=STAYS),
-    Column("certified_share", "certified", rough_percent, goes=STAYS),
+    Column("margin_median", "margin", drop=NEVER),
+    Column("margin_p5", "p5", drop=NEVER),
+    Column("certified_share", "certified", rough_percent, drop=NEVER),
 )
 _EXPERTS = (
     Column("module", "experts of", text), Column("k choices", "chosen", _of),
-    Column("groups", said=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
-    Column("rows", said=count, goes=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
-    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, goes=1),
+    Column("groups", form=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
+    Column("rows", form=count, drop=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
+    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, drop=1),
     Column("load.unused", "unused", plain),
 )  # fmt: skip
 _KEYS = (
     Column("module", "keys of", text),
     Column("k choices kind", "chosen", lambda k, of, kind: _of(k, of) + " blocks" * (kind == "blocks")),
-    Column("rows", said=count, goes=2), Column("deciding", said=count), *_MARGINS,
-    Column("ties", said=count, goes=1), Column("first_kept_share", "first key kept", rough_percent),
-    Column("future", goes=STAYS), Column("padding", goes=STAYS),
+    Column("rows", form=count, drop=2), Column("deciding", form=count), *_MARGINS,
+    Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", rough_percent),
+    Column("future", drop=NEVER), Column("padding", drop=NEVER),
 )  # fmt: skip
 _DENSE = (
     Column("attention", "attention of", text), Column("chosen_by", "keys chosen by", text),
-    Column("rows", said=count, goes=2), Column("recalled", said=rough_percent, goes=STAYS),
-    Column("recalled_p5", "p5", rough_percent, goes=1), Column("at_random", said=rough_percent, goes=STAYS),
-    Column("best", said=rough_percent), Column("largest_hit", said=rough_percent),
-    Column("lost", said=rough_percent),
+    Column("rows", form=count, drop=2), Column("recalled", form=rough_percent, drop=NEVER),
+    Column("recalled_p5", "p5", rough_percent, drop=1), Column("at_random", form=rough_percent, drop=NEVER),
+    Column("best", form=rough_percent), Column("largest_hit", form=rough_percent),
+    Column("lost", form=rough_percent),
 )  # fmt: skip
 _ROUNDING = 1e-9  # of sums of weights in float64
 

@@ -9,12 +9,12 @@ from semdiag.presenting.terminal.verdicts import print_verdicts
 from semdiag.questions.stability.answer import stability_findings, stability_summary
 
 _COLUMNS = (
-    Column("layer", said=plain), Column("head", said=plain),
-    Column("local.p50"), Column("local.p100", goes=4), Column("secant.p50"), Column("secant.p100"),
-    Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", goes=3),
-    Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", goes=2),
-    Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", goes=1),
-    Column("same_set", said=percent),
+    Column("layer", form=plain), Column("head", form=plain),
+    Column("local.p50"), Column("local.p100", drop=4), Column("secant.p50"), Column("secant.p100"),
+    Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", drop=3),
+    Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", drop=2),
+    Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", drop=1),
+    Column("same_set", form=percent),
 )  # fmt: skip
 _NOTHING: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))  # of no noise
 
