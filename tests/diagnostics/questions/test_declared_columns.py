@@ -18,7 +18,7 @@ SHOWN = [
     ("convergence", "_SEEDS", ("over_seeds",), set()),
     ("k-sweep", "_RERUN", ("k_sweep_rerun",), {"growth", "keys", "name", "random"}),
     ("landscape", "_COLUMNS", ("landscape_planes",), set()),
-    ("mask-precision", "_COLUMNS", ("mask_precision",), {"covered"}),
+    ("mask-precision", "_COLUMNS", ("mask_precision",), set()),
     ("mask-stability", "_COLUMNS", ("mask_stability",), {"noise"}),
     ("overlap", "_COLUMNS", ("overlap",), set()),
 ]

@@ -27,6 +27,11 @@ def wide_console() -> Console:
     return console
 
 
+def not_shown(rows: int) -> str:
+    """Say where to find the rows that a table leaves out."""
+    return f"{rows} rows are not shown: --all shows them, and the page has them as CSV."
+
+
 class NumberTable:
     """A table that fits the width of the terminal.
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of two models."""
+"""Tables of ``semdiag compare``."""
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.columns import NEVER, Column, text
@@ -17,16 +17,18 @@ _COLUMNS = (
 
 
 def print_comparison(findings: Findings, every: bool = False) -> None:
-    """Print the heads of a model that changed most, and what changed in all; all heads if it is to be every."""
+    """Print the heads that changed most, or every head, and the whole model."""
     console = wide_console()
     summary = findings(compare_summary)
-    for found in summary["results"]:
-        sizes = f"{counted(len(found['layers']), 'layer')}, {counted(len(found['heads']), 'head')}"
-        console.print(f"\nA: {found['base']}\nB: {found['model']}\n{sizes}, {found['all']['queries']:,} queries")
-        heads = found["heads"] if every else found["heads"][:_SHOWN]
-        whole = {**found["all"], "rank": "all", "layer": "", "head": ""}
+    for result in summary["results"]:
+        sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
+        console.print(
+            f"\nA: {result['base']}\nB: {result['model']}\n{sizes}, {result['all']['queries']:,} queries"
+        )
+        heads = result["heads"] if every else result["heads"][:_SHOWN]
+        whole = {**result["all"], "rank": "all", "layer": "", "head": ""}
         console.print(NumberTable(_COLUMNS, [*heads, whole], unit=summary["top"]))
-        if len(heads) < len(found["heads"]):
-            console.print(f"{len(found['heads']) - len(heads)} further heads: --all shows them.")
-        for sentence in comparison_sentences(found):
+        if len(heads) < len(result["heads"]):
+            console.print(f"{len(result['heads']) - len(heads)} further heads: --all shows them.")
+        for sentence in comparison_sentences(result):
             console.print(sentence)

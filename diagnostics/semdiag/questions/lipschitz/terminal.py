@@ -44,6 +44,6 @@ def _ratios(ratios: list[Summary]) -> NumberTable:
     rows: dict[float, Summary] = {}
     for one in sorted(ratios, key=lambda one: one["radius"]):
         rows.setdefault(one["radius"], {"radius": number(one["radius"])})[f"p{one['percentile']}"] = one
-    parts = sorted({one["percentile"] for one in ratios})
-    shown = [Column(f"p{p}.estimate p{p}.low p{p}.high", f"p{p}", _ratio) for p in parts]
-    return NumberTable([Column("radius", "radius (‖θ‖)", text), *shown], rows.values())
+    percentiles = sorted({one["percentile"] for one in ratios})
+    columns = [Column(f"p{p}.estimate p{p}.low p{p}.high", f"p{p}", _ratio) for p in percentiles]
+    return NumberTable([Column("radius", "radius (‖θ‖)", text), *columns], rows.values())

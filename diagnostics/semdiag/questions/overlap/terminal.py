@@ -29,13 +29,14 @@ _COLUMNS = (
 
 def print_overlap(findings: Findings) -> None:
     """Print a table per model, or why there is none."""
-    console = wide_console()
+    console, remarks = wide_console(), findings.measurements.remarks
     for result in findings(overlap_summary)["results"]:
-        remarks = findings.measurements.remarks
-        own = remarks[(remarks["model"] == result["model"]) & (remarks["code"] == "no-overlap")]
         if result["overlap"]:
             console.print(f"\n{title(result)}: Jaccard index of kept keys")
             console.print(NumberTable(_COLUMNS, result["overlap"]))
         else:
-            why = next(iter(own["text"]), "no two masks to compare (a query that drops no key has none)")
-            console.print(f"\n{title(result)}: {why}")
+            reasons = remarks.loc[
+                (remarks["model"] == result["model"]) & (remarks["code"] == "no-overlap"), "text"
+            ]
+            reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
+            console.print(f"\n{title(result)}: {reason}")
