@@ -19,9 +19,9 @@ def compare_glance(findings: Findings) -> Glance:
 
 def _sentences(findings: Findings) -> list[str]:
     """Return the changes of every compared model."""
-    results = findings(compare_summary)["results"]
     return [
-        f"A: {found['base']}; B: {found['model']}. {' '.join(comparison_sentences(found))}" for found in results
+        f"A: {result['base']}; B: {result['model']}. {' '.join(comparison_sentences(result))}"
+        for result in findings(compare_summary)["results"]
     ]
 
 
