@@ -7,8 +7,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.heat_map import heat_map, name_cells
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 from semdiag.questions.compare.answer import head_ranking
 
 _WRITTEN = 12  # with more layers or heads, numbers in the cells would be illegible
@@ -60,19 +61,8 @@ def _draw(ax: Axes, heads: pd.DataFrame, name: str) -> None:
     both_parts = heads[list(_ONE_SCALE)].to_numpy(float) if name in _ONE_SCALE else values
     low, high = (float(np.nanmin(values)), 1.0) if name == "overlap" else (0.0, float(np.nanmax(both_parts)))
     scale = Normalize(low, high if high > low else low + 1.0)
-    image = ax.imshow(values, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
-    ax.set_facecolor("#bbbbbb")
-    ax.grid(visible=False)
-    for axis, numbers in ((ax.xaxis, list(cells.columns)), (ax.yaxis, list(cells.index))):
-        step = -(-len(numbers) // 12)
-        axis.set_ticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
+    heat_map(ax, values, scale, "{:.2g}".format if max(cells.shape) <= _WRITTEN else None)
+    name_cells(ax.xaxis, list(cells.columns))
+    name_cells(ax.yaxis, list(cells.index))
     ax.set_xlabel("layer")
     ax.set_ylabel("head")
-    if max(cells.shape) <= _WRITTEN:
-        for (row, column), value in np.ndenumerate(values):
-            if np.isfinite(value):
-                ink = "black" if scale(value) > 0.55 else "white"
-                ax.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6, color=ink)
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
-    bar.ax.tick_params(labelsize=7)
-    plain_numbers(bar.ax.yaxis)
