@@ -1,4 +1,4 @@
-"""Options that are given twice: a list takes both, any other is refused instead of silently taking the last."""
+"""Options given twice: a list takes both values; any other option refuses the second."""
 
 from typing import Any
 

@@ -12,15 +12,7 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 from semdiag.presenting.terminal.terminal import beside_json, say, tell
 
-_REDRAWING = {
-    "redraw",
-    "keep_queries",
-    "show",
-    "out",
-    "as_json",
-    "figures",
-    "quiet",
-}  # the options allowed with --from
+_REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # allowed with --from
 _SENTENCES = 5  # of the verdict, shown in the terminal
 _PROBE_SAMPLES = 100  # for questions with a command of their own: enough for a first look
 _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # raised by damaged measurements
@@ -148,6 +140,6 @@ def _check_redrawing(models: object, typed: frozenset[str]) -> None:
 
     if models:
         raise InputError("--from draws saved measurements: do not name models with it.")
-    if vain := typed - _REDRAWING:
-        said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
-        raise InputError(f"--from draws saved measurements as they are: leave out {said}.")
+    if unused := typed - _REDRAWING:
+        options = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
+        raise InputError(f"--from draws saved measurements as they are: leave out {options}.")

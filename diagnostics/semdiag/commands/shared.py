@@ -56,8 +56,8 @@ class Shared:
         """Return the conditions of the measurement; every option is checked first.
 
         Args:
-            keep_queries: whether the report is to keep every query.
-            more: fields of :class:`~semdiag.measuring.conditions.Conditions` that the command decides.
+            keep_queries: whether the report keeps every query.
+            more: fields of :class:`~semdiag.measuring.conditions.Conditions` that the command sets.
 
         Raises:
             InputError: if an option is wrong.
@@ -69,9 +69,9 @@ class Shared:
         measuring.figure_formats(self.values.get("figures", ""))
         measuring.check_per_query(self.values.get("per_query"))
         measuring.check_out(self.values.get("out"), keep_queries)
-        own = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
+        values = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
         texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
-        return Conditions(**own, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
+        return Conditions(**values, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
 
     def measured(
         self,
@@ -101,8 +101,8 @@ class Shared:
 
         Args:
             command: its name.
-            findings: of what was measured.
-            show: prints them as tables.
+            findings: of the models.
+            show: prints the tables.
             sections: of the page; None: the one named like the command.
         """
         from semdiag.commands import measuring
@@ -139,7 +139,7 @@ def with_options(command: Command) -> Callable[..., None]:
 
     def with_shared(context: typer.Context, **given: Any) -> None:
         sources = {name: context.get_parameter_source(name) for name in given}
-        # Before click 8.2, an argument that was left out counts as given on the command line, as None.
+        # Before click 8.2, an omitted argument counts as given on the command line, as None.
         typed = frozenset(
             name
             for name, source in sources.items()
@@ -148,8 +148,8 @@ def with_options(command: Command) -> Callable[..., None]:
         shared = Shared({name: given.pop(name) for name in names}, typed)
         command.run(**given, shared=shared)
 
-    own = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
-    added = [
+    own_parameters = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
+    shared_parameters = [
         inspect.Parameter(
             name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -159,7 +159,7 @@ def with_options(command: Command) -> Callable[..., None]:
         for name in names
     ]
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *own, *added]
+    parameters = [context, *own_parameters, *shared_parameters]
     with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
     with_shared.__doc__, with_shared.__name__ = command.run.__doc__, command.run.__name__

@@ -102,16 +102,16 @@ def train(
     if seeds and seed is not None:
         raise InputError("--seeds names every seed: leave out --seed.")
     least_length, longest = length_range(length)
-    found: Classification
+    classification: Classification
     if task == Text.name:
-        found = text_task(text, holdout_text, tokenizer, vocabulary, longest, quiet)
+        classification = text_task(text, holdout_text, tokenizer, vocabulary, longest, quiet)
     elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
-        found = find_task(task)
+        classification = find_task(task)
     else:
         raise InputError("--text and its options apply only to the task text: semdiag train text --text FILE.")
     chosen |= {"length": longest, "least_length": least_length, "frozen": names(frozen)}
     chosen["snapshots"] = listed_numbers(snapshots, "--snapshots takes epochs", "1,5,20")
-    model, training = configure(found, chosen)
+    model, training = configure(classification, chosen)
     where = find_device(device)
     if threads is not None:
         if threads < 1:

@@ -41,16 +41,16 @@ def number(value: Value, digits: int = 3) -> str:
 
 def finite(value: Value) -> str:
     """Return a number; a dash for an infinity."""
-    known = number_from_json(value)
-    return number(known if math.isfinite(known) else None)
+    numeric = number_from_json(value)
+    return number(numeric if math.isfinite(numeric) else None)
 
 
 def _as(form: str, factor: int = 1, unit: str = "") -> Callable[[Value], str]:
     """Return a function that formats numbers in a unit."""
 
     def format_value(value: Value) -> str:
-        known = factor * number_from_json(value)
-        return _NONE if math.isnan(known) else f"{known:{form}}{unit}"
+        numeric = factor * number_from_json(value)
+        return _NONE if math.isnan(numeric) else f"{numeric:{form}}{unit}"
 
     return format_value
 

@@ -16,7 +16,7 @@ def percent(level: float) -> str:
 
 
 def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return noise level, samples and draws behind some secants, in words.
+    """Return in words the noise level, samples and draws behind some secants.
 
     Args:
         findings: for the seed.
@@ -28,5 +28,5 @@ def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
     levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
     samples = int(secants.groupby("model")["sample"].nunique().max())
     seed = findings.measurements.provenance.get("seed")
-    said = "" if seed is None else f" (seed {seed})"
-    return f"input noise {levels} of each embedded token's RMS, {samples_words(samples)}, one draw each{said}"
+    drawn = "" if seed is None else f" (seed {seed})"
+    return f"input noise {levels} of each embedded token's RMS, {samples_words(samples)}, one draw each{drawn}"

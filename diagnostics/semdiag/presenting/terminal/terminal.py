@@ -22,9 +22,7 @@ def visible(text: str) -> str:
         >>> print(visible("a title" + chr(27) + "[31m"))
         a title\x1b[31m
     """
-    if text.replace(
-        "\n", ""
-    ).isprintable():  # control sequences are not printable; the other function would import torch
+    if text.replace("\n", "").isprintable():  # without control sequences; the other function would import torch
         return text
     from semdiag_models.plain_text import visible
 
@@ -68,7 +66,7 @@ def results_on_stderr() -> bool:
 
 
 def tell(line: str) -> None:
-    """Print a line about the work, or a remark, on stderr."""
+    """Print a line about progress, or a remark, on stderr."""
     typer.echo(visible(line), err=True)
 
 

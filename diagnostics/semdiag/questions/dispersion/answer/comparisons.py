@@ -99,7 +99,7 @@ class PairComparison:
 
     @property
     def sentence(self) -> str:
-        """Return the comparison in a pair."""
+        """Return the comparison in a sentence."""
         full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
         pair = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
         pair += self.gate.pair.label.removesuffix(f", {self.snapshot}")
