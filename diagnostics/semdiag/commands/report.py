@@ -49,8 +49,8 @@ def report(
         typer.Option(
             "--rerun-minutes",
             min=0,
-            help="A model from elsewhere is also run with sparse attention, on as many samples as fit in about so "
-            "many minutes. 0: not at all.",
+            help="Also run a model from elsewhere with sparse attention, on as many samples as fit into about "
+            "this many minutes. 0: not at all.",
             rich_help_panel="What is measured",
         ),
     ] = 2,

@@ -175,7 +175,7 @@ def page_width() -> float:
 
 
 def panel_inches(ax: Axes) -> float:
-    """Return about how broad a panel is, without what stands beside it."""
+    """Return roughly the width of a panel in inches, without its labels."""
     place = ax.get_subplotspec()
     columns = 1 if place is None else place.get_gridspec().ncols
     return page_width() / columns - (1.0 if _STACKED.get() else 0.55)

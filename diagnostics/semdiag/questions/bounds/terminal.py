@@ -104,7 +104,7 @@ def _slopes(parameters: pd.DataFrame) -> NumberTable:
 
 
 def _constants(constants: pd.DataFrame) -> NumberTable:
-    """Return a row a head; what a layer's heads share stands in each."""
+    """Return a row a head, which repeats the constants of its layer."""
     named = constants.assign(name=constants["quantity"] + "-" + constants["form"])
     by_head = named[named["head"] != ALL].pivot(index=["layer", "head"], columns="name", values="ln_value")
     by_layer = named[named["head"] == ALL].pivot(index="layer", columns="name", values="ln_value")

@@ -18,7 +18,7 @@ def compare(
         Path,
         typer.Argument(
             metavar="A",
-            help="The base: any model, as of other commands.",
+            help="The base: any model that other commands take.",
             show_default=False,
             autocompletion=completion.models,
         ),

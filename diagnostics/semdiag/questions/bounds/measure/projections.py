@@ -32,11 +32,11 @@ _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention 
 def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFrame:
     """Return Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂ and Υ_h = ‖W_o^h W_v^h‖₂ of every head, where identifiable.
 
-    A linear layer counts as W_q if what it returned for the first sample is the queries that attention was given,
-    so nothing (rotary positions, a normalisation) comes between; likewise W_k and W_v, apart or in one layer. W_o
-    is the linear layer that is given the mixed values, unless a module around it that is given them alone changes
-    what it returned (an adapter, as of LoRA). A layer counts as linear if it returned W x + b for its own W and b:
-    one that adds to its weight, or quantises it, does not. ``nn.MultiheadAttention`` names its own.
+    A linear layer counts as W_q if for the first sample it returned exactly the queries of attention, so that
+    nothing (rotary positions, a normalisation) comes between; the same holds for W_k and W_v, in layers of their
+    own or in one. W_o is the linear layer that takes the mixed values, unless a module around it changes what it
+    returned (an adapter such as LoRA). A layer counts as linear if it returned W x + b for its own W and b: one
+    that adds to its weight, or quantises it, does not. ``nn.MultiheadAttention`` names its own.
 
     Source: docs/theory.md#norms. Deviation: none.
 

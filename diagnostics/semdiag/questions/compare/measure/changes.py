@@ -37,9 +37,9 @@ def output_parts(before: Tensor, after: Tensor, values: Tensor, others: Tensor) 
 
     Args:
         before: P (..., r, n).
-        after: P', likewise.
+        after: P' (..., r, n).
         values: V (..., n, d).
-        others: V', likewise.
+        others: V' (..., n, d).
 
     Returns:
         Both parts (..., r, d).

@@ -66,7 +66,7 @@ def compare(
         base: the model before.
         other: the model after, with as many attention calls of the same sizes.
         batches: inputs of both.
-        top: k of the top-k whose overlap is asked for.
+        top: k of the top-k whose overlap is measured.
         labels: (N,) classes, for the loss; None: those in the batches, else the next token of a language model.
         device: where both run; None: where they are.
         dtypes: of the base and of the other model; None: unchanged.

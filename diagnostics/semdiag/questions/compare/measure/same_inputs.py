@@ -31,7 +31,7 @@ def compare_survey(
 ) -> Measurements:
     """Measure a base and a model on the base's inputs, and compare them.
 
-    Both are run on the first sample before anything else: what cannot be compared is refused at once.
+    Both run on the first sample before anything else, so that models that cannot be compared are refused at once.
 
     Args:
         models: the model and its base, which may be moved and converted in place; or the base alone, which is
@@ -39,7 +39,7 @@ def compare_survey(
         conditions: inputs, and precision.
         announce: called before each of the four stages with a name and a number of steps.
         after_batch: called with the number of finished steps.
-        top: k of the top-k whose overlap is asked for.
+        top: k of the top-k whose overlap is measured.
         dtype: precision of the model; None: that of the base.
 
     Returns:
