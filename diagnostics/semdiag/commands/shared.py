@@ -123,9 +123,6 @@ class Shared:
 def with_options(command: Command) -> Callable[..., None]:
     """Give a command the shared options; it receives them as its argument ``shared``.
 
-    Args:
-        command: of a question, or of this folder.
-
     Returns:
         A function that has the options in its signature, where typer finds them.
     """

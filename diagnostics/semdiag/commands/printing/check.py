@@ -9,11 +9,7 @@ from semdiag.reporting.gate.verification import Verification
 
 
 def print_check(result: Verification) -> None:
-    """Print pairs, layers, invariants, rules, and what was not compared with the baseline.
-
-    Args:
-        result: of the check.
-    """
+    """Print pairs, layers, invariants, rules, and what was not compared with the baseline."""
     console = wide_console()
     for pair, gate in zip(result.pairs, result.layers, strict=True):
         console.print(_pair(pair))
@@ -29,11 +25,7 @@ def print_check(result: Verification) -> None:
 
 
 def conclusion(result: Verification) -> str:
-    """Return in a line how much passes.
-
-    Args:
-        result: of the check.
-    """
+    """Return in a line how much passes."""
     passing = sum(pair.passed and gate.passed for pair, gate in zip(result.pairs, result.layers, strict=True))
     parts = [f"{passing} of {len(result.pairs)} pairs pass"] if result.pairs else []
     parts.append(f"{sum(i.passed for i in result.invariants)} of {len(result.invariants)} invariants hold")

@@ -7,20 +7,12 @@ from semdiag.measuring.findings.number_words import samples_words
 
 
 def percent(level: float) -> str:
-    """Return a relative size of noise, like ``1%``.
-
-    Args:
-        level: relative to each token's root mean square.
-    """
+    """Return a relative size of noise, like ``1%``."""
     return f"{100 * level:g}%"
 
 
 def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
     """Return in words the noise level, samples and draws behind some secants.
-
-    Args:
-        findings: for the seed.
-        secants: the rows shown.
 
     Returns:
         For instance ``input noise 1% of each token's RMS, 50 samples, one draw each (seed 0)``.

@@ -85,9 +85,6 @@ class Minutes:
 def minutes(seconds: float) -> str:
     """Return a time in minutes, or in hours and minutes.
 
-    Args:
-        seconds: how long.
-
     Example:
         >>> minutes(59), minutes(3600 + 120)
         ('1 min', '1 h 2 min')

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 def visible(text: str) -> str:
     r"""Return a text with control characters escaped: :func:`semdiag_models.plain_text.visible`.
 
-    Args:
-        text: any.
-
     Example:
         >>> print(visible("a title" + chr(27) + "[31m"))
         a title\x1b[31m
@@ -48,11 +45,7 @@ _JSON_ON_STDOUT = ContextVar("json_on_stdout", default=False)
 
 @contextmanager
 def beside_json(as_json: bool) -> Iterator[None]:
-    """Print results on stderr inside the context if stdout is for JSON.
-
-    Args:
-        as_json: whether it is.
-    """
+    """Print results on stderr inside the context if stdout is for JSON."""
     before = _JSON_ON_STDOUT.set(as_json)
     try:
         yield

@@ -18,12 +18,7 @@ _ANSWERS = {
 
 
 def print_verdicts(console: Console, judged: Iterable[Finding]) -> None:
-    """Print a line for each finding, in red if semdiag contradicts itself.
-
-    Args:
-        console: where to.
-        judged: of any verdict.
-    """
+    """Print a line for each finding, in red if semdiag contradicts itself."""
     for finding in judged:
         line = verdict_line(finding)
         console.print(line, style="red" if line.startswith("ERROR") else None)

@@ -68,9 +68,6 @@ def _is_fixed(findings: Findings, pair: Pair) -> bool:
 def bounds_sentences(findings: Findings) -> list[str]:
     """Return whether the constants hold, and where a mask has the better guarantee.
 
-    Args:
-        findings: of one or several models.
-
     Returns:
         Sentences per model, then per pair.
     """

@@ -14,9 +14,6 @@ _NEARLY_ALL = 0.95
 def within_sentences(findings: Findings) -> list[str]:
     """Return what a top-k mask would leave of models of which only the attention is known.
 
-    Args:
-        findings: of any number of models.
-
     Returns:
         One sentence on the dispersion of each model, then one per k.
     """

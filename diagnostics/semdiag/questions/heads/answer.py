@@ -20,9 +20,6 @@ _EXTREMES = (  # column, whether the largest or the smallest, in words
 def head_table(findings: Findings) -> pd.DataFrame:
     """Return one row per model, layer and head; layers and heads count from 0.
 
-    Args:
-        findings: of any number of models.
-
     Returns:
         model, layer, head, then: ``dispersion``, the median δ in nats; ``entropy`` of the attention weights (nats)
         and ``first_weight``, the weight on the first key that is no padding (the sink share), both means over all
@@ -66,9 +63,6 @@ def heads_glance(findings: Findings) -> Glance:
 
 def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
     """Return the heads with extreme δ, weight on the first key and entropy; none for several models.
-
-    Args:
-        findings: of one model.
 
     Returns:
         Layer, head, and its extremes in words; each head once.

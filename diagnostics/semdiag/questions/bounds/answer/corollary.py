@@ -94,10 +94,6 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
 def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
     """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries.
 
-    Args:
-        findings: of the pair's models.
-        pair: full model and counterpart.
-
     Returns:
         The table; a separation within the rounding of the scores counts as a tie, Δ = 0.
     """

@@ -47,11 +47,7 @@ class CallPairs:
         self.left_out = 0
 
     def start(self, samples: int) -> None:
-        """Begin a batch.
-
-        Args:
-            samples: how many it has.
-        """
+        """Begin a batch."""
         self._kept.clear()
         self._numbers.start(samples)
         self._next = 0

@@ -44,10 +44,6 @@ class _Rows:
 def refusal(base: AttentionCall, other: AttentionCall) -> str:
     """Return why two calls cannot be compared.
 
-    Args:
-        base: of a layer of the base.
-        other: of the same layer of the other model.
-
     Returns:
         The sizes that differ, like ``8 heads and 4``; empty if the calls can be compared.
     """

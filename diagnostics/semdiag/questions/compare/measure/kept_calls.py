@@ -14,9 +14,6 @@ def own_copy(call: AttentionCall) -> AttentionCall:
 
     Both models' calls are copied so that equal numbers have the same layout in memory: only then are products the
     same to the last bit.
-
-    Args:
-        call: of any model.
     """
     return replace(
         call,
@@ -61,20 +58,12 @@ class KeptCalls:
         self._calls.append(copy)
 
     def pop(self, place: int) -> AttentionCall:
-        """Return a call, and keep it no longer.
-
-        Args:
-            place: among the calls of the batch.
-        """
+        """Return a call, and keep it no longer."""
         call, self._calls[place] = self._calls[place], None  # type: ignore[call-overload]
         return call
 
     def at(self, place: int) -> AttentionCall:
-        """Return a call, and keep it.
-
-        Args:
-            place: among the calls of the batch.
-        """
+        """Return a call, and keep it."""
         return self._calls[place]
 
     def clear(self) -> None:

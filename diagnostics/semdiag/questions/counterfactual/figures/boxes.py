@@ -58,12 +58,7 @@ def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) ->
 
 
 def k_style(ks: list[int], k: int) -> AttentionStyle:
-    """Return the style of the k largest scores: paler with growing k.
-
-    Args:
-        ks: all that are shown.
-        k: one of them.
-    """
+    """Return the style of the k largest scores: paler with growing k."""
     place, topk = ks.index(k), attention_style("topk")
     shade = lightened(topk.color, 0.6 * place / max(len(ks) - 1, 1))
     color = "#" + "".join(f"{round(255 * part):02x}" for part in shade)

@@ -29,9 +29,6 @@ def dispersion_summary(findings: Findings) -> Summary:
     Of models that select by hashes or clusters also the mean recall of their k largest scores, and the share of
     queries without any key.
 
-    Args:
-        findings: of one or more models.
-
     Returns:
         A JSON-ready dictionary, schema ``semdiag.dispersion/2``.
     """
@@ -51,9 +48,6 @@ def dispersion_summary(findings: Findings) -> Summary:
 
 def recall_table(findings: Findings) -> pd.DataFrame:
     """Return the recall of the largest scores in models that select by hashes or clusters.
-
-    Args:
-        findings: of any number of models.
 
     Returns:
         A row per head, and one of ``layer`` "all" per model: ``model``, ``layer``, ``head``, ``recall`` (mean
@@ -166,10 +160,6 @@ RESAMPLES = 300  # of whole sequences: the ends of a 95% interval are then known
 def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Return the ratios of dispersion between every sparse model and its full counterpart, by layer.
 
-    Args:
-        findings: of full models and their counterparts.
-        resamples: bootstrap draws per ratio.
-
     Returns:
         One row per pair, percentile and layer: model, full, percentile, layer, ratio, low, high.
     """
@@ -196,9 +186,6 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
 def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
     """Return pooled median δ under input-agnostic masks (controls) over full attention's; last snapshots only.
 
-    Args:
-        findings: of full models and their counterparts.
-
     Returns:
         Each pair with its ratio.
     """
@@ -218,9 +205,6 @@ FEWEST = 10  # queries in a bin, to give its percentiles
 
 def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
     """Return percentiles of δ by the number of allowed keys, from two on, in bins of equal ratio.
-
-    Args:
-        findings: of any number of models.
 
     Returns:
         By model a row per bin: 0.05, 0.25, 0.5, 0.75, 0.95 (quantiles of δ), keys (their mean number), queries;

@@ -60,9 +60,6 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
 
     Source: paper, the comparison of δ_s and δ_h at matching percentiles. Deviation: the maximum is not gated.
 
-    Args:
-        findings: of full and top-k models.
-
     Returns:
         One result per pair.
 
@@ -97,9 +94,6 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
 def require_one_partner(findings: Findings) -> None:
     """Refuse to judge if it is not clear which models are a pair.
 
-    Args:
-        findings: of full and top-k models.
-
     Raises:
         InputError: if several full models could be the partner of a top-k model.
     """
@@ -125,9 +119,6 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
 
 def partner_command(model: str) -> str:
     """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``.
-
-    Args:
-        model: its path.
 
     Returns:
         The command, with every option in which the stored configuration differs from its task's recipe; only

@@ -25,9 +25,6 @@ def heads_map(findings: Findings) -> Figure:
 
     Of older measurements, which have neither entropy nor that weight: the largest weight.
 
-    Args:
-        findings: of any number of models.
-
     Returns:
         One panel per quantity that was measured; abscissa: layers; ordinate: heads, model by model.
 
