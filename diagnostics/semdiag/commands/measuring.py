@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -226,13 +226,8 @@ def deliver(
     command: str,
     findings: "Findings",
     show: Callable[["Findings"], None],
-    *,
-    out: Path | None,
-    formats: Sequence[str],
-    as_json: bool,
-    quiet: bool,
+    options: Mapping[str, Any],
     sections: Sequence[str] | None = None,
-    per_query: Path | None = None,
 ) -> None:
     """Deliver what a command measured: a page with figures, and tables or one JSON object on stdout.
 
@@ -242,12 +237,8 @@ def deliver(
         command: its name.
         findings: of the models.
         show: prints the tables.
-        out: folder of the page; None: the default one.
-        formats: of figures.
-        as_json: whether to print the summary on stdout.
-        quiet: whether to print neither tables nor progress.
+        options: the values of the shared ones: out, figures, as_json, quiet, and per_query if the command has it.
         sections: of the page; None: the one named like the command.
-        per_query: file for the queries; None: none.
     """
     import typer
 
@@ -258,7 +249,9 @@ def deliver(
     from semdiag.questions.registry import summaries
     from semdiag.reporting.report import write_report
 
-    folder = output_folder(command, findings.measurements, out)
+    quiet, as_json, per_query = options["quiet"], options["as_json"], options.get("per_query")
+    formats = figure_formats(options["figures"])
+    folder = output_folder(command, findings.measurements, options["out"])
     with Stages("drawing", 1, quiet) as bar:
         page = write_report(
             findings, folder, command_line(), formats, sections=sections or (command,), progress=bar

@@ -97,27 +97,10 @@ class Shared:
         show: Callable[["Findings"], None],
         sections: Sequence[str] | None = None,
     ) -> None:
-        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`.
-
-        Args:
-            command: its name.
-            findings: of the models.
-            show: prints the tables.
-            sections: of the page; None: the one named like the command.
-        """
+        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`."""
         from semdiag.commands import measuring
 
-        measuring.deliver(
-            command,
-            findings,
-            show,
-            out=self.values["out"],
-            formats=measuring.figure_formats(self.values["figures"]),
-            as_json=self.values["as_json"],
-            quiet=self.values["quiet"],
-            sections=sections,
-            per_query=self.values.get("per_query"),
-        )
+        measuring.deliver(command, findings, show, self.values, sections)
 
 
 def with_options(command: Command) -> Callable[..., None]:

@@ -104,6 +104,8 @@ class Column:
     Example:
         >>> Column("low high", "95%", percent_interval).cell({"low": 0.1, "high": 0.25})
         '10–25'
+        >>> Column("", "kept", lambda row: f"{row['k']} of {row['keys']}").cell({"k": 5, "keys": 40})
+        '5 of 40'
     """
 
     name: str
