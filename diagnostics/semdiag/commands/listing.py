@@ -58,16 +58,16 @@ def _out_of_reach() -> str:
     from semdiag_models.attention.kinds import LOCAL
     from semdiag_models.attention.reach import cannot_represent
 
-    said = []
+    limits = []
     for kind in LOCAL:
         names = []
         for task in TASKS.values():
             config, _ = configure(task, {"attention": kind, "k": _K})
             names += [task.name] * cannot_represent(task, config)
-        said.append(f"{kind} on {', '.join(names)}")
+        limits.append(f"{kind} on {', '.join(names)}")
     return (
         f"With the recipes' lengths and blocks and k = {_K}, no weights are right on every input for "
-        f"{'; '.join(said)}. One global token removes this limit."
+        f"{'; '.join(limits)}. One global token removes this limit."
     )
 
 

@@ -25,7 +25,7 @@ from semdiag.commands.train import train
 from semdiag.presenting.terminal.terminal import speak_any_language, tell
 from semdiag.questions.registry import QUESTIONS
 
-# Typer carries click under a name that has changed between its versions; its own exports lead there.
+# Typer bundles click under a name that differs between its versions; its own exports lead there.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 _LONGEST = 2000  # characters of a message
@@ -105,12 +105,12 @@ def _options(
 def main() -> None:
     """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted.
 
-    And, as of other programs, 70 if semdiag itself is wrong, so that it never looks like a check that failed; 141
-    if the reader of our output left before its end: what failed was not told whole.
+    Exit code 70 is an error of semdiag itself, so that it never looks like a failed check; 141 means that the
+    reader of the output left before its end.
     """
     speak_any_language()
     debug = "--debug" in sys.argv[1:]
-    sys.argv = [word for word in sys.argv if word != "--debug"]  # wherever it is; no command takes it
+    sys.argv = [word for word in sys.argv if word != "--debug"]  # it may stand anywhere; no command takes it
     warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
     if not all(map(str.strip, sys.argv[1:])):  # as a path, an empty word would be the working folder
         _refuse("An argument of the command is empty. Is a shell variable unset?")

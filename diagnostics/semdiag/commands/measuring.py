@@ -1,11 +1,11 @@
-"""From the shared options to measurements, with a progress bar."""
+"""Measure what the shared options name, and deliver the results."""
 
 import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -76,22 +76,22 @@ def measured(
     Args:
         models: what the user named.
         conditions: under which they are measured.
-        quiet: whether to say nothing.
-        run: measures loaded models under conditions and reports its progress; by default
+        quiet: whether to print nothing.
+        run: measures loaded models under conditions, with progress; None:
             :func:`~semdiag.measuring.survey.survey`.
-        more_stages: of each model besides the clean pass and the plans of the conditions.
+        more_stages: of each model, besides the clean pass and the plans of the conditions.
         against: a model that all are compared with; it is measured last.
-        typed: names of the options that the user gave. Without ``samples`` all models are measured on no more
-            than the run that held out fewest, and on all of given inputs; with ``k`` one of them must attend to
-            every key.
+        typed: names of the options that the user gave. Without ``samples``, all models are measured on as many
+            samples as the run that held out fewest, or on all inputs of a file; with ``k``, one of them must
+            attend to every key.
         then: called with the loaded models once they are measured.
 
     Returns:
-        On what was measured, with the command in its provenance.
+        Findings on the measurements, with the command in the provenance.
 
     Raises:
-        InputError: if ``against`` is not one checkpoint, there is nothing to compare with it, or no model can
-            do anything with ``k``.
+        InputError: if ``against`` is not one checkpoint, there is nothing to compare with it, or ``k`` applies to
+            no model.
     """
     from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.audit import WARNING
@@ -104,14 +104,14 @@ def measured(
     from semdiag.reporting.capture_words import diverged_sentences
     from semdiag_models import InputError
 
-    named, others = without_other_files(list(models or ()))
-    if others and not quiet:
-        tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, others))}.")
+    named, other_files = without_other_files(list(models or ()))
+    if other_files and not quiet:
+        tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
     paths = find_checkpoints(named or None)
     if against is not None:
         paths = _with_reference(paths, against)
-    each = 1 + len(conditions.plans) + more_stages
-    with Stages("measuring", len(paths) * each, quiet, counted(len(paths), "model")) as bar:
+    stages_each = 1 + len(conditions.plans) + more_stages
+    with Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar:
         loaded = load_all(paths, conditions.config, conditions.head)
         encoders = [model for model in loaded if not model.external and model.sha256]
         dense = [model.encoder.config.attention in DENSE for model in encoders]
@@ -125,25 +125,26 @@ def measured(
             conditions = replace(conditions, samples=held_out)
         elif "samples" in typed:
             conditions = replace(conditions, first=conditions.samples)
-        found = (run or partial(survey, own=True, expect=bar.expect))(
+        measurements = (run or partial(survey, own=True, expect=bar.expect))(
             loaded, conditions, bar.announce, bar.advance
         )
         then(loaded)
-    for remark in () if quiet else found.remarks.to_dict("records"):
+    for remark in () if quiet else measurements.remarks.to_dict("records"):
         if remark["severity"] == WARNING:
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
     if fewer and not quiet:
         tell(f"semdiag: measured on {counted(held_out, 'sample')}: one of the runs held out no more.")
-    idle = found.models.loc[~found.models["attention"].isin(DENSE) & ~external(found.models), "model"]
-    if "k" in typed and len(idle) and not quiet:
-        tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(idle)}.")
-    findings = Findings(found)
+    described = measurements.models
+    masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
+    if "k" in typed and len(masked) and not quiet:
+        tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
+    findings = Findings(measurements)
     for sentence in () if quiet else diverged_sentences(findings):
         tell(f"semdiag: {sentence}")
-    found.provenance["command"] = ["semdiag", *sys.argv[1:]]
-    found.provenance["date"] = _today()
+    measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
+    measurements.provenance["date"] = _today()
     if against is not None:
-        found.provenance["against"] = str(paths[-1])
+        measurements.provenance["against"] = str(paths[-1])
     return findings
 
 
@@ -196,7 +197,7 @@ def check_per_query(path: Path | None) -> None:
 def write_per_query(path: Path, measurements: "Measurements") -> None:
     """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it.
 
-    Both are whole before either takes its place.
+    Both are complete before either takes its place.
 
     Args:
         path: checked by :func:`check_per_query`.
@@ -225,28 +226,19 @@ def deliver(
     command: str,
     findings: "Findings",
     show: Callable[["Findings"], None],
-    *,
-    out: Path | None,
-    formats: Sequence[str],
-    as_json: bool,
-    quiet: bool,
+    options: Mapping[str, Any],
     sections: Sequence[str] | None = None,
-    per_query: Path | None = None,
 ) -> None:
     """Deliver what a command measured: a page with figures, and tables or one JSON object on stdout.
 
-    What is written comes first, so that a place that cannot be written to is told in one line.
+    Files are written first, so that a folder that cannot be written to is refused in one line.
 
     Args:
         command: its name.
-        findings: of what it measured.
-        show: prints them as tables.
-        out: folder of the page; None: the default one.
-        formats: of figures.
-        as_json: whether the summary goes to stdout.
-        quiet: whether neither tables nor progress are shown.
+        findings: of the models.
+        show: prints the tables.
+        options: the values of the shared ones: out, figures, as_json, quiet, and per_query if the command has it.
         sections: of the page; None: the one named like the command.
-        per_query: file for the queries; None: they are not kept.
     """
     import typer
 
@@ -257,7 +249,9 @@ def deliver(
     from semdiag.questions.registry import summaries
     from semdiag.reporting.report import write_report
 
-    folder = output_folder(command, findings.measurements, out)
+    quiet, as_json, per_query = options["quiet"], options["as_json"], options.get("per_query")
+    formats = figure_formats(options["figures"])
+    folder = output_folder(command, findings.measurements, options["out"])
     with Stages("drawing", 1, quiet) as bar:
         page = write_report(
             findings, folder, command_line(), formats, sections=sections or (command,), progress=bar

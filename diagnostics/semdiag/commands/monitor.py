@@ -26,15 +26,15 @@ def monitor(
     from semdiag.presenting.drawing.monitored_run import monitored_run
     from semdiag_models import InputError
 
-    found = read_heads(file)
+    heads = read_heads(file)
     if out is not None:
         if out.suffix not in (".png", ".svg", ".pdf"):
             raise InputError(f"--out takes a .png, .svg or .pdf. Got {out}.")
         try:
-            monitored_run(found).savefig(out, dpi=150)
+            monitored_run(heads).savefig(out, dpi=150)
         except OSError as error:
             raise InputError(f"{out} cannot be written: {error.strerror or error}.") from None
-    for line in extremes_of(found):
+    for line in extremes_of(heads):
         typer.echo(line)
     if out is not None:
         typer.echo(f"Figure: {out}")

@@ -1,4 +1,4 @@
-"""The page of one text that stands beside a report."""
+"""The page of one text beside a report."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,17 +19,17 @@ _LARGEST = 2**25  # bytes of a page that is copied to the new report
 
 
 def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str | None:
-    """Run a language model on the first of its texts, and write the page that shows every head on it.
+    """Run a language model on the first of its texts, and return the page that shows every head on it.
 
     Args:
-        loaded: the models that were measured; of one alone a page is made.
-        conditions: under which.
+        loaded: the models that were measured; only a single one gets a page.
+        conditions: under which they were.
 
     Returns:
-        The page; None where not one Hugging Face model was measured, or not on texts.
+        The page; None unless a single Hugging Face model was measured on texts.
     """
-    given = conditions.inputs
-    if [model.source for model in loaded] != ["hugging face"] or given is None or given.suffix not in SUFFIXES:
+    inputs = conditions.inputs
+    if [model.source for model in loaded] != ["hugging face"] or inputs is None or inputs.suffix not in SUFFIXES:
         return None
     longest = min(conditions.texts.max_length or _TOKENS, _TOKENS)
     one = replace(
@@ -38,10 +38,10 @@ def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str 
     )  # fmt: skip
     try:
         seen = see_loaded(loaded[0], one)
-    except InputError:  # what can be measured need not fit a page
+    except InputError:  # it can be measured, but does not fit a page
         return None
     return render_look(
-        seen, fitting_k(seen, None), f"semdiag look {loaded[0].path} --inputs {given} --max-length {longest}"
+        seen, fitting_k(seen, None), f"semdiag look {loaded[0].path} --inputs {inputs} --max-length {longest}"
     )
 
 

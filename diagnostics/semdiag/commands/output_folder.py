@@ -1,4 +1,4 @@
-"""Where a command puts its page: a folder named after the models, never one that belongs to other models."""
+"""The folder of a command's page: named after the models, and never that of other models."""
 
 import hashlib
 import os
@@ -20,20 +20,20 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
     Args:
         command: its name.
         measurements: of the models.
-        given: what the user named; None: nothing.
+        given: the folder that the user named; None: none.
     """
     from semdiag.presenting.terminal.terminal import tell
 
     models = [str(model) for model in measurements.models["model"]]
     name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"
     folder = given or Path("reports") / f"{command}-{name}"
-    there = _models_of(folder)
-    if there is None or there == _known_as(models):
+    models_there = _models_of(folder)
+    if models_there is None or models_there == _normalised(models):
         return folder
     if given is None:
-        digest = hashlib.sha256("\n".join(sorted(_known_as(models))).encode()).hexdigest()
+        digest = hashlib.sha256("\n".join(sorted(_normalised(models))).encode()).hexdigest()
         return folder.with_name(f"{folder.name}-{digest[:8]}")
-    tell(f"Replaces in {folder}: a report on {', '.join(sorted(there))}.")
+    tell(f"Replaces in {folder}: a report on {', '.join(sorted(models_there))}.")
     return folder
 
 
@@ -44,11 +44,11 @@ def _models_of(folder: Path) -> set[str] | None:
 
     try:
         results = read_json(folder / "summary.json")["results"]
-        return _known_as([str(row["model"]) for row in results])
+        return _normalised([str(row["model"]) for row in results])
     except (InputError, OSError, KeyError, TypeError):
         return None
 
 
-def _known_as(models: list[str]) -> set[str]:
-    """Return names that are equal for equal models, however the user wrote them."""
+def _normalised(models: list[str]) -> set[str]:
+    """Return names that are equal for the same model, however the user wrote it."""
     return {os.path.normpath(model).removesuffix(f"{os.sep}last.pt") for model in models}

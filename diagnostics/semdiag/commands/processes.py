@@ -1,4 +1,4 @@
-"""What ``--jobs`` and ``--ray`` ask for."""
+"""Measure in other processes: ``--jobs`` and ``--ray``."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     """Return a function that measures models in other processes; None to measure in this one.
 
     Args:
-        jobs: processes. They divide the masks of a rerun if there is one model alone.
-        ray: address of a cluster; empty: they are processes of this machine.
+        jobs: number of processes; with a single model they divide the masks of a rerun.
+        ray: address of a cluster; empty: processes of this machine.
 
     Raises:
         InputError: if ``jobs`` is below 1.

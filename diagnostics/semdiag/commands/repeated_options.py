@@ -1,4 +1,4 @@
-"""Options that are given twice: a list takes both, any other is refused instead of silently taking the last."""
+"""Options given twice: a list takes both values; any other option refuses the second."""
 
 from typing import Any
 
@@ -9,11 +9,7 @@ class RepeatedOptions(TyperCommand):
     """A command whose options are lists where their placeholder has a comma: ``--k 8 --k 32`` is ``--k 8,32``."""
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return a parser that keeps every value.
-
-        Args:
-            ctx: of the command.
-        """
+        """Return a parser that keeps every value."""
         parser: Any = super().make_parser(ctx)
         lists = {p.name for p in self.params if "," in (getattr(p, "metavar", None) or "")}
         single = {}

@@ -12,15 +12,7 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 from semdiag.presenting.terminal.terminal import beside_json, say, tell
 
-_REDRAWING = {
-    "redraw",
-    "keep_queries",
-    "show",
-    "out",
-    "as_json",
-    "figures",
-    "quiet",
-}  # the options allowed with --from
+_REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # allowed with --from
 _SENTENCES = 5  # of the verdict, shown in the terminal
 _PROBE_SAMPLES = 100  # for questions with a command of their own: enough for a first look
 _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # raised by damaged measurements
@@ -57,8 +49,8 @@ def report(
         typer.Option(
             "--rerun-minutes",
             min=0,
-            help="A model from elsewhere is also run with sparse attention, on as many samples as fit in about so "
-            "many minutes. 0: not at all.",
+            help="Also run a model from elsewhere with sparse attention, on as many samples as fit into about "
+            "this many minutes. 0: not at all.",
             rich_help_panel="What is measured",
         ),
     ] = 2,
@@ -148,6 +140,6 @@ def _check_redrawing(models: object, typed: frozenset[str]) -> None:
 
     if models:
         raise InputError("--from draws saved measurements: do not name models with it.")
-    if vain := typed - _REDRAWING:
-        said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
-        raise InputError(f"--from draws saved measurements as they are: leave out {said}.")
+    if unused := typed - _REDRAWING:
+        options = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
+        raise InputError(f"--from draws saved measurements as they are: leave out {options}.")

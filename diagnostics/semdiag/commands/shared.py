@@ -56,8 +56,8 @@ class Shared:
         """Return the conditions of the measurement; every option is checked first.
 
         Args:
-            keep_queries: whether the report is to keep every query.
-            more: fields of :class:`~semdiag.measuring.conditions.Conditions` that the command decides.
+            keep_queries: whether the report keeps every query.
+            more: fields of :class:`~semdiag.measuring.conditions.Conditions` that the command sets.
 
         Raises:
             InputError: if an option is wrong.
@@ -69,9 +69,9 @@ class Shared:
         measuring.figure_formats(self.values.get("figures", ""))
         measuring.check_per_query(self.values.get("per_query"))
         measuring.check_out(self.values.get("out"), keep_queries)
-        own = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
+        values = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
         texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
-        return Conditions(**own, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
+        return Conditions(**values, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
 
     def measured(
         self,
@@ -97,34 +97,14 @@ class Shared:
         show: Callable[["Findings"], None],
         sections: Sequence[str] | None = None,
     ) -> None:
-        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`.
-
-        Args:
-            command: its name.
-            findings: of what was measured.
-            show: prints them as tables.
-            sections: of the page; None: the one named like the command.
-        """
+        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`."""
         from semdiag.commands import measuring
 
-        measuring.deliver(
-            command,
-            findings,
-            show,
-            out=self.values["out"],
-            formats=measuring.figure_formats(self.values["figures"]),
-            as_json=self.values["as_json"],
-            quiet=self.values["quiet"],
-            sections=sections,
-            per_query=self.values.get("per_query"),
-        )
+        measuring.deliver(command, findings, show, self.values, sections)
 
 
 def with_options(command: Command) -> Callable[..., None]:
     """Give a command the shared options; it receives them as its argument ``shared``.
-
-    Args:
-        command: of a question, or of this folder.
 
     Returns:
         A function that has the options in its signature, where typer finds them.
@@ -139,7 +119,7 @@ def with_options(command: Command) -> Callable[..., None]:
 
     def with_shared(context: typer.Context, **given: Any) -> None:
         sources = {name: context.get_parameter_source(name) for name in given}
-        # Before click 8.2, an argument that was left out counts as given on the command line, as None.
+        # Before click 8.2, an omitted argument counts as given on the command line, as None.
         typed = frozenset(
             name
             for name, source in sources.items()
@@ -148,8 +128,8 @@ def with_options(command: Command) -> Callable[..., None]:
         shared = Shared({name: given.pop(name) for name in names}, typed)
         command.run(**given, shared=shared)
 
-    own = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
-    added = [
+    own_parameters = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
+    shared_parameters = [
         inspect.Parameter(
             name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -159,7 +139,7 @@ def with_options(command: Command) -> Callable[..., None]:
         for name in names
     ]
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *own, *added]
+    parameters = [context, *own_parameters, *shared_parameters]
     with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
     with_shared.__doc__, with_shared.__name__ = command.run.__doc__, command.run.__name__

@@ -1,4 +1,4 @@
-"""What ``semdiag train`` does differently for a text."""
+"""The task of ``semdiag train text``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -82,9 +82,10 @@ def train(
 
     [bold]semdiag train text --text FILE --attention topk --k 5[/]
     """
+    chosen = dict(locals())  # options have the names of the configurations' fields
     import torch
 
-    from semdiag.presenting.option_values import length_range, listed_numbers
+    from semdiag.presenting.option_values import length_range, listed_numbers, names
     from semdiag_models import (
         InputError,
         Text,
@@ -101,55 +102,16 @@ def train(
     if seeds and seed is not None:
         raise InputError("--seeds names every seed: leave out --seed.")
     least_length, longest = length_range(length)
-    found: Classification
+    classification: Classification
     if task == Text.name:
-        found = text_task(text, holdout_text, tokenizer, vocabulary, longest, quiet)
+        classification = text_task(text, holdout_text, tokenizer, vocabulary, longest, quiet)
     elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
-        found = find_task(task)
+        classification = find_task(task)
     else:
         raise InputError("--text and its options apply only to the task text: semdiag train text --text FILE.")
-    chosen = {
-        "attention": attention,
-        "k": k,
-        "hash_rounds": hash_rounds,
-        "hash_bits": hash_bits,
-        "hashes": hashes,
-        "clusters": clusters,
-        "centroid_decay": centroid_decay,
-        "score_gradient": score_gradient,
-        "blocks": blocks,
-        "width": width,
-        "mlp_width": mlp_width,
-        "heads": heads,
-        "head_width": head_width,
-        "activation": activation,
-        "dropout": dropout,
-        "inverse_temperature": inverse_temperature,
-        "pad_as_token": pad_as_token,
-        "global_tokens": global_tokens,
-        "norm": norm,
-        "pooling": pooling,
-        "length": longest,
-        "least_length": least_length,
-        "epochs": epochs,
-        "seed": seed,
-        "train_samples": train_samples,
-        "holdout_samples": holdout_samples,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "learning_rate_decay": learning_rate_decay,
-        "gradient_clip": gradient_clip,
-        "snapshots": listed_numbers(snapshots, "--snapshots takes epochs", "1,5,20"),
-        "optimizer": optimizer,
-        "weight_decay": weight_decay,
-        "until": until,
-        "precision": precision,
-        "compiled": compiled,
-        "query_key_scale": query_key_scale,
-        "frozen": tuple(part.strip() for part in frozen.split(",") if part.strip()),
-        "fresh_samples": fresh_samples,
-    }
-    model, training = configure(found, chosen)
+    chosen |= {"length": longest, "least_length": least_length, "frozen": names(frozen)}
+    chosen["snapshots"] = listed_numbers(snapshots, "--snapshots takes epochs", "1,5,20")
+    model, training = configure(classification, chosen)
     where = find_device(device)
     if threads is not None:
         if threads < 1:

@@ -1,6 +1,6 @@
-"""Columns of an answer's table, declared once: the entry they show, their heading, how a value reads.
+"""Declare the columns of an answer's table once: the entry they show, their heading, how a value reads.
 
-The names are those of the entries in CSV and JSON; terminal and page read the same declaration.
+Names are those of the entries in CSV and JSON. Terminal and page read the same declaration.
 """
 
 import math
@@ -11,23 +11,23 @@ from typing import Any
 
 from semdiag.measuring.findings.strict_json import number_from_json
 
-STAYS = -1
+NEVER = -1
 _NONE = "–"
 Value = float | str | None
 
 
 def text(*values: Any) -> str:
-    """Return a name, of one word or several."""
+    """Join the words of a name."""
     return " ".join(map(plain, values))
 
 
 def plain(value: Any) -> str:
-    """Return a layer, a head or a seed as it is."""
+    """Return a layer, a head, a seed or a word unchanged."""
     return _NONE if value is None else str(value)
 
 
 def number(value: Value, digits: int = 3) -> str:
-    """Return a number to three digits; whole numbers, mostly counts, in full.
+    """Return a number to three digits; a whole number, mostly a count, in full.
 
     Example:
         >>> number(0.12345), number(12345), number("inf"), number(None)
@@ -40,19 +40,19 @@ def number(value: Value, digits: int = 3) -> str:
 
 
 def finite(value: Value) -> str:
-    """Return a number; what is infinite is none."""
-    known = number_from_json(value)
-    return number(known if math.isfinite(known) else None)
+    """Return a number; a dash for an infinity."""
+    numeric = number_from_json(value)
+    return number(numeric if math.isfinite(numeric) else None)
 
 
 def _as(form: str, factor: int = 1, unit: str = "") -> Callable[[Value], str]:
-    """Return the format of numbers in a unit."""
+    """Return a function that formats numbers in a unit."""
 
-    def said(value: Value) -> str:
-        known = factor * number_from_json(value)
-        return _NONE if math.isnan(known) else f"{known:{form}}{unit}"
+    def format_value(value: Value) -> str:
+        numeric = factor * number_from_json(value)
+        return _NONE if math.isnan(numeric) else f"{numeric:{form}}{unit}"
 
-    return said
+    return format_value
 
 
 count = _as(",.0f")
@@ -93,27 +93,29 @@ class Column:
     """A column.
 
     Attributes:
-        name: of the entry in a row; ``load.largest`` is an entry of an entry. Several, divided by spaces, make one
-            cell.
+        name: of the entry in a row; ``load.largest`` is an entry of an entry. Several names, divided by spaces,
+            make one cell. Empty: the whole row makes it.
         heading: above it; empty: the name.
-        said: how its entries read.
-        left: whether it is a name, which is aligned left and never left away; so is what :func:`text` says.
-        goes: when it is left away, where there is no room: 1 goes first; those with 0 go last, from the right; one
-            that :data:`STAYS` never does. It also stays where no row has a value; all others are left away.
+        form: turns the entries, or the row, into text.
+        drop: its turn to be dropped where the table is too wide: 1 goes first, 0 last, from the right; a
+            column with :data:`NEVER` stays, even if no row has a value, where all others go.
+        left: whether it is a name, aligned left and never dropped; a column of :func:`text` is.
 
     Example:
         >>> Column("low high", "95%", percent_interval).cell({"low": 0.1, "high": 0.25})
         '10–25'
+        >>> Column("", "kept", lambda row: f"{row['k']} of {row['keys']}").cell({"k": 5, "keys": 40})
+        '5 of 40'
     """
 
     name: str
     heading: str = ""
-    said: Callable[..., str] = number
-    goes: int = 0
+    form: Callable[..., str] = number
+    drop: int = 0
     left: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "left", self.left or self.said is text)
+        object.__setattr__(self, "left", self.left or self.form is text)
 
     @property
     def title(self) -> str:
@@ -121,8 +123,8 @@ class Column:
         return self.heading or self.name.replace("_", " ").replace(".", " ")
 
     def cell(self, row: Mapping[str, Any]) -> str:
-        """Return what stands in a row."""
-        return self.said(*(_entry(row, name) for name in self.name.split()))
+        """Return the text of its cell in a row."""
+        return self.form(*(_entry(row, name) for name in self.name.split())) if self.name else self.form(row)
 
 
 def _entry(row: Any, name: str) -> Any:

@@ -21,9 +21,6 @@ _MOST = 200  # number of runs offered
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     """Complete one of several names.
 
-    Args:
-        known: all of them.
-
     Example:
         >>> names(TASKS)("par")
         ['parity']

@@ -10,9 +10,6 @@ _LONGEST = 80  # characters of a name: file systems allow 255 bytes, and a chara
 def file_safe(model: str) -> str:
     """Return a model's name as a valid file name: a run's folder, and its snapshot if it is not the last.
 
-    Args:
-        model: as the user named it.
-
     Example:
         >>> file_safe("checkpoints/parity-full-seed-1/last.pt"), file_safe("runs/a/epoch-5.pt")
         ('parity-full-seed-1', 'a-epoch-5')

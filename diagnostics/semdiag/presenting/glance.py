@@ -58,7 +58,7 @@ def measured_glance(*tables: str) -> Callable[[Findings], Glance]:
 
 
 def drawn_word(findings: Findings) -> str:
-    """Return `` drawn`` if only some queries were looked at, else nothing."""
+    """Return `` drawn`` if only some queries were measured, else nothing."""
     return " drawn" if drawn(findings) else ""
 
 
@@ -81,7 +81,7 @@ def models_words(count: int) -> str:
 
 def span_words(values: list[float], form: str | Callable[[float], str]) -> str:
     """Return one number, or the range of several, all finite."""
-    said = form.format if isinstance(form, str) else form
-    low, high = (re.sub("^-", "−", said(end)) for end in (min(values), max(values)))
+    words_of = form.format if isinstance(form, str) else form
+    low, high = (re.sub("^-", "−", words_of(end)) for end in (min(values), max(values)))
     signed = any(end.startswith(("−", "<", ">")) for end in (low, high))  # −3 to 98, 85 to > 99.9
     return low if low == high else f"{low} to {high}" if signed else f"{low}–{high}"

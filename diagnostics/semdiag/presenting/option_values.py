@@ -79,8 +79,8 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
         try:
             value = float(number)
         except ValueError:
-            said = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
-            raise InputError(f"{said}. Got {text!r}.") from None
+            usage = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
+            raise InputError(f"{usage}. Got {text!r}.") from None
         if task:
             values["targets"][task] = value
         else:

@@ -46,7 +46,7 @@ MaxLength = Annotated[
     int | None,
     typer.Option(
         metavar="TOKENS",
-        help="Cut texts of --inputs to so many tokens. Default: what the model takes.",
+        help="Cut texts of --inputs to this many tokens. Default: as many as the model takes.",
         rich_help_panel=_MEASURE,
     ),
 ]
@@ -171,9 +171,9 @@ Noise = Annotated[
 Jobs = Annotated[
     int | None,
     typer.Option(
-        help="Models to measure at the same time, in so many processes, each with one CPU thread; of one model, "
-        "masks to rerun it with. However many there are, the numbers are the same to the last bit. Default: one "
-        "after the other, in this process.",
+        help="Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
+        "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
+        "process.",
         show_default=False,
         rich_help_panel=_WHERE,
     ),

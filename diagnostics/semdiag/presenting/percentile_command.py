@@ -41,43 +41,43 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
 
 def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, findings: "Findings") -> None:
     from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
-    from semdiag.presenting.columns import STAYS, Column, percent, plain, three_digits
-    from semdiag.presenting.terminal.console import NumberTable, wide_console
+    from semdiag.presenting.columns import NEVER, Column, percent, plain, three_digits
+    from semdiag.presenting.terminal.console import NumberTable, not_shown, wide_console
 
     console = wide_console()
-    columns = [Column("place", "layer", plain), Column("head", said=plain)]
-    columns += [Column(p, said=three_digits, goes=_LEAST.get(p, 0)) for p in _SHOWN]
+    columns = [Column("place", "layer", plain), Column("head", form=plain)]
+    columns += [Column(p, form=three_digits, drop=_DROPPED.get(p, 0)) for p in _PERCENTILES]
     for result in summary(findings)["results"]:
-        of = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
-        for part in ("separation", "load") if metric == "separation" else ("dispersion",):
-            within = result.get("within_model", [])
-            if metric == "separation" and not within and result["all"]["separation"]["p50"] is None:
-                console.print(f"\n{title(result)}: {_NOTHING_DROPPED}", soft_wrap=True)
-                break
-            rows, left_out = _rows(result, part, every)
-            for one in within:
-                more, further = _rows(one, part, every, f" k={one['k']}")
-                rows, left_out = [*rows, *more], left_out + further
-            last = [Column(*one, percent, STAYS) for one in _KEPT if any(one[0] in row for row in rows)]
-            rows = [dict.fromkeys(column.name for column in last) | row for row in rows]
-            console.print(NumberTable([*columns, *last], rows, f"{title(result)}: {_TITLES[part]}{of}"))
-            if left_out:
-                console.print(extremes(result, part), soft_wrap=True)
-                console.print(f"{left_out} rows are not shown: --all shows them, and the page has them as CSV.")
+        counterfactuals = result.get("within_model", [])
+        if metric == "separation" and not counterfactuals and result["all"]["separation"]["p50"] is None:
+            console.print(f"\n{title(result)}: {_NOTHING_DROPPED}", soft_wrap=True)
+            continue
+        sampled = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
+        for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
+            rows = _rows(result, quantity, every)
+            for one in counterfactuals:
+                rows += _rows(one, quantity, every, f" k={one['k']}")
+            shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
+            rows = [dict.fromkeys(column.name for column in shares) | row for row in rows]
+            console.print(NumberTable([*columns, *shares], rows, f"{title(result)}: {_TITLES[quantity]}{sampled}"))
+            hidden = sum(len(one["layers"]) + 1 for one in (result, *counterfactuals)) - len(rows)
+            if hidden:
+                console.print(extremes(result, quantity), soft_wrap=True)
+                console.print(not_shown(hidden))
     for sentence in sampling_sentences(findings, (metric,)):
         console.print(sentence)
 
 
 def _sections(metric: str, findings: "Findings") -> tuple[str, ...]:
-    """Return the sections of the command's report: the metric, and with ``--k`` what that k would leave."""
+    """Return the sections of the command's report: the metric, and with ``--k`` what a top-k mask would leave."""
     from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 
     return (metric, "within") if counterfactual_ks(findings.measurements.queries) else (metric,)
 
 
-_SHOWN = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
-_LEAST = {"p75": 1, "p90": 2, "mean": 3}  # which go first where the terminal is narrow
-_KEPT = (("share_below", "≤ 0"), ("recall", "recall"), ("without_keys", "no key"))
+_PERCENTILES = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
+_DROPPED = {"p75": 1, "p90": 2, "mean": 3}  # in this order, where the terminal is narrow
+_SHARES = (("share_below", "≤ 0"), ("recall", "recall"), ("without_keys", "no key"))
 _TITLES = {
     "dispersion": "dispersion δ (nats)",
     "separation": "separation Δ (nats)",
@@ -88,59 +88,59 @@ _TITLES = {
 _NOTHING_DROPPED = (
     "every query keeps every key, so no key is separated from others. Add --k 8 to ask what a top-k would drop."
 )
-_MOST = 24  # with more rows of heads, only the most extreme are shown
-_FURTHEST = 5  # at each end
+_MOST_HEADS = 24  # of more, only the extreme ones are shown
+_EXTREME = 5  # heads at each end
 
 
-def _rows(result: dict[str, Any], part: str, every: bool, suffix: str = "") -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of the heads, of many those furthest out, and how many were left out."""
+def _rows(result: dict[str, Any], quantity: str, every: bool, suffix: str = "") -> list[dict[str, Any]]:
+    """Return a row for each head, or of many heads for those with extreme medians, and one for all heads."""
     heads = result["layers"]
-    shown = heads if every or len(heads) <= _MOST else _furthest(heads, part)
+    shown = heads if every or len(heads) <= _MOST_HEADS else _extreme(heads, quantity)
     rows = []
     for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
-        numbers = row.get(part, row)
+        numbers = row.get(quantity, row)
         rows.append({**row, **numbers, "place": f"{row['layer']}{suffix}"})
-        if part == "separation":
+        if quantity == "separation":
             separated = numbers["queries"] - numbers["undefined"]
             rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
-    return rows, len(heads) - len(shown)
+    return rows
 
 
-def _median(row: dict[str, Any], part: str) -> float:
+def _median(row: dict[str, Any], quantity: str) -> float:
     from semdiag.measuring.findings.strict_json import number_from_json
 
-    return number_from_json(row.get(part, row)["p50"])
+    return number_from_json(row.get(quantity, row)["p50"])
 
 
-def _by_median(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+def _by_median(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
     """Return the heads with known median, the smallest first."""
-    known = [row for row in heads if row.get(part, row)["p50"] is not None]
-    return sorted(known, key=lambda row: _median(row, part))
+    known = [row for row in heads if row.get(quantity, row)["p50"] is not None]
+    return sorted(known, key=lambda row: _median(row, quantity))
 
 
-def _furthest(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+def _extreme(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
     """Return the heads with the smallest and the largest medians, in the order of the model."""
-    known = _by_median(heads, part)
-    ends = [*known[:_FURTHEST], *known[len(known) - _FURTHEST :]] if len(known) > 2 * _FURTHEST else known
+    known = _by_median(heads, quantity)
+    ends = [*known[:_EXTREME], *known[-_EXTREME:]] if len(known) > 2 * _EXTREME else known
     return [row for row in heads if any(row is end for end in ends)]
 
 
-def extremes(result: dict[str, Any], part: str) -> str:
+def extremes(result: dict[str, Any], quantity: str) -> str:
     """Return a sentence on the heads with the largest and the smallest median of a quantity.
 
     Args:
-        result: of a model, as the summary has it.
-        part: ``dispersion``, ``separation`` or ``load``.
+        result: of a model, an entry of the summary.
+        quantity: ``dispersion``, ``separation`` or ``load``.
 
     Example:
         >>> heads = [{"layer": 0, "head": h, "dispersion": {"p50": x}} for h, x in enumerate((1.0, 56.3, 2.0))]
         >>> extremes({"layers": heads}, "dispersion")
         'The median is largest in head 1 of layer 0 (56.3) and smallest in head 0 of layer 0 (1).'
     """
-    known = _by_median(result["layers"], part)
+    known = _by_median(result["layers"], quantity)
     if not known:
         return "No head has a finite median."
-    if len({_median(row, part) for row in known}) == 1:
-        return f"The median is {_median(known[0], part):.3g} in every head."
-    ends = [f"head {r['head']} of layer {r['layer']} ({_median(r, part):.3g})" for r in (known[-1], known[0])]
+    if len({_median(row, quantity) for row in known}) == 1:
+        return f"The median is {_median(known[0], quantity):.3g} in every head."
+    ends = [f"head {r['head']} of layer {r['layer']} ({_median(r, quantity):.3g})" for r in (known[-1], known[0])]
     return f"The median is largest in {ends[0]} and smallest in {ends[1]}."

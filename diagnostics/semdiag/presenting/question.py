@@ -58,8 +58,8 @@ class Command:
     Attributes:
         run: called with its own options and ``shared``, a :class:`Shared`; its docstring is the help.
         leave_out: shared options that it does not take.
-        sampling: whether it works on drawn queries.
-        defaults: of shared options, if they differ from the usual ones.
+        sampling: whether it takes the options that draw queries.
+        defaults: of shared options that differ from the usual ones.
     """
 
     run: Callable[..., None]
@@ -79,8 +79,8 @@ def command(
 class Question:
     """A question that semdiag answers.
 
-    Its parts are in its folder and are imported on first use, so that the registry costs nothing. Each is named
-    ``module:attribute``, with the module relative to the folder; empty means that there is no such part.
+    Its parts are in its folder and are imported on first use, so that the registry imports nothing. Each is named
+    ``module:attribute``, with the module relative to the folder; empty: there is no such part.
 
     Attributes:
         name: of its command, its summary and its section of a report.

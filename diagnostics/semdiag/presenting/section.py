@@ -22,7 +22,7 @@ class Shown:
     Attributes:
         draw: makes the figure from findings; its name is the figure's.
         alt: what it shows, for readers who cannot see it; ``{shown}`` becomes its legend and panel titles.
-        reading: two sentences: what to look at, what it means.
+        reading: two sentences: what to look at, and what it means.
     """
 
     draw: Callable[[Findings], Figure]
@@ -70,17 +70,16 @@ class Section:
 
     Attributes:
         name: of the command that measures it, if there is one.
-        needs: tables of measurements, at least one of which must have rows; none if it needs no table of its own.
+        needs: tables of measurements of which at least one must have rows; empty: it needs none of its own.
         headings: with its figures.
-        external: headings for external models, of which only the attention is known; none if they have no such
-            section.
-        measured: a further condition.
-        glance: its answer at a glance, for the first screen; None means no tile there.
-        glanced: the anchor of the heading that it answers; empty means the first.
+        external: headings for external models, of which only the attention is known; empty: no section for them.
+        measured: a further condition for the section.
+        glance: its answer at a glance, a tile on the first screen; None: no tile.
+        glanced: the anchor of the heading that the glance answers; empty: the first.
         in_short: its sentences for the first screen.
-        details: its sentences by model and pair; None if it has none.
-        verdicts: of the claims that it judges; None if it judges none.
-        tables: by file name without suffix, to write as CSV; the second argument says whether the section is the
+        details: its sentences by model and pair; None: none.
+        verdicts: of the claims that it judges; None: none.
+        tables: by file name without suffix, written as CSV; the second argument says whether the section is the
             report's only one.
     """
 
@@ -96,12 +95,12 @@ class Section:
     verdicts: Callable[[Findings], list[Finding]] | None = None
     tables: Tables = _no_tables
 
-    def asked(self, findings: Findings) -> tuple[Heading, ...]:
+    def applicable_headings(self, findings: Findings) -> tuple[Heading, ...]:
         """Return the headings that apply to the measured models."""
         return self.external if external(findings.measurements.models).all() else self.headings
 
     def applies(self, findings: Findings) -> bool:
         """Return whether there is something to show."""
         tables = [getattr(findings.measurements, name) for name in self.needs]
-        some = not tables or any(len(table) for table in tables)
-        return some and bool(self.asked(findings)) and self.measured(findings)
+        measured = not tables or any(len(table) for table in tables)
+        return measured and bool(self.applicable_headings(findings)) and self.measured(findings)

@@ -1,4 +1,4 @@
-"""Tables of report sections."""
+"""Tables of report sections, written as CSV."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,56 +10,41 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.section import Tables
 
 FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
+_RUN_FACTS = ["model", "task", "attention", "seed"]
+_VERDICT = ["subject", "claim", "form", "where", "verdict", "numbers", "note"]
 
 
 def with_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with the facts of each model in front.
-
-    Args:
-        findings: of the models.
-        table: with the column ``model``.
-    """
+    """Put the facts of each model in front of a table with the column ``model``."""
     return findings.measurements.models[FACTS].merge(table, on="model")
 
 
-def one_table(name: str, question: Callable[[Findings], pd.DataFrame]) -> Tables:
-    """Return the tables of a section with a single table, preceded by the facts of each model.
-
-    Args:
-        name: of the file, without suffix.
-        question: answered by the table.
-    """
-    return lambda findings, alone: {name: with_facts(findings, findings(question))}
-
-
-def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
-    """Return findings as a table, their numbers in words.
-
-    Args:
-        judged: findings of any verdict.
-
-    Returns:
-        subject, claim, form, where, verdict, numbers (``name = value; …``), note.
-    """
-    columns = ["subject", "claim", "form", "where", "verdict", "numbers", "note"]
-    rows = []
-    for f in judged:
-        numbers = "; ".join(f"{name} = {value:.12g}" for name, value in f.numbers.items())
-        rows.append((f.subject, f.claim, f.form, f.where, f.verdict.value, numbers, f.note))
-    return pd.DataFrame(rows, columns=columns)
-
-
 def with_run_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with task, attention and seed of each run in front.
+    """Put task, attention and seed of each run in front of a table with the column ``model``."""
+    return findings.measurements.runs[_RUN_FACTS].merge(table, on="model")
+
+
+def answers_with_facts(**answers: Callable[[Findings], pd.DataFrame]) -> Tables:
+    """Return the tables of a section, each with the facts of its models in front.
 
     Args:
-        findings: with runs.
-        table: with the column ``model``.
+        answers: to findings, by the name of the file without suffix; their column names are those of the CSV.
     """
-    return findings.measurements.runs[["model", "task", "attention", "seed"]].merge(table, on="model")
+    return lambda findings, alone: {n: with_facts(findings, findings(answer)) for n, answer in answers.items()}
 
 
-def a_column_each(table: pd.DataFrame) -> pd.DataFrame:
+def quantities_of_runs(name: str) -> Tables:
+    """Return the tables of a section that measures runs at several places: a column for every quantity.
+
+    Args:
+        name: of the table of measurements, and of the file.
+    """
+    return lambda findings, alone: {
+        name: with_run_facts(findings, _column_by_quantity(getattr(findings.measurements, name)))
+    }
+
+
+def _column_by_quantity(table: pd.DataFrame) -> pd.DataFrame:
     """Return a column for every quantity and statistic, like ``dispersion_p50``, instead of a row."""
     names = table["quantity"] + "_" + table["statistic"]
     places = [column for column in table if column not in ("quantity", "statistic", "value")]
@@ -67,6 +52,15 @@ def a_column_each(table: pd.DataFrame) -> pd.DataFrame:
         index=places, columns="name", values="value"
     )
     return wide.rename_axis(columns=None).reset_index()
+
+
+def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
+    """Return findings as a table, their numbers as one text: ``name = value; …``."""
+    rows = []
+    for finding in judged:
+        numbers = "; ".join(f"{name} = {value:.12g}" for name, value in finding.numbers.items())
+        rows.append({**vars(finding), "verdict": finding.verdict.value, "numbers": numbers})
+    return pd.DataFrame(rows, columns=_VERDICT)
 
 
 def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:

@@ -27,11 +27,11 @@ def _code(sha256: str | None) -> str:
 
 
 _PERCENTILES = tuple(Column(f"dispersion.all.{p}", f"δ {p}") for p in ("p50", "p75", "p90", "p95", "p100"))
-_MODEL, _ATTENTION = Column("model", said=text), Column("attention_label", "attention", text)
-_SEED, _RESIDUAL = Column("seed", said=plain), Column("residual")
+_MODEL, _ATTENTION = Column("model", form=text), Column("attention_label", "attention", text)
+_SEED, _RESIDUAL = Column("seed", form=plain), Column("residual")
 ENCODERS = (
-    Column("task model", "task", _known, left=True), _ATTENTION, _SEED, Column("snapshot", said=text),
-    Column("epoch", said=plain), Column("accuracy", said=percent), Column("epochs_to_95", "epochs\nto 95%", plain),
+    Column("task model", "task", _known, left=True), _ATTENTION, _SEED, Column("snapshot", form=text),
+    Column("epoch", form=plain), Column("accuracy", form=percent), Column("epochs_to_95", "epochs\nto 95%", plain),
     *_PERCENTILES, Column("smaller", "δₕ < δₛ", text),
 )  # fmt: skip
 EXTERNAL = (
@@ -39,16 +39,16 @@ EXTERNAL = (
     Column("attention_captured attention_found", "captured", _of), _RESIDUAL,
 )  # fmt: skip
 MEASURED = (
-    _MODEL, _ATTENTION, _SEED, Column("samples"), Column("inputs", said=text),
+    _MODEL, _ATTENTION, _SEED, Column("samples"), Column("inputs", form=text),
     Column("attention_found attention_captured", "attention layers\nfound / captured", "{} / {}".format),
     _RESIDUAL,
     Column("dispersion.all.queries", "queries", count), Column("dispersion.all.undefined", "undefined δ", count),
-    Column("blocks heads", "blocks × heads", _times), Column("parameters", said=count),
+    Column("blocks heads", "blocks × heads", _times), Column("parameters", form=count),
     Column("sha256", "SHA-256", _code, left=True),
 )  # fmt: skip
 LAYERS = (
-    Column("layer"), Column("module", said=_module, left=True), Column("occurrence", "call"),
-    Column("mask", said=text), Column("heads"), Column("key_heads"), Column("width"),
+    Column("layer"), Column("module", form=_module, left=True), Column("occurrence", "call"),
+    Column("mask", form=text), Column("heads"), Column("key_heads"), Column("width"),
     Column("mechanism", "captured by", text), Column("calls"), Column("residual"), Column("gamma", "Γ"),
     Column("upsilon", "Υ"),
 )  # fmt: skip

@@ -118,7 +118,7 @@ def _write(
     _write_tables(tables, folder / "data")
     if keep_queries:
         findings.measurements.save(folder / "data")
-    parts = [(section.name, section.asked(findings)) for section in sections]
+    parts = [(section.name, section.applicable_headings(findings)) for section in sections]
     figures = [shown for _, headings in parts for heading in headings for shown in heading.figures]
     if progress is not None:
         progress.announce("figures", len(figures))

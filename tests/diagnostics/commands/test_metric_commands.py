@@ -226,8 +226,8 @@ def heads(shown):
 
 
 def test_of_many_heads_the_furthest_out_are_shown_and_all_with_all(run_semdiag, here, tiny_runs, monkeypatch):
-    monkeypatch.setattr(percentile_command, "_MOST", 3)
-    monkeypatch.setattr(percentile_command, "_FURTHEST", 1)
+    monkeypatch.setattr(percentile_command, "_MOST_HEADS", 3)
+    monkeypatch.setattr(percentile_command, "_EXTREME", 1)
     few = run_semdiag("dispersion", tiny_runs.full, *FEW).out
     every = run_semdiag("dispersion", tiny_runs.full, "--all", *FEW).out
     assert (len(heads(few)), len(heads(every))) == (2, 4)

@@ -123,7 +123,7 @@ def test_a_reader_that_leaves_ends_the_lines_alone(clock, monkeypatch):
     bar = Minutes("begun", lambda: "working", lambda: None, silent=False)
     clock.now += 60
     monkeypatch.setattr(sys, "stderr", Gone())
-    monkeypatch.setattr(bar._over, "wait", lambda seconds: False)
+    monkeypatch.setattr(bar._finished, "wait", lambda seconds: False)
     bar._watch()  # it returns
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from semdiag.presenting import completion
 from semdiag.presenting.columns import (
-    STAYS,
+    NEVER,
     Column,
     count,
     ends,
@@ -43,7 +43,7 @@ ROWS = [("3", "0", *(f"{-1.23e-05 * 10**n:.3g}" for n in range(9)), "100.0%"), (
 def table_of(heads, *rows, names=0, least=(), kept=(), title=""):
     """A table of cells: which columns are names, go first, and stay."""
     columns = [
-        Column(str(at), head, text if at < names else plain, STAYS if head in kept else 1 + least.index(head))
+        Column(str(at), head, text if at < names else plain, NEVER if head in kept else 1 + least.index(head))
         if head in (*least, *kept)
         else Column(str(at), head, text if at < names else plain)
         for at, head in enumerate(heads)
@@ -93,7 +93,7 @@ def test_a_column_without_a_value_is_left_away_unless_it_is_asked_about():
 
 
 def test_a_column_that_no_row_has_is_an_error_and_an_entry_of_nothing_is_none():
-    column = Column("load.largest", said=plain)
+    column = Column("load.largest", form=plain)
     assert column.cell({"load": None}) == "–"
     assert column.cell({"load": {"largest": 0.5}}) == "0.5"
     for wrong in ({"loads": {"largest": 1}}, {"load": {"smallest": 1}}):

@@ -148,7 +148,7 @@ def test_of_external_models_it_applies_only_with_questions_for_them(name, everyt
     foreign = measurements.replace(models=measurements.models.assign(source="factory"))
     section = registry.sections()[name]
     assert section.applies(Findings(foreign)) == bool(section.external)
-    assert section.asked(Findings(foreign)) == section.external
+    assert section.applicable_headings(Findings(foreign)) == section.external
     mixed = measurements.models.copy()
     mixed.loc[0, "source"] = "factory"
-    assert section.asked(Findings(measurements.replace(models=mixed))) == section.headings
+    assert section.applicable_headings(Findings(measurements.replace(models=mixed))) == section.headings

@@ -9,11 +9,7 @@ from semdiag.reporting.gate.verification import Verification
 
 
 def print_check(result: Verification) -> None:
-    """Print pairs, layers, invariants, rules, and what was not compared with the baseline.
-
-    Args:
-        result: of the check.
-    """
+    """Print pairs, layers, invariants, rules, and what was not compared with the baseline."""
     console = wide_console()
     for pair, gate in zip(result.pairs, result.layers, strict=True):
         console.print(_pair(pair))
@@ -29,11 +25,7 @@ def print_check(result: Verification) -> None:
 
 
 def conclusion(result: Verification) -> str:
-    """Say in a line how much passes.
-
-    Args:
-        result: of the check.
-    """
+    """Return in a line how much passes."""
     passing = sum(pair.passed and gate.passed for pair, gate in zip(result.pairs, result.layers, strict=True))
     parts = [f"{passing} of {len(result.pairs)} pairs pass"] if result.pairs else []
     parts.append(f"{sum(i.passed for i in result.invariants)} of {len(result.invariants)} invariants hold")
@@ -42,10 +34,10 @@ def conclusion(result: Verification) -> str:
     if result.compared:
         unmatched = sum(moved.quantity == "model" for moved in result.drifts)
         numbers = len(result.drifts) - unmatched
-        said = [f"{counted(numbers, 'number')} left the baseline"] if numbers else []
-        said += [f"{counted(unmatched, 'model')} of the baseline not matched"] if unmatched else []
+        changes = [f"{counted(numbers, 'number')} left the baseline"] if numbers else []
+        changes += [f"{counted(unmatched, 'model')} of the baseline not matched"] if unmatched else []
         parts.append(f"{result.compared.compared} of {result.compared.models} models compared")
-        parts[-1] += f", {' and '.join(said) or 'nothing has drifted'}"
+        parts[-1] += f", {' and '.join(changes) or 'nothing has drifted'}"
     return f"{'; '.join(parts)}."
 
 
@@ -54,7 +46,7 @@ def _pair(result: GateResult) -> NumberTable:
     rows = [{"nats": name} | {p: four_digits(values[p]) for p in SHOWN} for name, values in named.items()]
     rows.append({"nats": "δ_h < δ_s"} | {p: _verdict(result, p) for p in SHOWN})
     return NumberTable(
-        [Column("nats", said=text), *(Column(p, said=plain) for p in SHOWN)], rows, result.pair.label
+        [Column("nats", form=text), *(Column(p, form=plain) for p in SHOWN)], rows, result.pair.label
     )
 
 
@@ -69,10 +61,10 @@ def _verdict(result: GateResult, percentile: str) -> str:
 def _layers(gate: LayerGate) -> str:
     if not gate.failing:
         return f"δ_h < δ_s at the median of each of the {len(gate.full)} layers"
-    told = [n for n in gate.failing if n not in gate.unknown]
-    parts = [f"layer {n} ({three_digits(gate.topk[n])} against {three_digits(gate.full[n])})" for n in told]
-    said = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
-    where = ", ".join(f"layer {n}" for n in gate.unknown)
-    said += [f"cannot be judged at the median of {where}"] if where else []
+    judged = [n for n in gate.failing if n not in gate.unknown]
+    parts = [f"layer {n} ({three_digits(gate.topk[n])} against {three_digits(gate.full[n])})" for n in judged]
+    sentences = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
+    unjudged = ", ".join(f"layer {n}" for n in gate.unknown)
+    sentences += [f"cannot be judged at the median of {unjudged}"] if unjudged else []
     allowed = "which fails" if not gate.passed else "which is allowed in fewer than half of the layers"
-    return f"δ_h < δ_s {' and '.join(said)}, {allowed}"
+    return f"δ_h < δ_s {' and '.join(sentences)}, {allowed}"

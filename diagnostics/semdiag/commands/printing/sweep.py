@@ -1,16 +1,16 @@
-"""What ``semdiag sweep`` says before, while and after it runs."""
+"""What ``semdiag sweep`` prints before, while and after it runs."""
 
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
 from semdiag.commands.measuring import command_line
-from semdiag.presenting.columns import STAYS, Column, count, percent, plain, text, two_decimals
-from semdiag.presenting.terminal.minutes import Minutes
-from semdiag.presenting.terminal.terminal import counted, say, tell, terminal
+from semdiag.commands.printing.timed_bar import TimedBar
+from semdiag.presenting.columns import NEVER, Column, count, percent, plain, text, two_decimals
+from semdiag.presenting.terminal.terminal import counted, say, tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.estimates import Estimate
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 _ROWS = 100  # printed; the files hold all
 _ESTIMATES = (
-    Column("task", said=text), Column("attention", said=text), Column("runs", goes=2), Column("left"),
-    Column("epochs_left"), Column("s/epoch", said=two_decimals), Column("hours", said=two_decimals),
-    Column("from", said=plain, goes=1),
+    Column("task", form=text), Column("attention", form=text), Column("runs", drop=2), Column("left"),
+    Column("epochs_left"), Column("s/epoch", form=two_decimals), Column("hours", form=two_decimals),
+    Column("from", form=plain, drop=1),
 )  # fmt: skip
 _RESULTS = (
-    Column("run", said=text), Column("status", said=text), Column("epochs"),
-    Column("epochs_to_target", "to {}", goes=STAYS), Column("train_accuracy", "train", percent),
-    Column("holdout_accuracy", "held-out", percent, goes=STAYS),
-    Column("best_holdout_accuracy", "best", percent, goes=1), Column("seconds", said=count, goes=2),
+    Column("run", form=text), Column("status", form=text), Column("epochs"),
+    Column("epochs_to_target", "to {}", drop=NEVER), Column("train_accuracy", "train", percent),
+    Column("holdout_accuracy", "held-out", percent, drop=NEVER),
+    Column("best_holdout_accuracy", "best", percent, drop=1), Column("seconds", form=count, drop=2),
 )  # fmt: skip
 _SOURCES = {
     "history": "seconds of epochs already trained here",
@@ -117,57 +117,45 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
     say(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
 
 
-class SweepProgress:
+class SweepProgress(TimedBar):
     """A bar on stderr: epochs of all runs together, time left, and a line for every run that ends.
 
     In a log a line a minute takes the bar's place.
 
     Args:
         runs: of the sweep.
-        rows: where each is at the beginning.
-        folder: of the sweep, from whose histories the epochs of the running ones are read.
-        quiet: whether nothing is shown.
+        rows: the state of each at the beginning.
+        folder: of the sweep; its histories tell the epochs of the running ones.
+        quiet: whether to show nothing.
     """
 
     def __init__(self, runs: "list[SweepRun]", rows: "dict[str, RunResult]", folder: Path, quiet: bool) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        self._folder, self._quiet, self._count = folder, quiet, len(runs)
+        self._folder, self._count, self._failed = folder, len(runs), 0
         self.open = {
             run.name: run.training.epochs for run in runs if rows[run.name].status in ("begun", "waiting")
         }
-        self._failed = 0
         self._closed = sum(run.training.epochs for run in runs if run.name not in self.open)
-        self._bar = Progress(
-            TextColumn("runs {task.fields[ended]}/{task.fields[count]}"),
-            BarColumn(),
-            TextColumn("epochs {task.percentage:>3.0f}%"),
-            TimeElapsedColumn(table_column=Column(min_width=7)),
-            TextColumn("left at most"),
-            TimeRemainingColumn(table_column=Column(min_width=7)),
-            TextColumn("{task.fields[failed]}"),
-            console=(console := terminal(stderr=True)),
-            disable=quiet,
+        runs_ended, epochs = "runs {task.fields[ended]}/{task.fields[count]}", "epochs {task.percentage:>3.0f}%"
+        super().__init__(
+            (runs_ended, epochs, "left at most", "{task.fields[failed]}"),
+            quiet,
+            total=sum(run.training.epochs for run in runs),
+            ended=self._ended,
+            count=self._count,
+            failed="",
         )
-        self._minutes = Minutes("", self._state, self._share, quiet or console.is_terminal)
-        total = sum(run.training.epochs for run in runs)
-        ended = self._count - len(self.open)
-        self._before = 0.0
-        self._task = self._bar.add_task("", total=total, ended=ended, count=self._count, failed="")
 
-    def __enter__(self) -> "SweepProgress":
+    @property
+    def _ended(self) -> int:
+        return self._count - len(self.open)
+
+    def __enter__(self) -> Self:
         if not self._quiet:
-            ended = self._count - len(self.open)
-            tell(f"{counted(self._count, 'run')} in {self._folder}, {ended} of them done.")
-        self._bar.start()
+            tell(f"{counted(self._count, 'run')} in {self._folder}, {self._ended} of them done.")
+        super().__enter__()
         self.tick()
-        self._before = self._bar.tasks[0].completed
+        self._completed_before = self._bar.tasks[0].completed
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        if not self._bar.disable:  # before rich 14.3 it would leave an empty line
-            self._bar.stop()
 
     def tick(self) -> None:
         """Update the bar from the running runs."""
@@ -175,27 +163,19 @@ class SweepProgress:
 
         so_far = sum(epochs_so_far(self._folder / name) for name in self.open)
         self._bar.update(self._task, completed=self._closed + so_far)
-        self._minutes.tick()  # as it is called about once a second, there is no need of a clock of its own
+        self._minutes.tick()  # called about once a second, so no thread needs to watch the clock
 
     def _state(self) -> str:
-        """Return what the bar shows, in words."""
         (task,) = self._bar.tasks
         failed = f", {task.fields['failed']}" if task.fields["failed"] else ""
         ended = f"{task.fields['ended']} of {counted(self._count, 'run')} ended{failed}"
         return f"{ended}, {task.percentage:.0f}% of epochs"
 
-    def _share(self) -> float | None:
-        """Return the share done of the epochs that were left at the start."""
-        (task,) = self._bar.tasks
-        left = (task.total or 0) - self._before
-        return (task.completed - self._before) / left if left else None
-
     def ended(self, run: "SweepRun", row: "RunResult") -> None:
         """Count a run that has ended, and say how."""
         self._closed += self.open.pop(run.name)
         self._failed += row.status != "done"
-        ended = self._count - len(self.open)
-        self._bar.update(self._task, ended=ended, failed=f"{self._failed} failed" if self._failed else "")
+        self._bar.update(self._task, ended=self._ended, failed=f"{self._failed} failed" if self._failed else "")
         reached = "" if row.train_accuracy is None else f", training accuracy {percent(row.train_accuracy)}"
         line = f"{row.status} {row.run} after {counted(row.epochs, 'epoch')}{reached} {row.problem}".rstrip()
         if not self._quiet:

@@ -46,11 +46,11 @@ def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[n
         (array([1., 2., 5.]), array([1.  , 0.5 , 0.25]))
     """
     array = np.asarray(counts, dtype=np.float64).ravel()
-    found, how_often = np.unique(array[np.isfinite(array)], return_counts=True)
-    if not found.size:
+    distinct, repeats = np.unique(array[np.isfinite(array)], return_counts=True)
+    if not distinct.size:
         return np.zeros(0), np.zeros(0)
-    at_least = how_often[::-1].cumsum()[::-1] / how_often.sum()
-    if found.size > points:
-        chosen = np.unique(np.linspace(0, found.size - 1, points).round().astype(int))
-        found, at_least = found[chosen], at_least[chosen]
-    return found, at_least
+    at_least = repeats[::-1].cumsum()[::-1] / repeats.sum()
+    if distinct.size > points:
+        chosen = np.unique(np.linspace(0, distinct.size - 1, points).round().astype(int))
+        distinct, at_least = distinct[chosen], at_least[chosen]
+    return distinct, at_least

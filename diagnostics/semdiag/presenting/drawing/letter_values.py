@@ -91,13 +91,7 @@ def layer_boxes(
 
 
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
-    """Set a logarithmic y axis with some room at both ends.
-
-    Args:
-        ax: the panel.
-        low: smallest positive value to show.
-        high: largest value.
-    """
+    """Set a logarithmic y axis with some room at both ends."""
     ax.set_yscale("log")
     ax.set_ylim(low / 1.3, high * 1.5)
     plain_numbers(ax.yaxis)

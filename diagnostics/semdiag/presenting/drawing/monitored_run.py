@@ -1,15 +1,14 @@
 """A whole training as a monitor saw it: layers against steps."""
 
-import math
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
+from semdiag.presenting.drawing.heat_map import heat_map, name_cells
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 
 # Quantity, whether each layer shows its largest or its smallest head, and the title.
 _PANELS = (
@@ -46,7 +45,10 @@ def monitored_run(rows: pd.DataFrame) -> Figure:
         groups = rows.groupby(["place", "step"])[name]
         table = (groups.max() if how == "max" else groups.min()).unstack("step")
         _draw(ax, table.reindex(index=places, columns=steps).to_numpy(float))
-        _ticks(ax, [str(step) for step in steps], [f"{n}.{m}" if m else str(n) for n, m in places])
+        name_cells(ax.xaxis, steps, 6)
+        name_cells(ax.yaxis, [f"{layer}.{call}" if call else str(layer) for layer, call in places])
+        ax.set_xlabel("step")
+        ax.set_ylabel("layer")
         crossed = rows[rows["alarm"].fillna("").astype(str).str.contains(rf"\b{name}:")]
         first = crossed.groupby("place")["step"].min()
         if len(first):
@@ -60,22 +62,8 @@ def monitored_run(rows: pd.DataFrame) -> Figure:
 
 
 def _draw(ax: Axes, cells: np.ndarray) -> None:
-    shown = np.where(np.isfinite(cells), cells, np.nan)
     finite = cells[np.isfinite(cells)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     far = low > 0 and high > _FAR * low
-    norm = LogNorm(low, high) if far else Normalize(min(0.0, low), high if high > min(0.0, low) else 1.0)
-    image = ax.imshow(shown, cmap="cividis", norm=norm, aspect="auto", interpolation="none")
-    ax.set_facecolor("#bbbbbb")
-    ax.grid(visible=False)
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
-    bar.ax.tick_params(labelsize=7)
-    plain_numbers(bar.ax.yaxis)
-
-
-def _ticks(ax: Axes, steps: list[str], places: list[str]) -> None:
-    for axis, names, most in ((ax.xaxis, steps, 6), (ax.yaxis, places, 12)):
-        every = math.ceil(len(names) / most)
-        axis.set_ticks(range(0, len(names), every), names[::every])
-    ax.set_xlabel("step")
-    ax.set_ylabel("layer")
+    scale = LogNorm(low, high) if far else Normalize(min(0.0, low), high if high > min(0.0, low) else 1.0)
+    heat_map(ax, np.where(np.isfinite(cells), cells, np.nan), scale)

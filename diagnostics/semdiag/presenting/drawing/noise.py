@@ -7,20 +7,12 @@ from semdiag.measuring.findings.number_words import samples_words
 
 
 def percent(level: float) -> str:
-    """Return a relative size of noise, like ``1%``.
-
-    Args:
-        level: relative to each token's root mean square.
-    """
+    """Return a relative size of noise, like ``1%``."""
     return f"{100 * level:g}%"
 
 
 def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return noise level, samples and draws behind some secants, in words.
-
-    Args:
-        findings: for the seed.
-        secants: the rows shown.
+    """Return in words the noise level, samples and draws behind some secants.
 
     Returns:
         For instance ``input noise 1% of each token's RMS, 50 samples, one draw each (seed 0)``.
@@ -28,5 +20,5 @@ def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
     levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
     samples = int(secants.groupby("model")["sample"].nunique().max())
     seed = findings.measurements.provenance.get("seed")
-    said = "" if seed is None else f" (seed {seed})"
-    return f"input noise {levels} of each embedded token's RMS, {samples_words(samples)}, one draw each{said}"
+    drawn = "" if seed is None else f" (seed {seed})"
+    return f"input noise {levels} of each embedded token's RMS, {samples_words(samples)}, one draw each{drawn}"

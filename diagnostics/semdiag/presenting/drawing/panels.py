@@ -71,9 +71,9 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     """
     if models.empty:
         raise NothingToDrawError("No model was measured.")
-    others = external(models)
-    differing = [key for key in keys if models[~others][key].nunique(dropna=False) > 1]
-    own_panel = models["model"].where(others, "")  # external models have nothing known in common
+    foreign = external(models)
+    differing = [key for key in keys if models[~foreign][key].nunique(dropna=False) > 1]
+    own_panel = models["model"].where(foreign, "")  # external models have nothing known in common
     panels = []
     for _, group in models.groupby([*keys, own_panel.rename("_own")], dropna=False, sort=False):
         snapshot = str(group["snapshot"].iloc[0]) if "snapshot" in keys else ""
@@ -106,8 +106,8 @@ def short_labels(models: pd.DataFrame) -> dict[str, str]:
     tasks = dict(zip(models["model"], models["task"], strict=True)) if models["task"].nunique() > 1 else {}
     labels = {s.model: s.label for panel in panels_of(models) for s in panel.series}
     short = {model: f"{tasks[model]}, {label}" if model in tasks else label for model, label in labels.items()}
-    said = list(short.values())
-    return {model: label if said.count(label) == 1 else whole[model] for model, label in short.items()}
+    all_labels = list(short.values())
+    return {model: label if all_labels.count(label) == 1 else whole[model] for model, label in short.items()}
 
 
 def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:

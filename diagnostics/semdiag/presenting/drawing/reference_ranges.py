@@ -35,8 +35,8 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
     """
     with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
         table = pd.read_csv(file)
-    own = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
-    return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in own)
+    rows = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
+    return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in rows)
 
 
 def draw_band(ax: Axes, quantity: str) -> None:
@@ -48,8 +48,8 @@ def draw_band(ax: Axes, quantity: str) -> None:
     """
     ranges = reference_ranges(quantity)
     low, high = min(each.low for each in ranges), max(each.high for each in ranges)
-    said = f"heads of {' and '.join(_MODELS)}"
-    ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=said)
+    label = f"heads of {' and '.join(_MODELS)}"
+    ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
 
 
 def reference_words(quantity: str) -> str:

@@ -111,9 +111,6 @@ def attention_style(kind: str) -> AttentionStyle:
 def palette(count: int) -> list[str]:
     """Return distinct colours that are safe for colour-blind readers; the eleventh repeats the first.
 
-    Args:
-        count: how many.
-
     Example:
         >>> palette(2)
         ['#0173b2', '#de8f05']
@@ -133,11 +130,7 @@ def lightened(color: str, share: float) -> tuple[float, float, float]:
 
 
 def paper_style(draw: Callable[P, R]) -> Callable[P, R]:
-    """Run a function with the settings of :data:`PAPER`, and restore the user's own afterwards.
-
-    Args:
-        draw: a function that makes or saves a figure.
-    """
+    """Run a function with the settings of :data:`PAPER`, and restore the user's own afterwards."""
 
     @wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -175,7 +168,7 @@ def page_width() -> float:
 
 
 def panel_inches(ax: Axes) -> float:
-    """Return about how broad a panel is, without what stands beside it."""
+    """Return roughly the width of a panel in inches, without its labels."""
     place = ax.get_subplotspec()
     columns = 1 if place is None else place.get_gridspec().ncols
     return page_width() / columns - (1.0 if _STACKED.get() else 0.55)
@@ -275,13 +268,7 @@ def note_below(figure: Figure, text: str) -> None:
 
 
 def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
-    """Title a panel, with statements in small print between title and axes.
-
-    Args:
-        ax: the panel.
-        title: of the panel.
-        facts: one line each.
-    """
+    """Title a panel, with statements in small print between title and axes."""
     lines = wrapped(ax, "\n".join(facts), 7.0)
     ax.set_title(title, pad=9.2 * (lines.count("\n") + 1) + 6 if lines else 6)
     ax.text(0.0, 1.01, lines, transform=ax.transAxes, fontsize=7, linespacing=1.2, va="bottom")
@@ -306,9 +293,6 @@ def plain_numbers(axis: Axis) -> None:
 
     Where at most two of them are in view, 0.2 and 0.5 are labelled, too; where less than a factor of three is in
     view, every tick.
-
-    Args:
-        axis: of a panel.
     """
 
     def between(value: float, _: int | None) -> str:
@@ -323,11 +307,7 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def decades(ax: Axes) -> float:
-    """Return the powers of ten that the positive values of a panel's lines span.
-
-    Args:
-        ax: the panel.
-    """
+    """Return the powers of ten that the positive values of a panel's lines span."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.lines])
     values = values[np.isfinite(values) & (values > 0)]
     return float(np.log10(values.max() / values.min())) if len(values) else 0.0

@@ -8,10 +8,10 @@ from semdiag.presenting.terminal.console import NumberTable
 
 _COLUMNS = (
     Column("queries", "rows", count),
-    Column("forecast", said=rough_percent),
+    Column("forecast", form=rough_percent),
     Column("forecast_low forecast_high", "forecast 95%", percent_interval),
-    Column("measured", said=rough_percent),
-    Column("measured_low measured_high", "measured 95%", percent_interval, goes=1),
+    Column("measured", form=rough_percent),
+    Column("measured_low measured_high", "measured 95%", percent_interval, drop=1),
     Column("first", "first changes", count),
 )
 

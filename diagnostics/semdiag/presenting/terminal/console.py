@@ -11,39 +11,44 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from semdiag.presenting.columns import STAYS, Column
+from semdiag.presenting.columns import NEVER, Column
 from semdiag.presenting.terminal.terminal import results_on_stderr, terminal
 
 _ENDLESS = 10_000
-_PARTS = re.compile(r"(?<=[-.])")  # of a name, which is broken behind hyphens and dots alone
-_LOG = 150  # columns of a file: it has room, and a reader who turns its lines
+_PARTS = re.compile(r"(?<=[-.])")  # names are broken after hyphens and dots only
+_FILE_WIDTH = 150  # columns of text where output goes to a file
 
 
 def wide_console() -> Console:
-    """Return a console on stdout (stderr with JSON), as wide as the terminal or ``COLUMNS``, else wide."""
+    """Return a console on stdout (stderr with JSON), as wide as the terminal or ``COLUMNS``; wide for a file."""
     console = terminal(stderr=results_on_stderr(), markup=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = max(console.width, _LOG)
+        console.width = max(console.width, _FILE_WIDTH)
     return console
+
+
+def not_shown(rows: int) -> str:
+    """Say where to find the rows that a table leaves out."""
+    return f"{rows} rows are not shown: --all shows them, and the page has them as CSV."
 
 
 class NumberTable:
     """A table that fits the width of the terminal.
 
-    A number is shown whole or not at all: one cut short would be a wrong one. Where a table is too wide, first its
-    headings are broken between words, then names at hyphens and dots, and then columns are left away, and named.
+    A number is shown whole or not at all: cut short it would be wrong. Where a table is too wide, headings break
+    between words first, then names at hyphens and dots; then columns are dropped, and named below.
 
     Args:
-        columns: as declared; those without a value in any row are left away.
+        columns: as declared; those without a value in any row are dropped.
         rows: their entries by name.
         title: above the table; empty: none.
         caption: below the table; empty: none.
-        unit: what stands for ``{}`` in headings.
+        unit: replaces ``{}`` in headings.
 
     Example:
         >>> from semdiag.presenting.columns import text
         >>> table = NumberTable(
-        ...     [Column("task", said=text), Column("loss", "best loss", goes=1), Column("epochs")],
+        ...     [Column("task", form=text), Column("loss", "best loss", drop=1), Column("epochs")],
         ...     [{"task": "missing-duplicate", "loss": 0.0123, "epochs": 17}],
         ... )
         >>> Console(width=21).print(table)  # doctest: +NORMALIZE_WHITESPACE
@@ -64,15 +69,15 @@ class NumberTable:
         caption: str = "",
         unit: object = "",
     ) -> None:
-        listed, asked = list(rows), list(columns)
-        cells = {column: [column.cell(row) for row in listed] for column in asked}
-        shown = [one for one in asked if one.goes == STAYS or any(cell != "–" for cell in cells[one])]
+        listed, declared = list(rows), list(columns)
+        cells = {column: [column.cell(row) for row in listed] for column in declared}
+        shown = [one for one in declared if one.drop == NEVER or any(cell != "–" for cell in cells[one])]
         self.title, self.caption, self.columns = title, caption, [column.title.format(unit) for column in shown]
         self.rows = list(zip(*(cells[column] for column in shown), strict=True))
         self.names = sum(column.left for column in shown)
-        places = [place for place, column in enumerate(shown) if not column.left and column.goes != STAYS]
-        going = sorted(places, key=lambda place: (shown[place].goes or len(shown), -place))
-        self._going = going[: max(0, len(shown) - self.names - 1)]
+        places = [place for place, column in enumerate(shown) if not column.left and column.drop != NEVER]
+        in_turn = sorted(places, key=lambda place: (shown[place].drop or len(shown), -place))
+        self._droppable = in_turn[: max(0, len(shown) - self.names - 1)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield what rich needs to print the table."""
@@ -80,29 +85,29 @@ class NumberTable:
         def excess(table: Table) -> int:
             return console.measure(table, options=options.update(max_width=_ENDLESS)).maximum - options.max_width
 
-        left: list[int] = []
-        table = self._table(left, breaking=False)
+        dropped: list[int] = []
+        table = self._table(dropped, breaking=False)
         if excess(table) > 0:
-            for count in range(len(self._going) + 1):
-                left = self._going[:count]
-                table = self._table(left)
-                table = self._table(left, narrower=max(0, excess(table)))
+            for count in range(len(self._droppable) + 1):
+                dropped = self._droppable[:count]
+                table = self._table(dropped)
+                table = self._table(dropped, narrower=max(0, excess(table)))
                 if excess(table) <= 0:
                     break
         if self.title:
             yield self.title
         yield table
-        if left:
-            missing = ", ".join(self.columns[place] for place in sorted(left))
+        if dropped:
+            missing = ", ".join(self.columns[place] for place in sorted(dropped))
             yield f"Left out to fit {options.max_width} columns: {missing}."
 
-    def _table(self, left: Sequence[int], breaking: bool = True, narrower: int = 0) -> Table:
-        """Return the table without some columns, with broken headings and names narrower by so much in total."""
+    def _table(self, dropped: Sequence[int], breaking: bool = True, narrower: int = 0) -> Table:
+        """Return the table without some columns; ``narrower`` is how many columns of text its names give up."""
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=self.caption or None)
         columns = [[row[place] for row in self.rows] for place in range(len(self.columns))]
         for place, width in enumerate(self._widths_of_names(columns, narrower)):
             columns[place] = [_broken(name, width) for name in columns[place]]
-        shown = [place for place in range(len(self.columns)) if place not in left]
+        shown = [place for place in range(len(self.columns)) if place not in dropped]
         for place in shown:
             name = self.columns[place]
             words = [*name.split(), *(line for cell in columns[place] for line in cell.splitlines())]
@@ -117,19 +122,19 @@ class NumberTable:
         return table
 
     def _widths_of_names(self, columns: Sequence[Sequence[str]], narrower: int) -> list[int]:
-        """Return the widths of columns of names: the widest shrinks first, none below its longest part."""
+        """Return the widths of the columns of names: the widest shrinks first, none below its longest part."""
         names = columns[: self.names]
         widths = [max(map(cell_len, cells), default=0) for cells in names]
         least = [max((cell_len(p) for cell in cells for p in _PARTS.split(cell)), default=0) for cells in names]
         for _ in range(narrower):
-            giving = [place for place, width in enumerate(widths) if width > least[place]]
-            if giving:
-                widths[max(giving, key=widths.__getitem__)] -= 1
+            shrinkable = [place for place, width in enumerate(widths) if width > least[place]]
+            if shrinkable:
+                widths[max(shrinkable, key=widths.__getitem__)] -= 1
         return widths
 
 
 def _broken(name: str, width: int) -> str:
-    """Return a name on as many lines as it needs, broken after hyphens and dots."""
+    """Break a name after hyphens and dots into as many lines as it needs."""
     lines = [""]
     for part in _PARTS.split(name):
         if lines[-1] and cell_len(lines[-1] + part) > width:

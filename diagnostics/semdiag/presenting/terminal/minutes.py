@@ -32,10 +32,10 @@ class Minutes:
         self, start: str, state: Callable[[], str], share: Callable[[], float | None], silent: bool
     ) -> None:
         self._start, self._state, self._share, self._silent = start, state, share, silent
-        self._begun = self._said = _clock()
+        self._begun = self._last_line = _clock()
         self._has_begun = False
         self._turn = threading.Lock()
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._ticker: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -47,7 +47,7 @@ class Minutes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._finished.set()
         if self._ticker is not None:
             self._ticker.join()
 
@@ -64,8 +64,8 @@ class Minutes:
         if not self._has_begun and now - self._begun >= _PATIENCE:
             self.begin()
         with self._turn:
-            if not self._silent and now - self._said >= MINUTE:
-                self._said = now
+            if not self._silent and now - self._last_line >= MINUTE:
+                self._last_line = now
                 tell(f"semdiag: {self._state()}, after {minutes(now - self._begun)}{self._left(now)}.")
 
     def _left(self, now: float) -> str:
@@ -75,18 +75,15 @@ class Minutes:
         return f", about {minutes((now - self._begun) * (1 - share) / share)} left"
 
     def _watch(self) -> None:
-        while not self._over.wait(1):
+        while not self._finished.wait(1):
             try:
                 self.tick()
-            except (OSError, ValueError):  # nobody reads any more; the command will notice
+            except (OSError, ValueError):  # stderr is closed; the command will notice
                 return
 
 
 def minutes(seconds: float) -> str:
     """Return a time in minutes, or in hours and minutes.
-
-    Args:
-        seconds: how long.
 
     Example:
         >>> minutes(59), minutes(3600 + 120)

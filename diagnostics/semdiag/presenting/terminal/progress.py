@@ -81,7 +81,7 @@ class Stages:
             return None
         if not step.total or not step.completed:
             return whole.completed / whole.total
-        spent, own = (clock() - since for since in (self._started, self._stage_started))
-        until_next = spent - own + own * step.total / step.completed
+        in_all, on_stage = (clock() - since for since in (self._started, self._stage_started))
+        until_next = in_all - on_stage + on_stage * step.total / step.completed
         stages = whole.completed + 1
-        return spent / (until_next * whole.total / stages)
+        return in_all / (until_next * whole.total / stages)

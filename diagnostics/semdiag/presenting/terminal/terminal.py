@@ -15,16 +15,11 @@ if TYPE_CHECKING:
 def visible(text: str) -> str:
     r"""Return a text with control characters escaped: :func:`semdiag_models.plain_text.visible`.
 
-    Args:
-        text: any.
-
     Example:
         >>> print(visible("a title" + chr(27) + "[31m"))
         a title\x1b[31m
     """
-    if text.replace(
-        "\n", ""
-    ).isprintable():  # control sequences are not printable; the other function would import torch
+    if text.replace("\n", "").isprintable():  # without control sequences; the other function would import torch
         return text
     from semdiag_models.plain_text import visible
 
@@ -50,11 +45,7 @@ _JSON_ON_STDOUT = ContextVar("json_on_stdout", default=False)
 
 @contextmanager
 def beside_json(as_json: bool) -> Iterator[None]:
-    """Print results on stderr inside the context if stdout is for JSON.
-
-    Args:
-        as_json: whether it is.
-    """
+    """Print results on stderr inside the context if stdout is for JSON."""
     before = _JSON_ON_STDOUT.set(as_json)
     try:
         yield
@@ -68,7 +59,7 @@ def results_on_stderr() -> bool:
 
 
 def tell(line: str) -> None:
-    """Print a line about the work, or a remark, on stderr."""
+    """Print a line about progress, or a remark, on stderr."""
     typer.echo(visible(line), err=True)
 
 

@@ -6,9 +6,6 @@ from typing import Any
 def title(result: dict[str, Any]) -> str:
     """Return a model's title: its path, its task if it has one, its attention.
 
-    Args:
-        result: an entry of a summary's results.
-
     Example:
         >>> title({"model": "last.pt", "task": "parity", "attention": "full"})
         'last.pt  parity full'

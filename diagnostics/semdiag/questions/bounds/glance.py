@@ -10,14 +10,14 @@ from semdiag.questions.bounds.answer.summary import bounds_findings
 
 
 def bounds_glance(findings: Findings) -> Glance:
-    """In how many cases the paper's corollary gives a top-k mask the better guarantee."""
+    """Return in how many cases the paper's corollary gives a top-k mask the better guarantee."""
     models = findings.measurements.models
-    fixed = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
-    heavy = {pair.label for pair in findings(compared_pairs) if pair.other not in fixed}
+    fixed_masks = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
+    labels = {pair.label for pair in findings(compared_pairs) if pair.other not in fixed_masks}
     cases = [
         f
         for f in findings(bounds_findings)
-        if f.claim in CLAIMS and f.form == "paper" and f.percentile in JUDGED_PERCENTILES and f.subject in heavy
+        if f.claim in CLAIMS and f.form == "paper" and f.percentile in JUDGED_PERCENTILES and f.subject in labels
     ]
     stated = [f for f in cases if f.verdict is not Verdict.NOT_MET]
     if not stated:

@@ -1,4 +1,4 @@
-"""How far two models' attention and outputs are apart: head by head, ranked, and in all."""
+"""How far two models' attention and outputs are apart: head by head, ranked, and overall."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _COLUMNS = [
 def change_table(findings: Findings) -> pd.DataFrame:
     """Return the changes of every head, of every layer (head ALL), and in total (both ALL).
 
-    Every query counts alike. Intervals (95%) resample whole samples; they speak about other inputs of the kind.
+    Every query counts alike. Intervals (95%) resample whole samples: they are about other inputs of the same kind.
 
     Args:
         findings: with the table compared.
@@ -35,13 +35,13 @@ def change_table(findings: Findings) -> pd.DataFrame:
         weights_share: ‖(P' − P)V‖² in the sum of both parts' (NaN where both are 0).
     """
     rows = []
-    for (model, base), own in findings.measurements.compared.groupby(["model", "base"], sort=False):
+    for (model, base), of_model in findings.measurements.compared.groupby(["model", "base"], sort=False):
         names = {"model": model, "base": base}
-        rows.append(names | {"layer": ALL, "head": ALL} | _described(own, spread=True))
-        for layer, part in own.groupby("layer"):
-            rows.append(names | {"layer": layer, "head": ALL} | _described(part, spread=True))
-        for place, part in own.groupby(["layer", "head"]):
-            rows.append(names | dict(zip(("layer", "head"), place, strict=True)) | _described(part, spread=False))
+        rows.append(names | {"layer": ALL, "head": ALL} | _described(of_model, interval=True))
+        for layer, part in of_model.groupby("layer"):
+            rows.append(names | {"layer": layer, "head": ALL} | _described(part, interval=True))
+        for place, part in of_model.groupby(["layer", "head"]):
+            rows.append(names | dict(zip(("layer", "head"), place, strict=True)) | _described(part))
     table = pd.DataFrame(rows, columns=[name for name in _COLUMNS if name != "rank"])
     heads = table[table["head"] != ALL]
     ranks = heads.groupby("model")["total_variation"].rank(method="first", ascending=False)
@@ -67,17 +67,17 @@ def answer_table(findings: Findings) -> pd.DataFrame:
         predicts nothing, or no target is known.
     """
     rows = []
-    for (model, base), own in findings.measurements.compared_outputs.groupby(["model", "base"], sort=False):
-        predictions, targets = int(own["predictions"].sum()), int(own["targets"].sum())
-        divergence = _mean_of(own, "divergence", "predictions")
+    for (model, base), of_model in findings.measurements.compared_outputs.groupby(["model", "base"], sort=False):
+        predictions, targets = int(of_model["predictions"].sum()), int(of_model["targets"].sum())
+        divergence = _mean_of(of_model, "divergence", "predictions")
         rows.append(
             {
-                "model": model, "base": base, "samples": len(own), "predictions": predictions,
-                "changed": int(own["changed"].sum()),
+                "model": model, "base": base, "samples": len(of_model), "predictions": predictions,
+                "changed": int(of_model["changed"].sum()),
                 "divergence": divergence.estimate, "low": divergence.low, "high": divergence.high,
                 "targets": targets,
-                **{name: own[name].sum() / targets if targets else np.nan for name in ("loss_base", "loss")},
-                "output_change": float(own["output_change"].mean()),
+                **{name: of_model[name].sum() / targets if targets else np.nan for name in ("loss_base", "loss")},
+                "output_change": float(of_model["output_change"].mean()),
             }
         )  # fmt: skip
     columns = [
@@ -87,14 +87,14 @@ def answer_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _described(rows: pd.DataFrame, spread: bool) -> dict[str, Any]:
+def _described(rows: pd.DataFrame, interval: bool = False) -> dict[str, Any]:
     sums = rows.drop(columns=["model", "base", "sample", "layer", "head", "largest"]).sum()
     queries, top = int(sums["queries"]), int(sums["top_queries"])
     means = {name: sums[name] / queries for name in ("total_variation", "dispersion_base", "dispersion", "moved")}
-    within = _mean_of(rows, "total_variation", "queries") if spread else Interval(np.nan, np.nan, np.nan)
+    low_high = _mean_of(rows, "total_variation", "queries") if interval else Interval(np.nan, np.nan, np.nan)
     output, parts = sums["output"], sums["by_weights"] + sums["by_values"]
     return {
-        "queries": queries, **means, "low": within.low, "high": within.high,
+        "queries": queries, **means, "low": low_high.low, "high": low_high.high,
         "largest": float(rows["largest"].max()), "top_queries": top,
         "overlap": sums["overlap"] / top if top else np.nan,
         **{name: np.sqrt(sums[of] / output) if output > 0 else np.nan for name, of in _RELATIVE.items()},
@@ -120,17 +120,17 @@ def compare_summary(findings: Findings) -> Summary:
     changes, ranking, answers = findings(change_table), findings(head_ranking), findings(answer_table)
     results = []
     for row in records(findings.measurements.models):
-        own, base = changes[changes["model"] == row["model"]], changes["base"]
-        if own.empty:
+        changed, base = changes[changes["model"] == row["model"]], changes["base"]
+        if changed.empty:
             continue
-        plain = own.drop(columns=["model", "base", "rank"])
+        plain = changed.drop(columns=["model", "base", "rank"])
         layers = plain[(plain["head"] == ALL) & (plain["layer"] != ALL)].drop(columns="head")
         heads = ranking[ranking["model"] == row["model"]].drop(columns=["model", "base", "low", "high"])
         outputs = records(answers[answers["model"] == row["model"]].drop(columns=["model", "base"]))
         results.append(
             {key: row[key] for key in MODEL_FACTS}
             | {
-                "base": base[own.index[0]],
+                "base": base[changed.index[0]],
                 "all": records(plain[plain["layer"] == ALL].drop(columns=["layer", "head"]))[0],
                 "outputs": outputs[0] if outputs else None,
                 "layers": records(layers),

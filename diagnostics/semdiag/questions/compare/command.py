@@ -18,7 +18,7 @@ def compare(
         Path,
         typer.Argument(
             metavar="A",
-            help="The base: any model, as of other commands.",
+            help="The base: any model that other commands take.",
             show_default=False,
             autocompletion=completion.models,
         ),
@@ -65,11 +65,11 @@ def compare(
     from semdiag.questions.compare.terminal import print_comparison
     from semdiag_models import InputError
 
-    ComparePlan(top)  # which refuses a wrong one
-    for named in filter(None, (base, model)):
-        if len(checkpoints := find_checkpoints([named])) > 1:
+    ComparePlan(top)  # refuses a wrong one before anything is loaded
+    for path in filter(None, (base, model)):
+        if len(checkpoints := find_checkpoints([path])) > 1:
             raise InputError(
-                f"semdiag compare takes two models, and {named} holds {len(checkpoints)} runs. Name one."
+                f"semdiag compare takes two models, and {path} holds {len(checkpoints)} runs. Name one."
             )
     alone = model is None or find_checkpoints([base])[0].resolve() == find_checkpoints([model])[0].resolve()
     if alone and dtype_b is None:

@@ -1,13 +1,9 @@
 """The section ``compare`` of a report: its figure, sentences and tables."""
 
-from collections.abc import Mapping
-
-import pandas as pd
-
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.glance import Answer, Glance
 from semdiag.presenting.section import Heading, Section, Shown
-from semdiag.presenting.tables import with_facts
+from semdiag.presenting.tables import answers_with_facts
 from semdiag.questions.compare.answer import answer_table, change_table, compare_summary
 from semdiag.questions.compare.figures.compare_map import compare_map
 from semdiag.questions.compare.words import comparison_sentences
@@ -23,15 +19,10 @@ def compare_glance(findings: Findings) -> Glance:
 
 def _sentences(findings: Findings) -> list[str]:
     """Return the changes of every compared model."""
-    results = findings(compare_summary)["results"]
     return [
-        f"A: {found['base']}; B: {found['model']}. {' '.join(comparison_sentences(found))}" for found in results
+        f"A: {result['base']}; B: {result['model']}. {' '.join(comparison_sentences(result))}"
+        for result in findings(compare_summary)["results"]
     ]
-
-
-def _tables(findings: Findings, alone: bool) -> Mapping[str, pd.DataFrame]:
-    tables = {"compare": findings(change_table), "compare_outputs": findings(answer_table)}
-    return {name: with_facts(findings, table) for name, table in tables.items()}
 
 
 _HEADINGS = (
@@ -67,5 +58,5 @@ SECTION = Section(
     headings=_HEADINGS,
     external=_HEADINGS,
     in_short=_sentences,
-    tables=_tables,
+    tables=answers_with_facts(compare=change_table, compare_outputs=answer_table),
 )

@@ -1,4 +1,4 @@
-"""Sentences on two models."""
+"""Sentences on the change from one model to another."""
 
 import math
 
@@ -8,22 +8,22 @@ from semdiag.presenting.columns import number
 
 
 def comparison_sentences(result: Summary) -> list[str]:
-    """Return what changed from the base to the model, a fact a sentence.
+    """Return sentences on what changed from the base to the model.
 
     Args:
         result: the entry of results that :func:`semdiag.questions.compare.answer.compare_summary` makes.
     """
     whole, most = result["all"], result["heads"][0]
     samples = result["outputs"]["samples"] if result["outputs"] else None
-    spread = interval_words(*_ends(whole), "{:.3g}".format, samples)
-    said = [
+    interval = interval_words(*_ends(whole), "{:.3g}".format, samples)
+    sentences = [
         f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
-        f"queries ({spread}), {number(whole['largest'])} at most; most in layer {most['layer']}, head "
+        f"queries ({interval}), {number(whole['largest'])} at most; most in layer {most['layer']}, head "
         f"{most['head']}: {number(most['total_variation'])}."
     ]
     if whole["output_change"] is not None:
-        said.append(_parts(whole))
-    return said + _outputs(result["outputs"])
+        sentences.append(_parts(whole))
+    return sentences + _outputs(result["outputs"])
 
 
 def _ends(row: Summary) -> tuple[float, float]:
@@ -47,12 +47,12 @@ def _outputs(outputs: Summary | None) -> list[str]:
         return []
     if not outputs["predictions"]:
         return [f"The model's outputs change by {number(outputs['output_change'])} of their norm, in the mean."]
-    spread = interval_words(*_ends(outputs), "{:.3g}".format, outputs["samples"])
-    said = [
-        f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats ({spread}); "
+    interval = interval_words(*_ends(outputs), "{:.3g}".format, outputs["samples"])
+    sentences = [
+        f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats ({interval}); "
         f"{outputs['changed']:,} of {outputs['predictions']:,} predictions change."
     ]
     before, after = number_from_json(outputs["loss_base"]), number_from_json(outputs["loss"])
     if not math.isnan(before + after):
-        said.append(f"Loss of {outputs['targets']:,} targets: {before:.4g} nats before, {after:.4g} after.")
-    return said
+        sentences.append(f"Loss of {outputs['targets']:,} targets: {before:.4g} nats before, {after:.4g} after.")
+    return sentences

@@ -82,8 +82,8 @@ def convergence(
         **option_values.targets(target or []), along=along, predictors=names,
         lengths=option_values.whole_numbers(lengths, "--lengths"),
     )  # fmt: skip
-    asked = {"along": along, "predictors": bool(names), "lengths": bool(plan.lengths)}
+    further_sections = {"along": along, "predictors": bool(names), "lengths": bool(plan.lengths)}
     survey = partial(convergence_survey, plan=plan)
-    findings = shared.measured(runs, conditions, survey, more_stages=sum(asked.values()))
-    sections = ["convergence", *(name for name, wanted in asked.items() if wanted)]
+    findings = shared.measured(runs, conditions, survey, more_stages=sum(further_sections.values()))
+    sections = ["convergence", *(name for name, measured in further_sections.items() if measured)]
     shared.deliver("convergence", findings, print_convergence, sections)

@@ -1,4 +1,4 @@
-"""Measuring training runs: their last checkpoints, and on request their snapshots and other lengths."""
+"""Measure training runs: their last checkpoints, and on request their snapshots and other lengths."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from semdiag_models.errors import unknown_name
 
 @dataclass(frozen=True)
 class ConvergencePlan:
-    """What is asked of training runs.
+    """What is measured of training runs.
 
     Raises:
         InputError: if a target is no accuracy, or a candidate is unknown.
@@ -29,9 +29,9 @@ class ConvergencePlan:
 
     target: float = TARGET  # training accuracy that counts as having learned
     along: bool = False  # whether every snapshot is measured
-    predictors: tuple[str, ...] = ()  # of CANDIDATES, what may predict speed: measured at every snapshot
-    targets: Mapping[str, float] = field(default_factory=dict)  # instead, for single tasks
-    lengths: tuple[int, ...] = ()  # of the inputs on which the last checkpoint is evaluated; none: it is not
+    predictors: tuple[str, ...] = ()  # of CANDIDATES: what may predict speed, measured at every snapshot
+    targets: Mapping[str, float] = field(default_factory=dict)  # for single tasks, instead of the target
+    lengths: tuple[int, ...] = ()  # of other inputs on which the last checkpoint is evaluated
 
     def __post_init__(self) -> None:
         for target in (self.target, *self.targets.values()):
@@ -50,7 +50,7 @@ def convergence_survey(
     *,
     plan: ConvergencePlan,
 ) -> Measurements:
-    """Measure the last checkpoints of runs, and add what is known of the runs.
+    """Measure the last checkpoints of runs, and add the table of runs.
 
     Args:
         models: checkpoints; those without a training history are left out and named in
@@ -61,7 +61,7 @@ def convergence_survey(
         plan: target, snapshots, predictors, lengths.
 
     Returns:
-        Measurements with the tables runs, and if asked for along, predictors and lengths.
+        Measurements with the table runs, and with along, predictors and lengths if the plan has them.
 
     Raises:
         InputError: if none of them is a training run, or something cannot be measured.
@@ -94,13 +94,13 @@ def convergence_survey(
             tables["along"].append(measure_along(model, conditions, after_step, snapshots))
         if plan.predictors:
             announce(model.path, len(snapshots))
-            found_there = measure_predictors(model, conditions, plan.predictors, after_step, snapshots)
-            tables["predictors"].append(found_there)
+            candidates = measure_predictors(model, conditions, plan.predictors, after_step, snapshots)
+            tables["predictors"].append(candidates)
     for model in loaded if plan.lengths else []:
         announce(model.path, conditions.samples * len(plan.lengths))
-        how = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}
+        drawn = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}
         dtype = DTYPES[conditions.dtype]
-        table = measure_lengths(model, plan.lengths, **how, device=device, dtype=dtype, after_batch=after_step)
+        table = measure_lengths(model, plan.lengths, **drawn, device=device, dtype=dtype, after_batch=after_step)
         tables["lengths"].append(table)
     joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items() if parts}
     return measured.replace(runs=runs, **joined)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import Summary, records
+from semdiag.measuring.findings.strict_json import records
 from semdiag.measuring.table import ALL
-from semdiag.presenting.columns import STAYS, Column, percent, plain, text, three_digits, two_decimals
+from semdiag.presenting.columns import NEVER, Column, percent, plain, text, three_digits, two_decimals
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
@@ -27,8 +27,8 @@ from semdiag.questions.predictors.answer.prediction import predictor_table, quan
 from semdiag.questions.predictors.words import predictor_sentences
 
 
-def _speed(low: float | None, high: float | None) -> str:
-    return "–" if low is None or high is None else speed_words(low, high)
+def _speed(low: float, high: float) -> str:
+    return "–" if math.isnan(low) else speed_words(low, high)
 
 
 def _accuracy_and_dispersion(accuracy: float, dispersion: float) -> str:
@@ -39,40 +39,36 @@ def _correlation(rho: float | None, p: float | None) -> str:
     return "–" if rho is None or p is None or math.isnan(rho) else f"{rho:+.2f} ({p:.2g})"
 
 
-_RUN = (Column("group", "task", text), Column("attention", said=text))
-_SEED = Column("seed", said=plain)
+_RUN = (Column("group", "task", text), Column("attention", form=text))
+_SEED = Column("seed", form=plain)
 _RUNS = (
-    *_RUN, _SEED, Column("arrival", "epochs to {}", plain), Column("low high", "speed-up", _speed, goes=STAYS),
-    Column("ratio", "δ ratio", two_decimals), Column("train_accuracy", "train", percent, goes=3),
-    Column("holdout_accuracy", "held-out", percent), Column("best_holdout_accuracy", "best", percent, goes=1),
-    Column("gap", said=percent, goes=2),
+    *_RUN, _SEED, Column("", "epochs to {}", arrival_words), Column("low high", "speed-up", _speed, drop=NEVER),
+    Column("ratio", "δ ratio", two_decimals), Column("train_accuracy", "train", percent, drop=3),
+    Column("holdout_accuracy", "held-out", percent), Column("best_holdout_accuracy", "best", percent, drop=1),
+    Column("gap", form=percent, drop=2),
 )  # fmt: skip
 _SEEDS = (
-    *_RUN, Column("seeds", said=plain, goes=2), Column("arrived", said=plain, goes=1),
-    Column("median_epochs", said=lambda epochs: "not reached" if epochs == math.inf else f"{epochs:g}"),
-    Column("speed_up_low speed_up_high", "median speed-up", _speed, goes=STAYS),
-    Column("one_off", "one epoch off", plain), Column("interval", said=plain, goes=STAYS),
+    *_RUN, Column("seeds", form=plain, drop=2), Column("arrived", form=plain, drop=1),
+    Column("median_epochs", form=lambda epochs: "not reached" if epochs == math.inf else f"{epochs:g}"),
+    Column("speed_up_low speed_up_high", "median speed-up", _speed, drop=NEVER),
+    Column("", "one epoch off", epoch_words), Column("", "interval", interval_words, drop=NEVER),
 )  # fmt: skip
 
 
 def print_convergence(findings: Findings) -> None:
-    """Print one table of runs and one over seeds, then what else was found, in sentences."""
+    """Print a table of runs and one over seeds, then in sentences what the tables do not say."""
     console = wide_console()
-    measurements = findings.measurements
-    found, pairs = findings(arrivals), findings(speed_dispersion_table)
-    speeds = {one["model"]: {name: one[name] for name in ("low", "high", "ratio")} for one in records(pairs)}
-    none = dict.fromkeys(("low", "high", "ratio"))
-    runs = [run | {"arrival": arrival_words(run)} | speeds.get(run["model"], none) for run in records(found)]
-    console.print(NumberTable(_RUNS, runs, unit=target_words(findings)))
+    measurements, runs, pairs = findings.measurements, findings(arrivals), findings(speed_dispersion_table)
+    speeds = runs.merge(pairs[["model", "low", "high", "ratio"]], how="left", on="model")
+    console.print(NumberTable(_RUNS, records(speeds), unit=target_words(findings)))
     if measurements.provenance.get("targets"):
         console.print(targets_sentence(findings))
-    if len(pairs) and (over := findings(run_statistics))["seeds"].max() > 1:
-        console.print(NumberTable(_SEEDS, map(_over_seeds, records(over))))
-    tasks = found["group"].nunique()
-    for sentence in convergence_sentences(findings)[tasks:]:  # what the tables do not say
+    if len(pairs) and (over_seeds := findings(run_statistics))["seeds"].max() > 1:
+        console.print(NumberTable(_SEEDS, records(over_seeds)))
+    for sentence in convergence_sentences(findings)[runs["group"].nunique() :]:
         console.print(sentence)
     if len(measurements.lengths):
-        console.print(_lengths(findings, found))
+        console.print(_lengths(measurements.lengths, runs))
     if len(measurements.predictors):
         console.print(_predictors(findings))
         for sentence in predictor_sentences(findings):
@@ -81,39 +77,31 @@ def print_convergence(findings: Findings) -> None:
         console.print(sentence)
 
 
-def _over_seeds(row: Summary) -> Summary:
-    speeds = {} if row["pairs"] else dict.fromkeys(("speed_up_low", "speed_up_high"))
-    return {**row, **speeds, "one_off": epoch_words(row), "interval": interval_words(row)}
-
-
-def _lengths(findings: Findings, found: pd.DataFrame) -> NumberTable:
-    """A row a run, a column a length."""
-    table = findings.measurements.lengths
-    table = table[table["layer"] == ALL]
-    cells: dict[str, Summary] = {}
-    for row in records(table):
-        cells.setdefault(row["model"], {})[f"{row['quantity']}-{row['statistic']}-{row['length']}"] = row["value"]
+def _lengths(lengths: pd.DataFrame, runs: pd.DataFrame) -> NumberTable:
+    """Return a row a run, a column a length."""
+    pooled = lengths[lengths["layer"] == ALL]
+    names = pooled["quantity"] + "-" + pooled["statistic"] + "-" + pooled["length"].astype(str)
+    by_run = pooled.assign(name=names).pivot(index="model", columns="name", values="value")
     columns = [
         Column(f"accuracy-value-{n} dispersion-p50-{n}", str(n), _accuracy_and_dispersion)
-        for n in sorted(table["length"].unique())
+        for n in sorted(pooled["length"].unique())
     ]
-    runs = [run | cells[run["model"]] for run in records(found) if run["model"] in cells]
     first = replace(_RUN[0], heading="accuracy, median δ on length")
-    return NumberTable([first, _RUN[1], _SEED, *columns], runs)
+    return NumberTable([first, _RUN[1], _SEED, *columns], records(runs.merge(by_run, on="model")))
 
 
 def _predictors(findings: Findings) -> NumberTable:
-    """A row a candidate, a column a stage."""
+    """Return a row a candidate, a column a stage."""
     outcome = next(iter(OUTCOMES))
-    rows = findings(predictor_table)
-    found = {(row["candidate"], row["stage"]): row for row in records(rows[rows["outcome"] == outcome])}
-    cells = [
-        {"candidate": quantity(one), "stages": [found.get((one, stage)) for stage in STAGES]}
-        for one in dict.fromkeys(candidate for candidate, _ in found)
+    table = findings(predictor_table)
+    by_place = {(row["candidate"], row["stage"]): row for row in records(table[table["outcome"] == outcome])}
+    rows = [
+        {"candidate": candidate, "stages": [by_place.get((candidate, stage)) for stage in STAGES]}
+        for candidate in dict.fromkeys(candidate for candidate, _ in by_place)
     ]
     heading = f"rank correlation with the {OUTCOMES[outcome]} (corrected p)"
-    stages = [
-        Column(f"stages.{at}.rho stages.{at}.p_corrected", stage, _correlation, goes=STAYS)
+    columns = [
+        Column(f"stages.{at}.rho stages.{at}.p_corrected", stage, _correlation, NEVER)
         for at, stage in enumerate(STAGES)
     ]
-    return NumberTable([Column("candidate", heading, text), *stages], cells)
+    return NumberTable([Column("candidate", heading, quantity, left=True), *columns], rows)

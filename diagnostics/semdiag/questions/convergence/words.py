@@ -1,4 +1,4 @@
-"""What was found on runs, in words: arrivals, speed-ups and their bounds, other lengths."""
+"""Sentences on runs: arrivals, speed-ups and their bounds."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def target_words(findings: Findings) -> str:
 
 
 def targets_sentence(findings: Findings) -> str:
-    """Say all targets: ``The target is 95% training accuracy, for listops 36%``."""
+    """Return all targets: ``The target is 95% training accuracy, for listops 36%``."""
     general = percent(findings.measurements.provenance.get("target", TARGET))
     others = findings.measurements.provenance.get("targets", {})
     single = "".join(f", for {task} {percent(value)}" for task, value in others.items())
@@ -30,7 +30,7 @@ def targets_sentence(findings: Findings) -> str:
 
 
 def arrival_words(run: Mapping[Any, Any]) -> str:
-    """When a run arrived: ``35``, or ``not in 100``; an unfinished run says that it is one."""
+    """Return when a run arrived: ``35``, or ``not in 100``; of an unfinished run also how much is left."""
     if run["state"] == NOT_BEGUN:
         return "not begun"
     words = f"not in {run['epochs']}" if pd.isna(run["arrival"]) else str(run["arrival"])
@@ -49,7 +49,7 @@ def speed_words(low: float, high: float) -> str:
 
 
 def epoch_words(row: Mapping[Any, Any]) -> str:
-    """Return the range of a median speed-up if every arrival may be off by one epoch; empty if unknown.
+    """Return the range of a median speed-up if every arrival may be off by one epoch; a dash if unknown.
 
     Args:
         row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.
@@ -74,7 +74,7 @@ def interval_words(row: Mapping[Any, Any]) -> str:
 
 
 def convergence_sentences(findings: Findings) -> list[str]:
-    """Say per task and attention how many epochs were needed, and what that is to full attention.
+    """Return per task and attention how many epochs were needed, and the speed-up over full attention.
 
     Args:
         findings: with runs.
@@ -82,40 +82,41 @@ def convergence_sentences(findings: Findings) -> list[str]:
     Returns:
         One sentence per setting, then what no weights can learn, what is unfinished or left out.
     """
-    found, seeds = findings(arrivals), findings(run_statistics)
-    said = []
+    runs, seeds = findings(arrivals), findings(run_statistics)
+    sentences = []
     for group, rows in seeds.groupby("group", sort=False) if len(seeds) else []:
-        parts = [_attention_words(row, found[found["group"] == group]) for row in rows.to_dict("records")]
+        parts = [_attention_words(row, runs[runs["group"] == group]) for row in rows.to_dict("records")]
         target = percent(target_of(findings.measurements, rows["task"].iloc[0]))
-        said.append(f"{group}, epochs to {target} training accuracy: {'; '.join(parts)}.")
-    return said + reach_sentences(findings) + _reservations(findings, found)
+        sentences.append(f"{group}, epochs to {target} training accuracy: {'; '.join(parts)}.")
+    return sentences + reach_sentences(findings) + _reservations(findings, runs)
 
 
 def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
-    own = runs[runs["attention"] == row["attention"]].to_dict("records")
-    arrived = ", ".join(arrival_words(run) for run in own)
-    words = f"{row['attention']} {arrived}"
+    of_attention = runs[runs["attention"] == row["attention"]].to_dict("records")
+    arrived = ", ".join(arrival_words(run) for run in of_attention)
+    sentence = f"{row['attention']} {arrived}"
     if row["pairs"]:
         speed = speed_words(row["speed_up_low"], row["speed_up_high"])
-        which = "speed-up" if row["pairs"] == 1 else f"median speed-up over {row['pairs']} seeds"
-        off = f"; one epoch off {epoch_words(row)}" if epoch_words(row) != "–" else ""
-        words += f" ({which} {speed}{off}; {interval_words(row)})"
-    return words
+        name = "speed-up" if row["pairs"] == 1 else f"median speed-up over {row['pairs']} seeds"
+        one_epoch_off = f"; one epoch off {epoch_words(row)}" if epoch_words(row) != "–" else ""
+        sentence += f" ({name} {speed}{one_epoch_off}; {interval_words(row)})"
+    return sentence
 
 
 def _reservations(findings: Findings, table: pd.DataFrame) -> list[str]:
-    said = []
-    late = table[table["state"].isin([UNFINISHED, NOT_BEGUN])]
-    if len(late):
-        names = "; ".join(f"{r['model']} {r['epochs']} of {r['planned']} epochs" for r in late.to_dict("records"))
-        said.append(f"Unfinished, so more may be known later: {names}.")
+    sentences = []
+    unfinished = table[table["state"].isin([UNFINISHED, NOT_BEGUN])]
+    if len(unfinished):
+        rows = unfinished.to_dict("records")
+        names = "; ".join(f"{row['model']} {row['epochs']} of {row['planned']} epochs" for row in rows)
+        sentences.append(f"Unfinished, so more may be known later: {names}.")
     runs = len(findings.measurements.runs)
     if runs > len(table):
-        said.append(
+        sentences.append(
             f"{runs - len(table)} of {runs} files are copies or other snapshots of a run that is shown: of each "
             "run the file with the most epochs counts."
         )
     left_out = findings.measurements.provenance.get("left_out", [])
     if left_out:
-        said.append(f"Left out, because they have no training history: {', '.join(left_out)}.")
-    return said
+        sentences.append(f"Left out, because they have no training history: {', '.join(left_out)}.")
+    return sentences

@@ -17,7 +17,7 @@ def within_glance(findings: Findings) -> Glance:
         return Glance(Answer.OPEN, "0 models", "were measured for the weight on their largest scores")
     k = min(ks)
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
-    kept = {model: found for model in dense if (found := findings(what_k_keeps, model, k))}
+    kept = {model: numbers for model in dense if (numbers := findings(what_k_keeps, model, k))}
     if not kept:
         return Glance(Answer.OPEN, "0 queries", f"have more than {keys_words(k)} and finite scores")
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())

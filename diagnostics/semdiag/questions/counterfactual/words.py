@@ -1,4 +1,4 @@
-"""What the measurements say about one dense model by itself, in sentences."""
+"""Sentences on what a top-k mask would leave of a dense model."""
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks, what_k_keeps
@@ -8,50 +8,47 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import keys_words, percent
 from semdiag.questions.dispersion.words import span_sentence
 
-_MOST = 0.95
+_NEARLY_ALL = 0.95
 
 
 def within_sentences(findings: Findings) -> list[str]:
-    """Say what a top-k mask would leave of the attention of models whose attention alone is known.
-
-    Args:
-        findings: of any number of models.
+    """Return what a top-k mask would leave of models of which only the attention is known.
 
     Returns:
         One sentence on the dispersion of each model, then one per k.
     """
     measurements = findings.measurements
-    said = []
+    sentences = []
     for model in measurements.models[external(measurements.models)]["model"]:
-        own = measurements.queries[measurements.queries["model"] == model]
-        said.append(span_sentence(findings, model))
-        ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
-        said += [_one_k(findings, model, k) for k in ks]
-        said += ["This is a counterfactual within the model, on its own scores."] if ks else []
-    return said
+        queries = measurements.queries[measurements.queries["model"] == model]
+        sentences.append(span_sentence(findings, model))
+        ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
+        sentences += [_one_k(findings, model, k) for k in ks]
+        sentences += ["This is a counterfactual within the model, on its own scores."] if ks else []
+    return sentences
 
 
 def _one_k(findings: Findings, model: str, k: int) -> str:
     """Return sentences on what the k largest scores would keep, for queries with more keys."""
-    kept, whole = findings(what_k_keeps, model, k), findings(pooled_percentiles, "keys")[model]
-    if not kept and diverged(findings, model):
+    numbers, keys = findings(what_k_keeps, model, k), findings(pooled_percentiles, "keys")[model]
+    if not numbers and diverged(findings, model):
         return f"What a top-{k} mask would keep is unknown: some of the model's scores are NaN or infinite."
-    if not kept and whole["p100"] > k:
+    if not numbers and keys["p100"] > k:
         return (
             f"What a top-{k} mask would keep is not known: no query of the sample has more than {keys_words(k)}."
         )
-    if not kept:
+    if not numbers:
         return f"No query has more than {keys_words(k)}: a top-{k} mask would change nothing."
-    most = "keeps" if kept["mass"] >= _MOST else "would keep"
+    verb = "keeps" if numbers["mass"] >= _NEARLY_ALL else "would keep"
     mass, low, lowest, highest, share = (
-        f"{percent(kept[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
+        f"{percent(numbers[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
     )
-    sample = f", from a random sample of {kept['sampled']:,}" if kept["sampled"] else ""
-    ends = f"{lowest} in layer {kept['lowest_layer']} to {highest} in layer {kept['highest_layer']}"
-    by_layer = f"; by layer, medians from {ends}" if kept["lowest_layer"] != kept["highest_layer"] else ""
+    sample = f", from a random sample of {numbers['sampled']:,}" if numbers["sampled"] else ""
+    ends = f"{lowest} in layer {numbers['lowest_layer']} to {highest} in layer {numbers['highest_layer']}"
+    by_layer = f"; by layer, medians from {ends}" if numbers["lowest_layer"] != numbers["highest_layer"] else ""
     return (
         f"Would sparse attention help? Of the queries with more than {keys_words(k)} ({share} of all{sample}) a "
-        f"top-{k} mask {most} {mass} of the attention weight at the median ({low} at the 5th "
-        f"percentile{by_layer}), with a median dispersion of {kept['dispersion']:.3g} instead of "
-        f"{kept['whole']:.3g} nats and a median separation of {kept['separation']:.2g} nats."
+        f"top-{k} mask {verb} {mass} of the attention weight at the median ({low} at the 5th "
+        f"percentile{by_layer}), with a median dispersion of {numbers['dispersion']:.3g} instead of "
+        f"{numbers['whole']:.3g} nats and a median separation of {numbers['separation']:.2g} nats."
     )

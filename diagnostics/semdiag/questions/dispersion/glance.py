@@ -15,38 +15,38 @@ from semdiag.questions.dispersion.answer.comparisons import PairComparison, pair
 
 
 def dispersion_glance(findings: Findings) -> Glance:
-    """In how many pairs the top-k model has the smaller dispersion; of models without a pair, the dispersion.
+    """Return in how many pairs the top-k model has the smaller dispersion; without pairs, the dispersion.
 
-    A mask has the smaller range of scores before anything is learned: of untrained pairs nothing holds or not.
+    A mask makes the range of scores smaller before anything is learned, so untrained pairs are not judged.
     """
     compared = findings(pair_comparisons)
     untrained = [pair for pair in compared if pair.snapshot == "initialisation"]
     trained = [pair for pair in compared if pair not in untrained]
     pairs = [pair for pair in trained if pair.snapshot == "last"] or trained or untrained
     if pairs:
-        known = [pair for pair in pairs if not pair.gate.unknown]
-        if not known:
+        judged = [pair for pair in pairs if not pair.gate.unknown]
+        if not judged:
             words = "of a full and a top-k model have a finite dispersion δ on both sides"
             return Glance(Answer.OPEN, count_of(0, len(pairs), "pair"), words, claim=True)
-        passed = sum(pair.gate.passed for pair in known)
-        answer = Answer.HOLDS if passed == len(known) else Answer.DOES_NOT
-        number = count_of(passed, len(known), "pair")
+        passed = sum(pair.gate.passed for pair in judged)
+        answer = Answer.HOLDS if passed == len(judged) else Answer.DOES_NOT
+        number = count_of(passed, len(judged), "pair")
         words = f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
         words += "and 95th percentile"
-        notes = _ratios("ratio of the medians", known)
+        notes = _ratios("ratio of the medians", judged)
         notes += [f"before training {before}"] if trained and (before := ratio_before(findings)) else []
         words += f" ({'; '.join(notes)})" if notes else ""
         words += "" if trained else "; they are not trained yet"
-        words += f"; {len(pairs) - len(known)} more cannot be judged" if len(known) < len(pairs) else ""
+        words += f"; {len(pairs) - len(judged)} more cannot be judged" if len(judged) < len(pairs) else ""
         return Glance(answer if trained else Answer.OPEN, number, words, claim=True)
     every = findings(pooled_percentiles, "dispersion").values()
-    found = [each for each in every if np.isfinite(each["p50"])]
-    if not found:
+    known = [each for each in every if np.isfinite(each["p50"])]
+    if not known:
         return Glance(Answer.OPEN, f"0 of {models_words(len(every))}", "have a finite dispersion δ")
-    queries = sum(int(each["queries"]) for each in found)
-    span = span_words([each["p50"] for each in found], "{:.3g}")
-    words = f"is the median dispersion δ of {models_words(len(found))} ({queries:,} queries{drawn_word(findings)})"
-    words += f"; for {len(every) - len(found)} more it is not a number" if len(found) < len(every) else ""
+    queries = sum(int(each["queries"]) for each in known)
+    span = span_words([each["p50"] for each in known], "{:.3g}")
+    words = f"is the median dispersion δ of {models_words(len(known))} ({queries:,} queries{drawn_word(findings)})"
+    words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
     if external(findings.measurements.models).all():
         words += f"; 90% of the heads of trained models have {reference_words('dispersion')}"
         return Glance(Answer.MEASURED, f"{span} nats", words)
@@ -72,7 +72,7 @@ def before_training(findings: Findings) -> list[float]:
 
 
 def ratio_before(findings: Findings) -> str:
-    """Return the range of these ratios in words; empty if none is known."""
+    """Return the range of the ratios before training in words; empty if none is known."""
     ratios = before_training(findings)
     return span_words(ratios, ratio_words) if ratios else ""
 

@@ -23,7 +23,7 @@ _FILE = "epoch-0.pt"
 
 @dataclass(frozen=True)
 class InitialisationPlan:
-    """On how many samples the initialisation is measured."""
+    """The number of samples on which the initialisation is measured."""
 
     samples: int = 50
 
@@ -34,11 +34,11 @@ def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mappi
     if file is None:
         return {"initialisation": INITIALISATION.empty()}
     tokens = subject.tokens[: plan.samples]
-    found = measure(
+    measurements = measure(
         replace(load(file), path=subject.model.path), tokens,
         batch_size=subject.batch_size, device=subject.device, dtype=subject.dtype,
     )  # fmt: skip
-    median = float(percentiles(found.queries["dispersion"])["p50"])
+    median = float(percentiles(measurements.queries["dispersion"])["p50"])
     row = {"model": subject.model.path, "samples": len(tokens), "dispersion": median}
     return {"initialisation": INITIALISATION.of_rows([row])}
 

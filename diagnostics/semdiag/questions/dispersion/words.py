@@ -1,4 +1,4 @@
-"""Do the scores of the sparse model span less? In sentences."""
+"""Sentences on whether the scores of the sparse model span less."""
 
 import math
 
@@ -24,56 +24,55 @@ _NOT_JUDGED = (
 
 
 def dispersion_in_short(findings: Findings) -> list[str]:
-    """Return sentences on δ_h < δ_s by pair, and on fixed masks; external models have no partner."""
+    """Return sentences on δ_h < δ_s by pair, and on fixed masks; for external models, on each by itself."""
     if external(findings.measurements.models).all():
-        counterfactual = counterfactual_ks(findings.measurements.queries)  # then it stands with what k would leave
-        return (
-            [] if counterfactual else [span_sentence(findings, m) for m in findings.measurements.models["model"]]
-        )
-    said = [comparison.sentence for comparison in findings(pair_comparisons)]
+        if counterfactual_ks(findings.measurements.queries):  # the section on a top-k mask has these sentences
+            return []
+        return [span_sentence(findings, model) for model in findings.measurements.models["model"]]
+    sentences = [comparison.sentence for comparison in findings(pair_comparisons)]
     ratios = [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]
-    control = (
+    fixed_masks = (
         f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full attention's. "
         "A smaller range is in part only a range over fewer keys."
     )
-    said = said or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]
-    return [*_headline(findings), *said, *([control] if ratios else []), *_recall_sentences(findings)]
+    sentences = sentences or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]
+    return [*_headline(findings), *sentences, *([fixed_masks] if ratios else []), *_recall_sentences(findings)]
 
 
 def _headline(findings: Findings) -> list[str]:
-    """Return a sentence on all pairs, beside the effect of the mask alone before training."""
+    """Return a sentence on all pairs, and how much the mask alone did before training."""
     pairs = [pair for pair in findings(pair_comparisons) if pair.snapshot == "last" and not pair.gate.unknown]
     ratios = [pair.ratio.estimate for pair in pairs]
     if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
         return []
     passed = sum(pair.gate.passed for pair in pairs)
-    said = f"The median dispersion δ of top-k attention is {span_words(ratios, ratio_words)} of full attention's"
-    said += f" ({count_of(passed, len(pairs), 'pair')} smaller at p50, p75, p90 and p95)"
+    words = f"The median dispersion δ of top-k attention is {span_words(ratios, ratio_words)} of full attention's"
+    words += f" ({count_of(passed, len(pairs), 'pair')} smaller at p50, p75, p90 and p95)"
     before = before_training(findings)
     if len(before) != len(ratios):
-        return [f"{said}. How much of that the mask alone does is not known: no initialisation was measured."]
-    mask = [
+        return [f"{words}. How much of that the mask alone does is not known: no initialisation was measured."]
+    mask_shares = [
         math.log(start) / math.log(end) if end < 1 else math.nan for start, end in zip(before, ratios, strict=True)
     ]
-    share = ": the mask alone does most of it" if all(part >= 0.5 for part in mask) else ""
-    share = ": most of it was learned" if all(part < 0.5 for part in mask) else share
-    return [f"{said}; before training it is {ratio_before(findings)}{share}."]
+    share = ": the mask alone does most of it" if all(part >= 0.5 for part in mask_shares) else ""
+    share = ": most of it was learned" if all(part < 0.5 for part in mask_shares) else share
+    return [f"{words}; before training it is {ratio_before(findings)}{share}."]
 
 
 def _recall_sentences(findings: Findings) -> list[str]:
-    """Return a sentence on how many of the largest scores hashes and clusters find."""
+    """Return sentences on how many of the largest scores hashes and clusters find."""
     table, models = findings(recall_table), findings.measurements.models.set_index("model")
-    said = []
-    for model, own in table.groupby("model", sort=False) if len(table) else ():
-        pooled, heads = own[own["layer"] == "all"].iloc[0], own.loc[own["layer"] != "all", "recall"]
+    sentences = []
+    for model, rows in table.groupby("model", sort=False) if len(table) else ():
+        pooled, heads = rows[rows["layer"] == "all"].iloc[0], rows.loc[rows["layer"] != "all", "recall"]
         row = models.loc[model]
-        said.append(
+        sentences.append(
             f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
             f"{pooled['recall']:.0%} of its {row['k']} largest scores ({heads.min():.0%} to {heads.max():.0%} "
             f"by head; {row['k']} keys at random would hold {pooled['at_random']:.0%}), and "
             f"{pooled['without_keys']:.1%} of {pooled['queries']:,} queries keep no key."
         )
-    return said
+    return sentences
 
 
 def span_sentence(findings: Findings, model: str) -> str:

@@ -1,4 +1,4 @@
-"""What every head of every layer does: the picture that tools for attention show first."""
+"""Dispersion, entropy and weight on the first key of every head."""
 
 import pandas as pd
 
@@ -8,7 +8,7 @@ from semdiag.measuring.findings.strict_json import records
 from semdiag.presenting.glance import Answer, Glance
 
 _PLACE = ["model", "layer", "head"]
-_ENDS = (  # column, whether the largest is named, in words
+_EXTREMES = (  # column, whether the largest or the smallest, in words
     ("dispersion", True, "scores furthest apart (median δ {:.3g} nats)"),
     ("dispersion", False, "scores closest together (median δ {:.2g} nats)"),
     ("first_weight", True, "most weight on the first key ({:.0%})"),
@@ -18,19 +18,16 @@ _ENDS = (  # column, whether the largest is named, in words
 
 
 def head_table(findings: Findings) -> pd.DataFrame:
-    """One row per model, layer and head; layers and heads count from 0.
-
-    Args:
-        findings: of any number of models.
+    """Return one row per model, layer and head; layers and heads count from 0.
 
     Returns:
         model, layer, head, then: ``dispersion``, the median δ in nats; ``entropy`` of the attention weights (nats)
         and ``first_weight``, the weight on the first key that is no padding (the sink share), both means over all
         queries, of measurements that have the table ``heads``; ``largest_weight``, the median of the
         largest attention weight of a query; ``first_key``, the share of the same queries that keep that first key
-        (of a model that keeps every key: that have it among their k largest scores; NaN where no k was asked for,
-        and of measurements of older versions); ``mass``, the median share of the weight on the k largest scores
-        (NaN where no k was asked for). k is the smallest asked for.
+        (in a model that keeps every key: that have it among their k largest scores; NaN without a k, and in
+        measurements of older versions); ``mass``, the median share of the weight on the k largest scores (NaN
+        without a k). k is the smallest that was measured.
     """
     measurements = findings.measurements
     queries = measurements.queries
@@ -39,11 +36,11 @@ def head_table(findings: Findings) -> pd.DataFrame:
     if "largest_weight" in queries:
         table["largest_weight"] = queries.groupby(_PLACE, sort=False)["largest_weight"].median()
     k = first_k(findings)
-    dense = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
-    keeps_all = dense["kept"] == dense["keys"]
+    sums = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
+    keeps_all = sums["kept"] == sums["keys"]
     heads = measurements.heads.set_index(_PLACE)
-    shares = heads.reindex(index=table.index, columns=["first_key", f"first_key_k{k}"]).astype("float64")
-    table["first_key"] = shares["first_key"].mask(keeps_all).fillna(shares[f"first_key_k{k}"])
+    first_key = heads.reindex(index=table.index, columns=["first_key", f"first_key_k{k}"]).astype("float64")
+    table["first_key"] = first_key["first_key"].mask(keeps_all).fillna(first_key[f"first_key_k{k}"])
     if k is not None and f"mass_k{k}" in queries:
         table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
     table = table.join(heads[["entropy", "first_weight"]]) if len(heads) else table
@@ -51,7 +48,7 @@ def head_table(findings: Findings) -> pd.DataFrame:
 
 
 def heads_glance(findings: Findings) -> Glance:
-    """How much of its weight a head puts on the first key: on average, and that which puts most."""
+    """Return how much of its weight a head puts on the first key: the mean, and the largest."""
     table = findings(head_table)
     known = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
     if known.empty:
@@ -65,26 +62,23 @@ def heads_glance(findings: Findings) -> Glance:
 
 
 def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
-    """The heads at the ends of δ, of the weight on the first key and of the entropy; none of several models.
-
-    Args:
-        findings: of one model.
+    """Return the heads with extreme δ, weight on the first key and entropy; none for several models.
 
     Returns:
-        Layer, head, and what is the most or the least about it; a head that is twice at an end stands once.
+        Layer, head, and its extremes in words; each head once.
     """
     table = findings(head_table)
     if len(findings.measurements.models) != 1 or len(table) < 2:
         return []
-    found: dict[tuple[int, int], list[str]] = {}
-    for column, largest, words in _ENDS:
-        known = table.dropna(subset=[column]) if column in table else table.iloc[:0]
-        if len(known):
-            row = records(known.sort_values(column, kind="stable"))[-1 if largest else 0]
-            found.setdefault((int(row["layer"]), int(row["head"])), []).append(words.format(row[column]))
-    return [(layer, head, ", ".join(words)) for (layer, head), words in found.items()]
+    words_of: dict[tuple[int, int], list[str]] = {}
+    for column, largest, words in _EXTREMES:
+        rows = table.dropna(subset=[column]) if column in table else table.iloc[:0]
+        if len(rows):
+            row = records(rows.sort_values(column, kind="stable"))[-1 if largest else 0]
+            words_of.setdefault((int(row["layer"]), int(row["head"])), []).append(words.format(row[column]))
+    return [(layer, head, ", ".join(words)) for (layer, head), words in words_of.items()]
 
 
 def first_k(findings: Findings) -> int | None:
-    """The smallest k asked for within models that keep every key; None if there is none."""
+    """Return the smallest k measured within models that keep every key; None if there is none."""
     return min(counterfactual_ks(findings.measurements.queries), default=None)

@@ -1,7 +1,7 @@
 """The section ``heads`` of a report."""
 
 from semdiag.presenting.section import Heading, Section, Shown
-from semdiag.presenting.tables import one_table
+from semdiag.presenting.tables import answers_with_facts
 from semdiag.questions.heads.answer import head_table, heads_glance
 from semdiag.questions.heads.figures.heads_map import heads_map
 
@@ -35,5 +35,5 @@ SECTION = Section(
     headings=_HEADINGS,
     external=_HEADINGS,
     glance=heads_glance,
-    tables=one_table("heads", head_table),
+    tables=answers_with_facts(heads=head_table),
 )

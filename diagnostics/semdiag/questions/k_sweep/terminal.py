@@ -1,4 +1,4 @@
-"""The tables of ``semdiag k-sweep``."""
+"""Tables of ``semdiag k-sweep``."""
 
 import math
 
@@ -7,7 +7,7 @@ from semdiag.measuring.findings.number_words import interval_words
 from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.measuring.table import ALL
-from semdiag.presenting.columns import STAYS, Column, Value, ends, number, percent, plain, text
+from semdiag.presenting.columns import NEVER, Column, Value, ends, number, percent, plain, text
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
@@ -16,7 +16,7 @@ from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.words import verdict_lines
 
-_FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
+_EVERY_UP_TO, _STEP = 8, 4  # every k up to 8, then every fourth; the CSV has all
 _NO_STREAM = (
     "Δ stream is left out: through which matrix a head writes into the stream is known for certain of models that "
     "semdiag trained, run unchanged with the keys that they keep."
@@ -24,7 +24,7 @@ _NO_STREAM = (
 
 
 def print_k_sweep(findings: Findings) -> None:
-    """Print the verdict and one table per model, all layers and heads together; after a rerun what it changed."""
+    """Print the verdict and one table per model, layers and heads pooled; after a rerun, what it changed."""
     screen = wide_console()
     summary = findings(k_sweep_summary)
     for result in summary["results"]:
@@ -42,14 +42,14 @@ def print_k_sweep(findings: Findings) -> None:
     screen.print(summary["scope"])
 
 
-def _shown(value: Value) -> float:
-    """A change; below a tenth of a thousandth it is rounding, or might as well be."""
+def _without_rounding(value: Value) -> float:
+    """Return a change, or 0 where it is as small as rounding."""
     known = number_from_json(value)
     return 0.0 if abs(known) < ROUNDING else known
 
 
 def _change(value: Value) -> str:
-    return number(_shown(value))
+    return number(_without_rounding(value))
 
 
 def _growth(change: Value) -> str:
@@ -58,35 +58,35 @@ def _growth(change: Value) -> str:
 
 
 def _harmed(share: Value, high: Value) -> str:
-    """The share of samples that change much, and of inputs for which that is not excluded."""
+    """Return the share of samples that change much, and the upper bound of that of inputs."""
     return "–" if math.isnan(number_from_json(share)) else f"{percent(share)} (≤ {percent(high)})"
 
 
 def _interval(low: Value, high: Value, samples: int) -> str:
-    first, last = _shown(low), _shown(high)
+    first, last = _without_rounding(low), _without_rounding(high)
     if math.isnan(first) or math.isnan(last):
         return "all alike" if samples >= FEWEST else interval_words(first, last, samples=samples)
     return " to ".join(ends(first, last)) if first or last else f"< {ROUNDING:g}"
 
 
 _RERUN = (
-    Column("name", "mask", text), Column("keys", said=percent), Column("mass", "weight", percent, goes=4),
-    Column("head_change", "Δ head", goes=2), Column("stream_change", "Δ stream", goes=1),
-    Column("change", "Δ {}", _change, goes=STAYS),
-    Column("low high samples", "95% interval", _interval, goes=STAYS),
-    Column("harmed harmed_high", "harmed", _harmed, goes=5), Column("random", said=_change, goes=3),
-    Column("growth", "ppl ×", _growth, goes=STAYS), Column("divergence", "KL", _change),
-    Column("changed", said=percent, goes=STAYS), Column("accuracy", said=percent, goes=6),
+    Column("name", "mask", text), Column("keys", form=percent), Column("mass", "weight", percent, drop=4),
+    Column("head_change", "Δ head", drop=2), Column("stream_change", "Δ stream", drop=1),
+    Column("change", "Δ {}", _change, drop=NEVER),
+    Column("low high samples", "95% interval", _interval, drop=NEVER),
+    Column("harmed harmed_high", "harmed", _harmed, drop=5), Column("random", form=_change, drop=3),
+    Column("growth", "ppl ×", _growth, drop=NEVER), Column("divergence", "KL", _change),
+    Column("changed", form=percent, drop=NEVER), Column("accuracy", form=percent, drop=6),
 )  # fmt: skip
 
 
 def _rerun_table(rows: list[Summary]) -> NumberTable:
-    """What the masks changed."""
+    """Return a row a mask: what it changed."""
     measure = rows[0]["measure"].replace("_", " ")
     several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
     control = {} if several else {row["k"]: row["change"] for row in rows if row["mask"] == RANDOM}
     shown = [row for row in rows if row["mask"] not in ("none", "" if several else RANDOM)]
-    more = (
+    added = (
         {
             "name": _name(row, several),
             "keys": row["kept" if several or row["mask"] != TOP_K else "share"],
@@ -95,11 +95,11 @@ def _rerun_table(rows: list[Summary]) -> NumberTable:
         }
         for row in shown
     )
-    return NumberTable(_RERUN, [row | own for row, own in zip(shown, more, strict=True)], unit=measure)
+    return NumberTable(_RERUN, [row | extra for row, extra in zip(shown, added, strict=True)], unit=measure)
 
 
 def _name(row: Summary, several: bool) -> str:
-    """The kind of mask and its k; of top-p the share of the weight."""
+    """Return the kind of mask and its k; for top-p the share of the weight."""
     if row["k"] < 0:
         return str(row["mask"])
     return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}" if several else f"k = {row['k']}"
@@ -108,23 +108,23 @@ def _name(row: Summary, several: bool) -> str:
 _SWEEP = (
     Column("k"), Column("ratio.p50", "δ(k)/δ_s p50"), Column("ratio.p95", "p95"),
     Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("mass.mean", "weight mean"),
-    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", goes=7),
+    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", drop=7),
     Column("head_change.mean", "Δ head"), Column("stream_change.mean", "Δ stream"),
-    Column("load.p95", "load p95", goes=6), Column("load.p100", "p100", goes=4),
-    Column("ln_sound.p50", "ln ξ p50", goes=5), Column("ln_paper.p50", "paper p50", goes=3),
-    Column("W", "W met", plain, goes=1), Column("X", "X met", plain, goes=2),
+    Column("load.p95", "load p95", drop=6), Column("load.p100", "p100", drop=4),
+    Column("ln_sound.p50", "ln ξ p50", drop=5), Column("ln_paper.p50", "paper p50", drop=3),
+    Column("W", "W met", plain, drop=1), Column("X", "X met", plain, drop=2),
 )  # fmt: skip
 
 
 def _table(result: Summary) -> NumberTable:
-    """What every k would leave: a row a k."""
+    """Return a row a k: what it would keep."""
     rows: dict[int, Summary] = {}
     for one in result["sweep"]:
         if one["layer"] == ALL:
             rows.setdefault(one["k"], {"k": one["k"]})[one["quantity"]] = one
     rows = {k: rows[k] for k in sorted(rows) if "mass" in rows[k]}
-    asked = {result["verdict"]["k"], result["k"], max(rows)}
-    shown = [row for k, row in rows.items() if k <= _FIRST or k % _STEP == 0 or k in asked]
+    always = {result["verdict"]["k"], result["k"], max(rows)}
+    shown = [row for k, row in rows.items() if k <= _EVERY_UP_TO or k % _STEP == 0 or k in always]
     for row in shown:
         for name in "WX":
             row[name] = _met(result["conditions"], row["k"], name)
@@ -133,6 +133,6 @@ def _table(result: Summary) -> NumberTable:
 
 
 def _met(conditions: list[Summary], k: int, name: str) -> str | None:
-    own = [row["met"] for row in conditions if (row["k"], row["parameter"]) == (k, name)
+    met = [row["met"] for row in conditions if (row["k"], row["parameter"]) == (k, name)
            and row["percentile"] in JUDGED_PERCENTILES]  # fmt: skip
-    return f"{sum(own)} of {len(own)}" if own else None
+    return f"{sum(met)} of {len(met)}" if met else None

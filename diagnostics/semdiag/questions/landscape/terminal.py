@@ -16,15 +16,15 @@ _SPREADS = ("dispersion_p50", "dispersion_p95", "separation_p50", "load_max")
 
 
 def print_landscape(findings: Findings) -> None:
-    """Print one row per plane of every model."""
+    """Print a row for every plane of every model."""
     console = wide_console()
     for result in findings(landscape_summary)["results"]:
         console.print(f"\n{title(result)}: landscape")
         if planes := [plane for plane in result["planes"] if "checkpoint_loss" in plane]:
             console.print(NumberTable(_COLUMNS, planes))
         for plane in result["planes"]:
-            if said := [f"{name} {_spread(plane[name])}" for name in _SPREADS if name in plane]:
-                console.print(f"plane {plane['plane']}: {'; '.join(said).replace('_', ' ')}")
+            if spreads := [f"{name} {_spread(plane[name])}" for name in _SPREADS if name in plane]:
+                console.print(f"plane {plane['plane']}: {'; '.join(spreads).replace('_', ' ')}")
 
 
 def _spread(matrix: list[list[float | str | None]]) -> str:

@@ -1,19 +1,10 @@
 """The section ``lengths`` of a report."""
 
-import pandas as pd
-
-from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.glance import measured_glance
 from semdiag.presenting.section import Heading, Section, Shown
-from semdiag.presenting.tables import a_column_each, with_run_facts
+from semdiag.presenting.tables import quantities_of_runs
 from semdiag.questions.lengths.figures.length_generalisation import length_generalisation
 from semdiag.questions.lengths.words import length_sentences
-
-
-def length_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return every model on every length, with a column per quantity and statistic."""
-    return {"lengths": with_run_facts(findings, a_column_each(findings.measurements.lengths))}
-
 
 _HEADINGS = (
     Heading(
@@ -44,5 +35,5 @@ SECTION = Section(
     headings=_HEADINGS,
     external=(),
     details=length_sentences,
-    tables=length_tables,
+    tables=quantities_of_runs("lengths"),
 )

@@ -2,11 +2,11 @@
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import Summary
-from semdiag.presenting.columns import STAYS, Column, interval, number, text
+from semdiag.presenting.columns import NEVER, Column, interval, number, text
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.titles import title
-from semdiag.presenting.terminal.verdicts import verdict_line
-from semdiag.questions.lipschitz.answer.summary import lipschitz_summary
+from semdiag.presenting.terminal.verdicts import print_verdicts
+from semdiag.questions.lipschitz.answer.summary import estimate_findings, lipschitz_summary
 
 
 def _end(estimate: float | None, accepted: bool) -> str:
@@ -19,9 +19,9 @@ def _ratio(estimate: float, low: float | None, high: float | None) -> str:
 
 _COLUMNS = (
     Column("group", "tensors", text), Column("at_checkpoint", "gradient here"),
-    Column("gradient.p50", "gradient p50", goes=2), Column("gradient.p100", "largest gradient"),
-    Column("largest_secant", goes=STAYS), Column("end_point.estimate end_point.accepted", "end point", _end),
-    Column("end_point.p_value", "p", goes=1), Column("ln_sound", "ln bound", goes=STAYS),
+    Column("gradient.p50", "gradient p50", drop=2), Column("gradient.p100", "largest gradient"),
+    Column("largest_secant", drop=NEVER), Column("end_point.estimate end_point.accepted", "end point", _end),
+    Column("end_point.p_value", "p", drop=1), Column("ln_sound", "ln bound", drop=NEVER),
 )  # fmt: skip
 
 
@@ -32,9 +32,7 @@ def print_lipschitz(findings: Findings) -> None:
     for result in summary["results"]:
         console.print(f"\n{title(result)}: Lipschitz estimates of the loss")
         console.print(NumberTable(_COLUMNS, result["groups"]))
-        for verdict in result["verdicts"]:
-            line = verdict_line(verdict["verdict"], verdict["claim"], verdict["form"], verdict["numbers"])
-            console.print(line, style="red" if line.startswith("ERROR") else None)
+        print_verdicts(console, (f for f in findings(estimate_findings) if f.subject == result["model"]))
     for pair in summary["pairs"]:
         console.print(f"\n{pair['label']}: secants of {pair['other']} over those of {pair['reference']}")
         console.print(_ratios(pair["ratios"]))
@@ -42,10 +40,10 @@ def print_lipschitz(findings: Findings) -> None:
 
 
 def _ratios(ratios: list[Summary]) -> NumberTable:
-    """A row a radius, a column a percentile."""
+    """Return a row a radius, a column a percentile."""
     rows: dict[float, Summary] = {}
     for one in sorted(ratios, key=lambda one: one["radius"]):
         rows.setdefault(one["radius"], {"radius": number(one["radius"])})[f"p{one['percentile']}"] = one
-    parts = sorted({one["percentile"] for one in ratios})
-    shown = [Column(f"p{p}.estimate p{p}.low p{p}.high", f"p{p}", _ratio) for p in parts]
-    return NumberTable([Column("radius", "radius (‖θ‖)", text), *shown], rows.values())
+    percentiles = sorted({one["percentile"] for one in ratios})
+    columns = [Column(f"p{p}.estimate p{p}.low p{p}.high", f"p{p}", _ratio) for p in percentiles]
+    return NumberTable([Column("radius", "radius (‖θ‖)", text), *columns], rows.values())

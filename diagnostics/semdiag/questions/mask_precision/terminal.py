@@ -4,7 +4,7 @@ from rich.console import Console
 
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.columns import (
-    STAYS,
+    NEVER,
     Column,
     count,
     fine_percent,
@@ -18,32 +18,32 @@ from semdiag.presenting.terminal.console import NumberTable
 from semdiag.questions.mask_precision.words import certified_words, not_covered_words
 
 _COLUMNS = (
-    Column("format", said=text), Column("layer", said=plain), Column("covered", "rows", count),
-    Column("certified", said=lambda value: "not covered" if value is None else percent(value), goes=STAYS),
-    Column("changed", said=fine_percent, goes=STAYS),
-    Column("changed_low changed_high", "changed 95%", percent_interval, goes=1),
-    Column("tied", said=fine_percent, goes=STAYS), Column("changed_or_tied", said=fine_percent),
-    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", goes=2),
+    Column("format", form=text), Column("layer", form=plain),
+    Column("queries not_covered", "rows", lambda queries, not_covered: count(queries - not_covered)),
+    Column("certified", form=lambda share: "not covered" if share is None else percent(share), drop=NEVER),
+    Column("changed", form=fine_percent, drop=NEVER),
+    Column("changed_low changed_high", "changed 95%", percent_interval, drop=1),
+    Column("tied", form=fine_percent, drop=NEVER), Column("changed_or_tied", form=fine_percent),
+    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", drop=2),
 )  # fmt: skip
 
 
-def print_precision(screen: Console, found: list[Summary]) -> None:
-    """Print what became of one model's masks, a row for each format and layer, and what was certified.
+def print_precision(screen: Console, formats: list[Summary]) -> None:
+    """Print how one model's masks change, a row for each format and layer, and what was certified.
 
     Args:
         screen: where to.
-        found: what ``--json`` says of the model's number formats.
+        formats: of the model, as ``--json`` has them.
     """
-    rows = [row for kind in found for row in _rows(kind["format"], kind)]
-    screen.print(NumberTable(_COLUMNS, [{**row, "covered": row["queries"] - row["not_covered"]} for row in rows]))
-    for kind in found:
-        row, uncovered = kind["all"], not_covered_words(kind["all"])
-        said = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
-        screen.print(f"{kind['format']}: {' '.join(said)}")
-    passed_on = [row for kind in found for row in _rows(kind["format"], kind.get("propagated"))]
-    if passed_on:
-        screen.print(changed_table("Masks", _COLUMNS[:2], passed_on))
+    screen.print(NumberTable(_COLUMNS, [row for one in formats for row in _rows(one["format"], one)]))
+    for one in formats:
+        row, uncovered = one["all"], not_covered_words(one["all"])
+        words = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
+        screen.print(f"{one['format']}: {' '.join(words)}")
+    propagated = [row for one in formats for row in _rows(one["format"], one.get("propagated"))]
+    if propagated:
+        screen.print(changed_table("Masks", _COLUMNS[:2], propagated))
 
 
-def _rows(kind: str, found: Summary | None) -> list[Summary]:
-    return [{"format": kind, **row} for row in [*found["layers"], found["all"]]] if found else []
+def _rows(name: str, layered: Summary | None) -> list[Summary]:
+    return [{"format": name, **row} for row in [*layered["layers"], layered["all"]]] if layered else []

@@ -5,28 +5,28 @@ import math
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.presenting.columns import Column, fine_percent, interval, percent, percent_interval, plain
-from semdiag.presenting.terminal.console import NumberTable, wide_console
+from semdiag.presenting.terminal.console import NumberTable, not_shown, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.mask_precision.terminal import print_precision
 from semdiag.questions.mask_stability.answer import mask_summary
 
 _COLUMNS = (
-    Column("noise"), Column("layer", said=plain),
-    Column("head", said=lambda head: "" if head == "all" else str(head)),
-    Column("separation_p50", "Δ p50", goes=4), Column("certified", said=percent),
-    Column("predicted", said=percent), Column("exact", "observed", percent),
-    Column("exact_low exact_high", "observed 95%", percent_interval, goes=3), Column("agreement", said=percent),
-    Column("response"), Column("spearman", "Spearman Δ", goes=2),
-    Column("spearman_low spearman_high", "Spearman 95%", interval, goes=1),
+    Column("noise"), Column("layer", form=plain),
+    Column("head", form=lambda head: "" if head == "all" else str(head)),
+    Column("separation_p50", "Δ p50", drop=4), Column("certified", form=percent),
+    Column("predicted", form=percent), Column("exact", "observed", percent),
+    Column("exact_low exact_high", "observed 95%", percent_interval, drop=3), Column("agreement", form=percent),
+    Column("response"), Column("spearman", "Spearman Δ", drop=2),
+    Column("spearman_low spearman_high", "Spearman 95%", interval, drop=1),
 )  # fmt: skip
 
 
-_MOST = 24  # heads, of more only the least stable are shown
+_MOST_HEADS = 24  # of more, only the least stable are shown
 _LEAST_STABLE = 5
 
 
 def print_masks(findings: Findings, every: bool = False) -> None:
-    """Print one table per model: exact agreement as certified, predicted and observed, and what goes with it.
+    """Print one table per model: exact agreement, certified, predicted and observed, and related numbers.
 
     Args:
         findings: with noise, number formats or both.
@@ -47,10 +47,7 @@ def print_masks(findings: Findings, every: bool = False) -> None:
         screen.print(NumberTable(_COLUMNS, rows))
         left_out = sum(len(one["layers"]) + 1 for one in levels) - len(rows)
         if left_out:
-            screen.print(
-                f"Shown are the {_LEAST_STABLE} heads whose masks change most. {left_out} rows are not shown: "
-                "--all shows them, and the page has them as CSV."
-            )
+            screen.print(f"Shown are the {_LEAST_STABLE} heads whose masks change most. {not_shown(left_out)}")
         changed, certified = result["certified_changed"], result["certified_rows"]
         screen.print(f"Certified rows that changed: {changed:,} of {certified:,}.")
         for level in levels:
@@ -59,20 +56,20 @@ def print_masks(findings: Findings, every: bool = False) -> None:
 
 
 def _shown(level: Summary, every: bool) -> list[Summary]:
-    """Return the rows of the heads; of many the least stable, in the order of the model."""
+    """Return the rows of the heads, or of many heads the least stable, in the order of the model."""
     heads: list[Summary] = level["layers"]
-    if every or len(heads) <= _MOST:
+    if every or len(heads) <= _MOST_HEADS:
         return heads
-    least = sorted(heads, key=lambda row: number_from_json(row["exact"]))[:_LEAST_STABLE]
-    return [row for row in heads if any(row is one for one in least)]
+    least_stable = sorted(heads, key=lambda row: number_from_json(row["exact"]))[:_LEAST_STABLE]
+    return [row for row in heads if any(row is one for one in least_stable)]
 
 
 def _output(level: Summary) -> str:
-    found = level["output"]
-    moved = number_from_json(found["logit_change"])
+    output = level["output"]
+    moved = number_from_json(output["logit_change"])
     change = f"logits move by {fine_percent(moved)} of their norm"
     change = change if math.isfinite(moved) else "some logits are not numbers"
-    said = f"Noise {level['noise']:g}: {change}, {fine_percent(found['flipped'])} of the predictions change"
-    if found["accuracy_after"] is not None:
-        said += f", accuracy {percent(found['accuracy_before'])} → {percent(found['accuracy_after'])}"
-    return said + "."
+    words = f"Noise {level['noise']:g}: {change}, {fine_percent(output['flipped'])} of the predictions change"
+    if output["accuracy_after"] is not None:
+        words += f", accuracy {percent(output['accuracy_before'])} → {percent(output['accuracy_after'])}"
+    return words + "."

@@ -1,19 +1,10 @@
 """The section ``along`` of a report."""
 
-import pandas as pd
-
-from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.glance import measured_glance
 from semdiag.presenting.section import Heading, Section, Shown
-from semdiag.presenting.tables import a_column_each, with_run_facts
+from semdiag.presenting.tables import quantities_of_runs
 from semdiag.questions.over_training.figures.along_training import along_training
 from semdiag.questions.over_training.words import along_sentences
-
-
-def along_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return every snapshot of every run, with a column per quantity and statistic."""
-    return {"along": with_run_facts(findings, a_column_each(findings.measurements.along))}
-
 
 _HEADINGS = (
     Heading(
@@ -44,5 +35,5 @@ SECTION = Section(
     headings=_HEADINGS,
     external=(),
     details=along_sentences,
-    tables=along_tables,
+    tables=quantities_of_runs("along"),
 )

@@ -11,7 +11,7 @@ from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.glance import measured_glance
 from semdiag.presenting.section import Heading, Section, Shown
-from semdiag.presenting.tables import one_table
+from semdiag.presenting.tables import answers_with_facts
 from semdiag.questions.overlap.answer import overlap_table
 from semdiag.questions.overlap.figures.mask_overlap import mask_overlap
 
@@ -89,5 +89,5 @@ SECTION = Section(
     headings=_HEADINGS,
     external=_HEADINGS,
     details=overlap_sentences,
-    tables=one_table("overlap", overlap_table),
+    tables=answers_with_facts(overlap=overlap_table),
 )

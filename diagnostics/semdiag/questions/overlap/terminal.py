@@ -5,7 +5,7 @@ import math
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.measuring.table import ALL
-from semdiag.presenting.columns import STAYS, Column, Value, text, three_decimals
+from semdiag.presenting.columns import NEVER, Column, Value, text, three_decimals
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.overlap.answer import overlap_summary
@@ -21,21 +21,22 @@ def _interval(low: Value, high: Value) -> str:
 
 
 _COLUMNS = (
-    Column("what", "between", text), Column("layer", said=_layer), Column("other_layer", "and layer", _layer),
-    Column("pairs", goes=1), Column("jaccard", "index", three_decimals, goes=STAYS),
-    Column("low high", "95%", _interval, goes=2), Column("chance", "at random", three_decimals, goes=STAYS),
+    Column("what", "between", text), Column("layer", form=_layer), Column("other_layer", "and layer", _layer),
+    Column("pairs", drop=1), Column("jaccard", "index", three_decimals, drop=NEVER),
+    Column("low high", "95%", _interval, drop=2), Column("chance", "at random", three_decimals, drop=NEVER),
 )  # fmt: skip
 
 
 def print_overlap(findings: Findings) -> None:
     """Print a table per model, or why there is none."""
-    console = wide_console()
+    console, remarks = wide_console(), findings.measurements.remarks
     for result in findings(overlap_summary)["results"]:
-        remarks = findings.measurements.remarks
-        own = remarks[(remarks["model"] == result["model"]) & (remarks["code"] == "no-overlap")]
         if result["overlap"]:
             console.print(f"\n{title(result)}: Jaccard index of kept keys")
             console.print(NumberTable(_COLUMNS, result["overlap"]))
         else:
-            why = next(iter(own["text"]), "no two masks to compare (a query that drops no key has none)")
-            console.print(f"\n{title(result)}: {why}")
+            reasons = remarks.loc[
+                (remarks["model"] == result["model"]) & (remarks["code"] == "no-overlap"), "text"
+            ]
+            reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
+            console.print(f"\n{title(result)}: {reason}")

@@ -1,9 +1,9 @@
-"""What the terminal shows of selections: of one file, of two, of a model."""
+"""Tables of ``semdiag selections``: of one file, of two, of a model."""
 
 from collections.abc import Sequence
 
 from semdiag.measuring.findings.strict_json import Summary
-from semdiag.presenting.columns import STAYS, Column, count, four_decimals, number, plain, rough_percent, text
+from semdiag.presenting.columns import NEVER, Column, count, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.terminal import counted
@@ -24,7 +24,7 @@ _MEANING = {
 
 
 def _place(row: Sequence[int]) -> str:
-    """Where a row stands in each dimension."""
+    """Return the indices of a row, one for each dimension."""
     return ",".join(map(str, row))
 
 
@@ -33,109 +33,109 @@ def _of(chosen: int, choices: int) -> str:
 
 
 _CLASSES = (
-    Column("class", said=text), Column("means", "which means", text), Column("rows", said=count, goes=STAYS),
-    Column("worst.row", "worst row", _place, goes=STAYS), Column("worst.separation", "separation"),
+    Column("class", form=text), Column("means", "which means", text), Column("rows", form=count, drop=NEVER),
+    Column("worst.row", "worst row", _place, drop=NEVER), Column("worst.separation", "separation"),
     Column("worst.separation_ulps", "in units"),
 )  # fmt: skip
 _LAYERS = (
-    Column("layer", said=plain, goes=STAYS), Column("rows", said=count),
-    Column("overlap", said=four_decimals, goes=STAYS), Column("changed", "differ", count),
+    Column("layer", form=plain, drop=NEVER), Column("rows", form=count),
+    Column("overlap", form=four_decimals, drop=NEVER), Column("changed", "differ", count),
     Column("first", "differ first", count),
-    *(Column(name, said=count, goes=STAYS) for name in ("numeric", "bug", "unexplained")),
+    *(Column(name, form=count, drop=NEVER) for name in ("numeric", "bug", "unexplained")),
     Column("lost", "weight lost"),
 )  # fmt: skip
 _MARGINS = (
-    Column("margin_median", "margin", goes=STAYS),
-    Column("margin_p5", "p5", goes=STAYS),
-    Column("certified_share", "certified", rough_percent, goes=STAYS),
+    Column("margin_median", "margin", drop=NEVER),
+    Column("margin_p5", "p5", drop=NEVER),
+    Column("certified_share", "certified", rough_percent, drop=NEVER),
 )
 _EXPERTS = (
     Column("module", "experts of", text), Column("k choices", "chosen", _of),
-    Column("groups", said=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
-    Column("rows", said=count, goes=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
-    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, goes=1),
+    Column("groups", form=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
+    Column("rows", form=count, drop=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
+    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, drop=1),
     Column("load.unused", "unused", plain),
 )  # fmt: skip
 _KEYS = (
     Column("module", "keys of", text),
     Column("k choices kind", "chosen", lambda k, of, kind: _of(k, of) + " blocks" * (kind == "blocks")),
-    Column("rows", said=count, goes=2), Column("deciding", said=count), *_MARGINS,
-    Column("ties", said=count, goes=1), Column("first_kept_share", "first key kept", rough_percent),
-    Column("future", goes=STAYS), Column("padding", goes=STAYS),
+    Column("rows", form=count, drop=2), Column("deciding", form=count), *_MARGINS,
+    Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", rough_percent),
+    Column("future", drop=NEVER), Column("padding", drop=NEVER),
 )  # fmt: skip
 _DENSE = (
     Column("attention", "attention of", text), Column("chosen_by", "keys chosen by", text),
-    Column("rows", said=count, goes=2), Column("recalled", said=rough_percent, goes=STAYS),
-    Column("recalled_p5", "p5", rough_percent, goes=1), Column("at_random", said=rough_percent, goes=STAYS),
-    Column("best", said=rough_percent), Column("largest_hit", said=rough_percent),
-    Column("lost", said=rough_percent),
+    Column("rows", form=count, drop=2), Column("recalled", form=rough_percent, drop=NEVER),
+    Column("recalled_p5", "p5", rough_percent, drop=1), Column("at_random", form=rough_percent, drop=NEVER),
+    Column("best", form=rough_percent), Column("largest_hit", form=rough_percent),
+    Column("lost", form=rough_percent),
 )  # fmt: skip
-_ROUNDING = 1e-9  # of sums of weights in float64
+_ROUNDING = 1e-9  # of a sum of weights in float64
 
 
 def print_check(summary: Summary) -> None:
     """Print the counts of a checked selection, its worst row and the verdict."""
-    (found,) = summary["results"]
+    (result,) = summary["results"]
     console = wide_console()
-    keys = "" if found["keys"] is None else f" of {found['keys']:,} keys"
-    rows = counted(found["rows"], "row").replace(str(found["rows"]), f"{found['rows']:,}")
-    console.print(f"\n{found['file']}: {rows}{keys}, k = {found['k']:,}, scores of {found['format']}")
-    counts = {**found["counts"], "not_judged": found["not_judged"]}
+    keys = "" if result["keys"] is None else f" of {result['keys']:,} keys"
+    rows = counted(result["rows"], "row").replace(str(result["rows"]), f"{result['rows']:,}")
+    console.print(f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}")
+    counts = {**result["counts"], "not_judged": result["not_judged"]}
     classes = [
-        {"class": name, "means": meaning, "rows": counts[name], "worst": found["worst_of_class"][name]}
+        {"class": name, "means": meaning, "rows": counts[name], "worst": result["worst_of_class"][name]}
         for name, meaning in _MEANING.items()
         if counts[name]
     ]
     console.print(NumberTable(_CLASSES, classes))
-    console.print(_worst(found))
-    if found["not_checked"]:
-        console.print(f"Not checked: {counted(found['not_checked'], 'row')} of padded queries.")
-    console.print(f"{found['faults']:,} of {rows} {'is' if found['faults'] == 1 else 'are'} faulty.")
+    console.print(_worst(result))
+    if result["not_checked"]:
+        console.print(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
+    console.print(f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty.")
 
 
 def print_comparison(summary: Summary) -> None:
     """Print how far two selections agree, by layer, and what their differences are."""
-    (found,) = summary["results"]
+    (result,) = summary["results"]
     console = wide_console()
-    layers = counted(found["layers"][-1]["layer"] + 1, "layer")
-    heads = "" if found["heads"] == 1 else f" × {found['heads']:,} heads"
-    size = f"{found['tokens']:,} tokens × {layers}{heads}, k = {found['k']:,}"
-    console.print(f"\n{found['file']} and {found['against']}: {size}, scores of {found['format']}")
-    left_out = {"numeric", "bug"} if found["classes"]["unexplained"] else {"unexplained"}
-    left_out |= set() if found["lost"]["of"] else {"lost"}
-    console.print(NumberTable([one for one in _LAYERS if one.name not in left_out], found["layers"]))
-    for sentence in comparison_sentences(found):
+    layers = counted(result["layers"][-1]["layer"] + 1, "layer")
+    heads = "" if result["heads"] == 1 else f" × {result['heads']:,} heads"
+    size = f"{result['tokens']:,} tokens × {layers}{heads}, k = {result['k']:,}"
+    console.print(f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}")
+    left_out = {"numeric", "bug"} if result["classes"]["unexplained"] else {"unexplained"}
+    left_out |= set() if result["lost"]["of"] else {"lost"}
+    console.print(NumberTable([one for one in _LAYERS if one.name not in left_out], result["layers"]))
+    for sentence in comparison_sentences(result):
         console.print(sentence)
 
 
 def print_own(summary: Summary) -> None:
-    """Print a model's own selections: those of experts, those of keys, and the attention behind indexers."""
-    (found,) = summary["results"]
+    """Print a model's own selections: of experts, of keys, and the attention behind indexers."""
+    (result,) = summary["results"]
     console = wide_console()
-    rows = found["selections"]
-    console.print(f"\n{found['model']}: {counted(len(rows), 'selection')}, certified for {found['format']}")
+    rows = result["selections"]
+    console.print(f"\n{result['model']}: {counted(len(rows), 'selection')}, certified for {result['format']}")
     if experts := [row for row in rows if row["kind"] == "experts"]:
         console.print(NumberTable(_EXPERTS, experts))
     if others := [row for row in rows if row["kind"] != "experts"]:
         console.print(NumberTable(_KEYS, others))
-    if dense := [row for row in found["dense"] if row["rows"]]:
+    if dense := [row for row in result["dense"] if row["rows"]]:
         borrowed = any(not row["chosen_by"].startswith(row["attention"]) for row in dense)
         partly = any(abs(row["lost"] + row["recalled"] - 1) > _ROUNDING for row in dense)
         left_out = {*["chosen_by"] * (not borrowed), *["lost"] * (not partly)}
         console.print(NumberTable([one for one in _DENSE if one.name not in left_out], dense))
-    if (changes := found.get("propagated")) and changes["all"]:
+    if (changes := result.get("propagated")) and changes["all"]:
         changed = [*changes["selections"], {**changes["all"], "module": "all"}]
         console.print(changed_table("Choices", [Column("module", "choices of", text)], changed))
-    for sentence in own_sentences(found):
+    for sentence in own_sentences(result):
         console.print(sentence)
 
 
-def _worst(found: Summary) -> str:
-    """The worst row with its numbers."""
-    worst = found["worst"]
+def _worst(result: Summary) -> str:
+    """Return a sentence on the worst row."""
+    worst = result["worst"]
     begin = f"Worst: row {_place(worst['row'])}, {worst['class']}"
     if worst["worst_chosen"] is None or worst["kth"] is None:
         return f"{begin}."
     scores = f"worst chosen score {number(worst['worst_chosen'], 6)}, k-th score {number(worst['kth'], 6)}"
-    gap = f"gap {number(worst['gap'])}, {number(worst['gap_ulps'])} units of the last place of {found['format']}"
+    gap = f"gap {number(worst['gap'])}, {number(worst['gap_ulps'])} units of the last place of {result['format']}"
     return f"{begin}: {scores}, {gap}."

@@ -9,14 +9,14 @@ from semdiag.presenting.terminal.verdicts import print_verdicts
 from semdiag.questions.stability.answer import stability_findings, stability_summary
 
 _COLUMNS = (
-    Column("layer", said=plain), Column("head", said=plain),
-    Column("local.p50"), Column("local.p100", goes=4), Column("secant.p50"), Column("secant.p100"),
-    Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", goes=3),
-    Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", goes=2),
-    Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", goes=1),
-    Column("same_set", said=percent),
+    Column("layer", form=plain), Column("head", form=plain),
+    Column("local.p50"), Column("local.p100", drop=4), Column("secant.p50"), Column("secant.p100"),
+    Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", drop=3),
+    Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", drop=2),
+    Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", drop=1),
+    Column("same_set", form=percent),
 )  # fmt: skip
-_NOTHING: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))  # of no noise
+_WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))
 
 
 def print_stability(findings: Findings) -> None:
@@ -30,5 +30,5 @@ def print_stability(findings: Findings) -> None:
             console.print(f"\n{title(result)}: softmax stability{at}")
             moved = [{**row, **row["by_noise"][place]} if at else row for row in rows]
             response = [Column(f"response.{place}.mean", f"response {level:g}")] if levels else []
-            console.print(NumberTable([*_COLUMNS, *response], [_NOTHING | row for row in moved]))
+            console.print(NumberTable([*_COLUMNS, *response], [_WITHOUT_NOISE | row for row in moved]))
         print_verdicts(console, (f for f in findings(stability_findings) if f.subject == result["model"]))

@@ -70,6 +70,13 @@ def test_a_censored_speed_up_is_a_hollow_point_with_an_arrow(runs):
     assert "75%" in words(figure)
 
 
+def test_one_seed_of_two_attentions_is_drawn_as_two_speed_ups(runs):
+    """Fails where a single seed of an attention empties the whole figure."""
+    figure = registry.figures()["speed_up"](Findings(runs.replace(runs=runs.runs[runs.runs["seed"] == 7])))
+    (ax,) = figure.axes
+    assert sorted((y, filled) for _, y, filled in points(ax)) == [(pytest.approx(4 / 6), False), (2.0, True)]
+
+
 def test_speed_up_against_dispersion_stands_at_the_ratio_of_medians(runs):
     figure = registry.figures()["speed_up_against_dispersion"](Findings(runs))
     (ax,) = figure.axes

@@ -1,4 +1,4 @@
-"""What the constants would mean for learning, beside what was observed."""
+"""What the constants predict about learning, beside what was observed."""
 
 import math
 
@@ -34,7 +34,7 @@ def consequence_findings(findings: Findings, pair: Pair) -> list[Finding]:
     measurements = findings.measurements
     rows = measurements.constants
     network = rows[rows["quantity"] == "network"].set_index(["model", "form"])["ln_value"]
-    found, observed = [], _observed(measurements, pair)
+    results, observed = [], _observed(measurements, pair)
     for form in ("sound", "paper"):
         keys = [(pair.other, form), (pair.full, form)]
         if not all(key in network.index for key in keys):
@@ -43,29 +43,29 @@ def consequence_findings(findings: Findings, pair: Pair) -> list[Finding]:
         numbers = {"ln λ_L other over reference": other - full if math.isfinite(full) else math.nan}
         for gamma in SMOOTHNESS if math.isfinite(other - full) else ():
             numbers[f"ln gap ratio, γc = {gamma:g}"] = gap_ratio(other, full, gamma).log_value.item()
-        said = _leaning(numbers, observed, _names(measurements, pair), _out_of_reach(measurements, pair))
-        note = "; ".join([said, *differences(measurements.models, pair)])
-        found.append(Finding(pair.label, LEARNING, form, "all", Verdict.NOT_MET, numbers | observed, note))
-    return found
+        words = _leaning(numbers, observed, _names(measurements, pair), _out_of_reach(measurements, pair))
+        note = "; ".join([words, *differences(measurements.models, pair)])
+        results.append(Finding(pair.label, LEARNING, form, "all", Verdict.NOT_MET, numbers | observed, note))
+    return results
 
 
 def _leaning(
     numbers: dict[str, float], observed: dict[str, float], names: tuple[str, str], out_of_reach: bool
 ) -> str:
-    """Say in words which way bound and observation point."""
+    """Return in words which attention has the smaller constant, and which learned sooner."""
     ratio, speed = numbers["ln λ_L other over reference"], observed["speed-up of the other"]
     reference, other = names
-    bound = other if ratio < 0 else reference if ratio > 0 else "neither"
+    smaller = other if ratio < 0 else reference if ratio > 0 else "neither"
     if not math.isfinite(ratio):  # no guarantee is no claim to be slow
-        bound = "neither (a constant is infinite)"
+        smaller = "neither (a constant is infinite)"
     arrived = [not math.isnan(observed[f"epochs to 95%, {name}"]) for name in ("reference", "other")]
-    seen = other if speed > 1 else reference if speed < 1 else "neither"
+    sooner = other if speed > 1 else reference if speed < 1 else "neither"
     if arrived[0] != arrived[1]:
-        seen = reference if arrived[0] else other
+        sooner = reference if arrived[0] else other
     if out_of_reach:
-        seen = "neither (a mask that cannot represent the task says nothing about speed)"
-    said = f"other: {other}, reference: {reference}; smaller constant: {bound}; learned sooner: {seen}"
-    return f"{said}; steps and smoothness are not as assumed"
+        sooner = "neither (a mask that cannot represent the task says nothing about speed)"
+    words = f"other: {other}, reference: {reference}; smaller constant: {smaller}; learned sooner: {sooner}"
+    return f"{words}; steps and smoothness are not as assumed"
 
 
 def _out_of_reach(measurements: Measurements, pair: Pair) -> bool:
@@ -83,15 +83,15 @@ def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:
 
 def _observed(measurements: Measurements, pair: Pair) -> dict[str, float]:
     """Return epochs to 95% training accuracy and train − holdout gaps of both runs; NaN where unknown."""
-    epochs, seen = {}, {}
+    epochs, numbers = {}, {}
     for name, model in (("other", pair.other), ("reference", pair.full)):
         history = measurements.history[measurements.history["model"] == model].sort_values("epoch")
         arrival = epochs_to(history)
         epochs[name] = math.nan if arrival is None else float(arrival)
-        seen[f"epochs to 95%, {name}"] = epochs[name]
-        seen[f"train − holdout accuracy, {name}"] = _gap(history, "train_accuracy", "holdout_accuracy")
-        seen[f"holdout − train loss, {name}"] = _gap(history, "holdout_loss", "train_loss")
-    return seen | {"speed-up of the other": epochs["reference"] / epochs["other"]}
+        numbers[f"epochs to 95%, {name}"] = epochs[name]
+        numbers[f"train − holdout accuracy, {name}"] = _gap(history, "train_accuracy", "holdout_accuracy")
+        numbers[f"holdout − train loss, {name}"] = _gap(history, "holdout_loss", "train_loss")
+    return numbers | {"speed-up of the other": epochs["reference"] / epochs["other"]}
 
 
 def _gap(history: pd.DataFrame, above: str, below: str) -> float:

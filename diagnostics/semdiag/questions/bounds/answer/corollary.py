@@ -34,7 +34,7 @@ HEURISTIC = "percentiles of different queries are combined, as the paper does: a
 ONE_K = "one k stands for rows of {} to {} keys: this is not a bound, but the comparison of layers is"
 CLAIM = "the mask has the better guarantee in {}"
 DIVERGED = "attention scores of the pair are NaN or infinite, so their percentiles are unknown"
-CLAIMS = {CLAIM.format(name): name for name in ("W", "X")}  # to the parameters that a condition speaks about
+CLAIMS = {CLAIM.format(name): name for name in ("W", "X")}  # to the parameters of a condition
 NOT_COMPARABLE = CLAIM.format("W and X")
 LEFT_SIDES = {"paper": ("left side", 1.0), "sound": ("ln margin", 0.0)}  # name and threshold, by form
 
@@ -49,7 +49,7 @@ class PairPercentiles:
         separation: Δ of the masked model, at 100 − p; 0 within rounding of a tie.
         load: raw key loads of the masked model.
         keys: n, keys that a query of the full model has, at most.
-        rounding: separations up to this are ties.
+        rounding: a separation up to this is a tie.
     """
 
     full_dispersion: np.ndarray
@@ -64,13 +64,13 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
     """Judge both conditions of Corollary 1, in both forms, at every percentile, for a pair.
 
     Top-k pairs get the paper's equations 304 and 305; banded, block-local and random pairs the control of
-    Theorem 4, where there are global tokens with the k of the ordinary queries. The word over all percentiles
-    is the one on which p75, p90 and p95 agree.
+    Theorem 4, with the k of the ordinary queries if there are global tokens. The verdict over all percentiles is
+    that on which p75, p90 and p95 agree.
 
     Source: docs/theory.md#corollary, docs/theory.md#sound-comparison. Deviation: none.
 
     Args:
-        findings: of the pair's models; with the table constants the sound X-form, too.
+        findings: of the pair's models; the sound X-form needs the table constants.
         pair: full model and counterpart.
 
     Returns:
@@ -84,19 +84,15 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
         return [_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"]))]
     if any(diverged(findings, model) for model in (pair.full, pair.other)):
         return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, DIVERGED)]
-    found, table = [], pair_percentiles(findings, pair)
+    results, table = [], pair_percentiles(findings, pair)
     note = "; ".join([HEURISTIC, *differences(measurements.models, pair)])
-    for form, parameter, condition, why in _conditions(measurements, pair, table):
-        found += _judged(pair.label, form, parameter, condition, "; ".join(filter(None, [note, why])), table)
-    return found + _by_layer(measurements, pair)
+    for form, parameter, condition, reason in _conditions(measurements, pair, table):
+        results += _judged(pair.label, form, parameter, condition, "; ".join(filter(None, [note, reason])), table)
+    return results + _by_layer(measurements, pair)
 
 
 def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
     """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries.
-
-    Args:
-        findings: of the pair's models.
-        pair: full model and counterpart.
 
     Returns:
         The table; a separation within the rounding of the scores counts as a tie, Δ = 0.
@@ -143,24 +139,25 @@ def _percentiles(values: "pd.Series[float]", at: tuple[int, ...] | list[int]) ->
     return np.percentile(finite, at) if finite.size else np.full(len(at), np.inf)
 
 
-Row = tuple[str, str, Condition | None, str]  # form, the parameters it speaks about, condition, why there is none
+Row = tuple[str, str, Condition | None, str]  # form, parameters, condition (None: not known), note
 
 
 def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) -> list[Row]:
     kind, k = _kind(measurements, pair.other)
-    delta_s, delta, gap = (torch.tensor(a) for a in (table.full_dispersion, table.dispersion, table.separation))
+    delta_s, delta = torch.tensor(table.full_dispersion), torch.tensor(table.dispersion)
+    separation = torch.tensor(table.separation)
     beta = torch.tensor(table.load) / k
     if kind in HEAVY_HITTERS:
-        weight = paper_weight_condition(delta_s, delta, gap)
-        inputs = paper_input_condition(delta_s, delta, gap, beta)
+        weight = paper_weight_condition(delta_s, delta, separation)
+        inputs = paper_input_condition(delta_s, delta, separation, beta)
     else:
         control = paper_fixed_mask_control(delta_s, delta, beta)
         weight = Condition(delta / delta_s, 1.0, control.assumptions, control.source)
         inputs = control
     kept = torch.full_like(delta, min(k, table.keys))
-    masked_rows = rows_of(kind, delta[:, None], gap[:, None], kept[:, None])
+    masked_rows = rows_of(kind, delta[:, None], separation[:, None], kept[:, None])
     full_rows = fixed_mask_rows(delta_s[:, None], torch.full_like(kept, table.keys)[:, None])
-    assert masked_rows is not None  # the kind was checked
+    assert masked_rows is not None  # corollary_findings checks the kind
     margin = sound_weight_margin(masked_rows, full_rows)
     ragged = _ragged(measurements, pair)
     return [
@@ -172,11 +169,11 @@ def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) 
 
 
 def _ragged(measurements: Measurements, pair: Pair) -> list[str]:
-    """Say that the rows of a pair's models differ in length, if they do."""
+    """Return a note if the rows of a model of the pair differ in length; the mask's, where both do."""
     kept = [measurements.of(model).queries["kept"] for model in (pair.full, pair.other)]
     lengths = [(int(rows.min()), int(rows.max())) for rows in kept]
     differing = [ONE_K.format(low, high) for low, high in lengths if low != high]
-    return differing[-1:]  # the mask's, where both do
+    return differing[-1:]
 
 
 def _sound_inputs(
@@ -194,8 +191,8 @@ def _sound_inputs(
     heavy = _kind(measurements, pair.other)[0] in HEAVY_HITTERS
     masked = attention_map_bound_from_load(masked_rows, torch.tensor(table.load), norms[0], heavy_hitter=heavy)
     full = attention_map_bound_from_load(full_rows, table.keys, norms[1], heavy_hitter=False)
-    why = "; ".join(["each with the largest Γ and Ξ of its layers", *ragged])
-    return ("sound", "X", sound_input_margin(masked, full), why)
+    note = "; ".join(["each with the largest Γ and Ξ of its layers", *ragged])
+    return ("sound", "X", sound_input_margin(masked, full), note)
 
 
 def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
@@ -227,10 +224,10 @@ def _judged(
         left = float(condition.left_side[at])
         tie = table.separation[at] == 0 and left == math.inf
         verdict = Verdict.HOLDS if left < threshold else Verdict.VIOLATED
-        why = note
+        reason = note
         if left == math.inf or math.isnan(left):
             verdict = Verdict.NOT_MET
-            why = f"Δ at most {table.rounding:.1g} is a tie within rounding" if tie else "Δ ≤ 0 or δ_s = 0"
+            reason = f"Δ at most {table.rounding:.1g} is a tie within rounding" if tie else "Δ ≤ 0 or δ_s = 0"
         numbers = {
             name: left,
             "δ_s": table.full_dispersion[at],
@@ -238,10 +235,10 @@ def _judged(
             "Δ": table.separation[at],
             "load": table.load[at],
         }
-        parts.append(Finding(label, claim, form, f"p{p}", verdict, numbers, why, percentile=p))
+        parts.append(Finding(label, claim, form, f"p{p}", verdict, numbers, reason, percentile=p))
     sides = {f"{name} p{p}": f.numbers[name] for p, f in zip(PAPER_PERCENTILES, parts, strict=True)}
-    together = agreed(f.verdict for f in parts if f.percentile in JUDGED_PERCENTILES)
-    return [Finding(label, claim, form, "all", together, sides, note), *parts]
+    overall = agreed(f.verdict for f in parts if f.percentile in JUDGED_PERCENTILES)
+    return [Finding(label, claim, form, "all", overall, sides, note), *parts]
 
 
 def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
@@ -252,7 +249,7 @@ def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
     reasons = rows[~rows["holds"]].groupby(["model", "layer"])["assumptions"].first()
     if not {pair.full, pair.other} <= set(rows["model"]):
         return []
-    found = []
+    results = []
     for layer in sorted(set(largest[pair.full].index) & set(largest[pair.other].index)):
         ends = [float(largest[model, layer]) for model in (pair.other, pair.full)]
         margin = ends[0] - ends[1]
@@ -262,8 +259,8 @@ def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
             verdict = Verdict.NOT_MET
         numbers = {"ln margin": margin, "ln λ_A mask": ends[0], "ln λ_A full": ends[1]}
         where = f"layer {layer}"
-        found.append(Finding(pair.label, CLAIM.format("X"), "sound", where, verdict, numbers, "; ".join(unmet)))
-    return found
+        results.append(Finding(pair.label, CLAIM.format("X"), "sound", where, verdict, numbers, "; ".join(unmet)))
+    return results
 
 
 def _not_comparable(measurements: Measurements, pair: Pair, full: str, other: str) -> Finding:

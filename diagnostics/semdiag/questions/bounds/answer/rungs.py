@@ -1,4 +1,4 @@
-"""The whole loss: its gradient, the local bound and the worst case, and what lies between them."""
+"""The gaps between the gradient of the loss, its local bound and the worst case."""
 
 import math
 from collections.abc import Hashable
@@ -29,20 +29,20 @@ def network_rungs(findings: Findings, model: str) -> dict[str, float]:
     """
     measurements = findings.measurements
     rows = measurements.constants[measurements.constants["model"] == model].to_dict("records")
-    known = {_NAMES[place]: _value(row) for row in rows if (place := (row["quantity"], row["form"])) in _NAMES}
+    logs = {_NAMES[place]: _value(row) for row in rows if (place := (row["quantity"], row["form"])) in _NAMES}
     slopes = measurements.parameters.loc[measurements.parameters["model"] == model, "ln_gradient"].to_numpy(float)
-    if len(known) < len(_NAMES) or np.isnan(slopes).any():
+    if len(logs) < len(_NAMES) or np.isnan(slopes).any():
         return {}
     gradient = float(np.logaddexp.reduce(2 * slopes, initial=-math.inf)) / 2
-    if not all(map(math.isfinite, (gradient, *known.values()))):
+    if not all(map(math.isfinite, (gradient, *logs.values()))):
         return {}
     return {
         "gradient": gradient,
-        "local": known["local"],
-        "sound": known["sound"],
-        "residual": known["any"] - known["local"],
-        "point": known["sound"] - known["any"],
-        "left": known["local"] - gradient,
+        "local": logs["local"],
+        "sound": logs["sound"],
+        "residual": logs["any"] - logs["local"],
+        "point": logs["sound"] - logs["any"],
+        "left": logs["local"] - gradient,
     }
 
 

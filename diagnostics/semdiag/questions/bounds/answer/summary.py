@@ -1,4 +1,4 @@
-"""Is every measured slope of the loss below its bound, and how far below?"""
+"""Is every measured slope of the loss below its bound, and by how much?"""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -48,38 +48,30 @@ def parameter_findings(findings: Findings) -> list[Finding]:
     """
     measurements = findings.measurements
     results = []
-    for model, rows in measurements.parameters.groupby("model", sort=False):
-        own = measurements.constants[measurements.constants["model"] == model]
-        network = own[own["quantity"] == "network"].set_index("form")
-        reasons, met = network["assumptions"].to_dict(), network["holds"].to_dict()
-        tensors = [_tensor(str(model), row, reasons.get("sound", "")) for row in rows.to_dict("records")]
-        near = [
-            _tensor(str(model), {**row, "ln_sound": row["ln_point"], "ln_secant": math.nan, "holds": True}, "")
-            for row in rows[rows["ln_point"].notna()].to_dict("records")
-        ]
-        results += [_together(str(model), near, "point", "")] if near else []
-        results.append(_together(str(model), tensors, "sound", reasons.get("sound", "")))
-        results[-1] = replace(results[-1], numbers={**results[-1].numbers, **_without_guarantee(network)})
-        paper = [
-            _tensor(str(model), {**row, "ln_sound": row["ln_paper"], "holds": met.get("paper", True)}, "")
-            for row in rows[rows["ln_paper"].notna()].to_dict("records")
-        ]
-        results.append(_together(str(model), paper, "paper", reasons.get("paper", "")))
-        local = [
-            _tensor(
-                str(model),
-                {**row, "ln_sound": row["ln_local"], "ln_secant": math.nan, "holds": met.get("local", True)},
-                reasons.get("local", ""),
-            )
-            for row in rows[rows["ln_local"].notna()].to_dict("records")
-        ]
-        results += [_together(str(model), local, "local", reasons.get("local", ""))] if local else []
-        results += tensors
+    for name, rows in measurements.parameters.groupby("model", sort=False):
+        model, constants = str(name), measurements.constants
+        network = constants[(constants["model"] == model) & (constants["quantity"] == "network")].set_index("form")
+        reason = network["assumptions"].to_dict().get("sound", "")
+        tensors = [_tensor(model, row, reason) for row in rows.to_dict("records")]
+        sound = _together(model, tensors, "sound", reason)
+        sound = replace(sound, numbers={**sound.numbers, **_without_guarantee(network)})
+        point, paper, local = (_of_form(model, rows, network, form) for form in ("point", "paper", "local"))
+        results += [*point, sound, *paper, *local, *tensors]
     return results
 
 
+def _of_form(model: str, rows: pd.DataFrame, network: pd.DataFrame, form: str) -> list[Finding]:
+    """Judge the bounds of a form, over all tensors that have one; nothing without any, except for the paper's."""
+    reason, holds = network["assumptions"].to_dict().get(form, ""), network["holds"].to_dict().get(form, True)
+    known = rows[rows[f"ln_{form}"].notna()]
+    known = known.assign(ln_sound=known[f"ln_{form}"], holds=holds)
+    known = known if form == "paper" else known.assign(ln_secant=math.nan)
+    tensors = [_tensor(model, row, reason) for row in known.to_dict("records")]
+    return [_together(model, tensors, form, reason)] if tensors or form == "paper" else []
+
+
 def _without_guarantee(network: pd.DataFrame) -> dict[str, float]:
-    """Return the number of infinite constants, and the largest finite one, which a tie must not hide."""
+    """Return how many sound constants are infinite, and the largest finite one; nothing if all are finite."""
     infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
     return {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
 
@@ -95,10 +87,8 @@ def _tensor(model: str, row: Mapping[Hashable, Any], reason: str) -> Finding:
     elif gradient > bound + 1e-9:
         verdict, note = Verdict.VIOLATED, ""
     elif secant > bound + 1e-9:
-        verdict, note = (
-            Verdict.NOT_MET,
-            "a secant is steeper: it leaves the parameters for which the constants hold",
-        )
+        verdict = Verdict.NOT_MET
+        note = "a secant is steeper: it leaves the parameters for which the constants hold"
     else:
         verdict = Verdict.HOLDS
         note = "both are 0: it cancels in the softmax" if bound == measured == -math.inf else ""
@@ -108,24 +98,25 @@ def _tensor(model: str, row: Mapping[Hashable, Any], reason: str) -> Finding:
 
 
 def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Finding:
-    words = [t.verdict for t in tensors]
-    far = sum(t.verdict is Verdict.HOLDS and t.numbers.get("log10 gap", 0.0) > FAR for t in tensors)
+    verdicts = [tensor.verdict for tensor in tensors]
+    gaps = [tensor.numbers.get("log10 gap", math.nan) for tensor in tensors]
+    vacuous = sum(v is Verdict.HOLDS and gap > FAR for v, gap in zip(verdicts, gaps, strict=True))
     counts = {
-        "holds": words.count(Verdict.HOLDS) - far,
-        "vacuous": far,
-        "violated": words.count(Verdict.VIOLATED),
-        "not_met": words.count(Verdict.NOT_MET),
+        "holds": verdicts.count(Verdict.HOLDS) - vacuous,
+        "vacuous": vacuous,
+        "violated": verdicts.count(Verdict.VIOLATED),
+        "not_met": verdicts.count(Verdict.NOT_MET),
     }
-    gaps = pd.Series([t.numbers["log10 gap"] for t in tensors if "log10 gap" in t.numbers], dtype=float)
-    numbers: dict[str, float] = {**counts, "unmeasured": words.count(Verdict.NOTHING)}
-    if len(gaps):
-        numbers["within a factor of ten"] = int((gaps <= NEAR).sum())
-        numbers |= {"smallest log10 gap": float(gaps.min()), "largest log10 gap": float(gaps.max())}
+    known = pd.Series(gaps, dtype=float).dropna()
+    numbers: dict[str, float] = {**counts, "unmeasured": verdicts.count(Verdict.NOTHING)}
+    if len(known):
+        numbers["within a factor of ten"] = int((known <= NEAR).sum())
+        numbers |= {"smallest log10 gap": float(known.min()), "largest log10 gap": float(known.max())}
     return Finding(model, CLAIM, form, "all", of_rows(**counts), numbers, reason)
 
 
 def bounds_findings(findings: Findings) -> list[Finding]:
-    """Return sentences on the constants of every model, then on Corollary 1 and its consequences for every pair.
+    """Return findings on the constants of every model, then on Corollary 1 and its consequences for every pair.
 
     Args:
         findings: with the tables constants and parameters.

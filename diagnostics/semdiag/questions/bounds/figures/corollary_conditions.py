@@ -61,19 +61,19 @@ def corollary_conditions(findings: Findings) -> Figure:
 
 def _values(rows: pd.DataFrame, pairs: list[str]) -> np.ndarray:
     """Return (pairs × conditions, percentiles); NaN where undecided."""
-    known = rows.set_index(["pair", "parameter", "percentile"])["value"]
+    by_place = rows.set_index(["pair", "parameter", "percentile"])["value"]
     index = pd.MultiIndex.from_product([pairs, _PARAMETERS, PAPER_PERCENTILES])
-    values = known[~known.index.duplicated()].reindex(index).to_numpy(float)
+    values = by_place[~by_place.index.duplicated()].reindex(index).to_numpy(float)
     return values.reshape(len(pairs) * len(_PARAMETERS), len(PAPER_PERCENTILES))
 
 
 def _draw(ax: Axes, values: np.ndarray, limit: float) -> None:
-    told = np.isfinite(values) & ~np.isclose(values, limit, rtol=0, atol=_EQUAL)
-    kinds = np.where(told, np.where(values < limit, 2, 1), 0)
+    decided = np.isfinite(values) & ~np.isclose(values, limit, rtol=0, atol=_EQUAL)
+    kinds = np.where(decided, np.where(values < limit, 2, 1), 0)
     ax.imshow(kinds, cmap=_COLORS, vmin=0, vmax=2, aspect="auto", interpolation="none")
     for (row, column), value in np.ndenumerate(values):
-        said = f"{value:.2f}" if np.isfinite(value) else "–"
-        ax.text(column, row, said.replace("-", "−"), ha="center", va="center", fontsize=7.5, color=INK)
+        text = f"{value:.2f}" if np.isfinite(value) else "–"
+        ax.text(column, row, text.replace("-", "−"), ha="center", va="center", fontsize=7.5, color=INK)
     for edge in range(len(_PARAMETERS), len(values), len(_PARAMETERS)):
         ax.axhline(edge - 0.5, color="white", linewidth=2)
     ax.set_xticks(range(len(PAPER_PERCENTILES)), [f"p{p}" for p in PAPER_PERCENTILES])

@@ -1,4 +1,4 @@
-"""How far the constants of Theorem 2 lie above the slopes of the loss that were measured, block by block."""
+"""How far the constants of Theorem 2 lie above the measured slopes of the loss, block by block."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from semdiag.presenting.drawing.style import (
 from semdiag.questions.bounds.answer.summary import parameter_findings
 
 _DRAWN = {"ln_point": ("bound at the point", 2.6, 0.0), "ln_local": ("local bound", 1.0, 0.45)}
-_TOLD = ("sound", "paper")  # forms too far above the slope to be drawn
+_STATED = ("sound", "paper")  # forms too far above the slope to be drawn
 _COLUMNS = (*_DRAWN, "ln_gradient")
 
 
@@ -43,8 +43,8 @@ def secants_under_bounds(findings: Findings) -> Figure:
     """
     measurements = findings.measurements
     rows = measurements.parameters
-    known = rows[np.isfinite(rows[list(_COLUMNS)].to_numpy(float)).any(axis=1)]
-    measured = set(known["model"])
+    rows_with_constants = rows[np.isfinite(rows[list(_COLUMNS)].to_numpy(float)).any(axis=1)]
+    measured = set(rows_with_constants["model"])
     panels = [p for p in panels_of(measurements.models) if any(s.model in measured for s in p.series)]
     if not panels:
         raise NothingToDrawError("No constant of a parameter tensor is known.")
@@ -53,10 +53,10 @@ def secants_under_bounds(findings: Findings) -> Figure:
     for ax, panel in zip(axes, panels, strict=True):
         shown = [series for series in panel.series if series.model in measured]
         for place, series in enumerate(shown):
-            own = known[known["model"] == series.model]
-            _draw(ax, own, series, (place - (len(shown) - 1) / 2) * 0.8 / len(shown))
+            of_model = rows_with_constants[rows_with_constants["model"] == series.model]
+            _draw(ax, of_model, series, (place - (len(shown) - 1) / 2) * 0.8 / len(shown))
         title_with_facts(
-            ax, panel.title, _facts([judged[s.model, f] for s in shown for f in _TOLD if (s.model, f) in judged])
+            ax, panel.title, _facts([judged[s.model, f] for s in shown for f in _STATED if (s.model, f) in judged])
         )
         ax.axhline(0, color=FAINT, linewidth=0.8)
         ax.set_xlabel("block")
@@ -81,15 +81,15 @@ def _kind(name: str) -> str:
 
 
 def _facts(judged: Sequence[Finding]) -> list[str]:
-    """Return how far the forms that are not drawn are above the slopes, over all attentions of a panel."""
-    said = []
-    for form in _TOLD:
+    """Return how far the forms that are not drawn lie above the slopes, over all attentions of a panel."""
+    facts = []
+    for form in _STATED:
         numbers = [f.numbers for f in judged if f.form == form and "smallest log10 gap" in f.numbers]
         if numbers:
             ends = [n["smallest log10 gap"] for n in numbers], [n["largest log10 gap"] for n in numbers]
             name = "sound constants" if form == "sound" else "the paper's"
-            said.append(f"{name} {powers_of_ten(min(ends[0]), max(ends[1]))} times the slope")
-    return [f"{'; '.join(said)}: too loose to draw"] if said else []
+            facts.append(f"{name} {powers_of_ten(min(ends[0]), max(ends[1]))} times the slope")
+    return [f"{'; '.join(facts)}: too loose to draw"] if facts else []
 
 
 def _draw(ax: Axes, rows: pd.DataFrame, series: Series, shift: float) -> None:

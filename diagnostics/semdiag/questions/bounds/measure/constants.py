@@ -1,4 +1,4 @@
-"""The constants of the theory for one model, as tables: norms, bounds in both forms, slopes beside them."""
+"""The constants of the theory for one model, as tables: norms, bounds in both forms, measured slopes."""
 
 import copy
 import math
@@ -70,11 +70,10 @@ def measure_constants(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Measure every constant of Theorem 2 over the evaluated inputs, in float64.
 
-    A bound speaks about these inputs and this checkpoint, and about no others: each input has its own
-    constants, and the tables hold the largest over the inputs; the paper's form is one for the whole set
-    (docs/theory.md#scope).
+    A bound holds for these inputs and this checkpoint, and for no others. Each input has its own constants. The
+    tables hold the largest over the inputs; the paper's form is one for the whole set (docs/theory.md#scope).
 
-    Source: docs/theory.md#network. Deviation: the paper's forms stand beside ours, on largest norms,
+    Source: docs/theory.md#network. Deviation: the paper's forms stand beside ours, from the largest norms,
     dispersions and loads and the smallest separation.
 
     Args:
@@ -84,9 +83,9 @@ def measure_constants(
         model: written into the column ``model``.
         samples: inputs to use.
         seed: of the secants' directions.
-        secants: whether the loss's secants in each tensor are taken, and the local bounds and those at the point,
-            which take time; its gradient is in any case.
-        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+        secants: whether to measure also the loss's secants in each tensor, the local bounds and those at the
+            point, which take time.
+        device: where to run; the CPU instead of ``mps``, which has no float64.
 
     Returns:
         The tables ``constants`` (layer −1: the whole network, head −1: the whole layer; ``measured``
@@ -103,7 +102,7 @@ def measure_constants(
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval().requires_grad_(True)
     tokens = tokens[:samples].to(device, torch.int64)
     valid = runner.valid(tokens)
-    if valid is not None:  # a sample of nothing but PAD has no loss
+    if valid is not None:  # a sample of padding alone has no loss
         labels = None if labels is None else labels[:samples][valid.any(-1).cpu()]
         tokens = tokens[valid.any(-1)]
     broken = not_finite(runner)
@@ -155,11 +154,11 @@ def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
     for name, values in weights.paper_code_norms().items():
         yield from _rows(layer, name, "paper code", log(values))
     for form, constants in (("sound", sound), ("paper", block.paper)):
-        said = constants.assumptions
+        assumptions = constants.assumptions
         maps = constants.attention.log_map, constants.attention.log_form
         for name, values in zip(("attention_map", "bilinear_form"), maps, strict=True):
-            yield from _rows(layer, name, form, values, said)
-        yield from _rows(layer, "block_input", form, log_input_constant(constants).reshape(-1, 1), said)
+            yield from _rows(layer, name, form, values, assumptions)
+        yield from _rows(layer, "block_input", form, log_input_constant(constants).reshape(-1, 1), assumptions)
 
 
 _PER_HEAD = ("gamma", "upsilon", "attention_map", "bilinear_form")
@@ -190,10 +189,10 @@ def _network_rows(forms: NetworkForms, local: LocalBounds | None) -> Iterator[Ro
     yield from _rows(-1, "network", "sound", forms.each[:, None], forms.sound.assumptions)
     yield from _rows(-1, "network", "paper", forms.paper.log_value.reshape(1, 1), forms.paper.assumptions)
     if local is not None:
-        of_kinds = "a bound is known"  # which the local form needs not: its masks are those of the point
-        said = [a for a in forms.sound.assumptions if not a.statement.startswith(of_kinds)]
+        not_needed = "a bound is known"  # by the local form: its masks are those at the point
+        assumptions = [a for a in forms.sound.assumptions if not a.statement.startswith(not_needed)]
         for name, value in (("network", local.network), ("network_any_residual", local.any_residual)):
-            yield from _rows(-1, name, "local", torch.tensor([[value]]), said)
+            yield from _rows(-1, name, "local", torch.tensor([[value]]), assumptions)
 
 
 def _parameter_rows(

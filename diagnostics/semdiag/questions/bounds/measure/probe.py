@@ -1,4 +1,4 @@
-"""The probe ``bounds``: the constants of Theorem 2, or what is left of them for an external model."""
+"""The probe ``bounds``: the constants of Theorem 2; of an external model Γ and Υ alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,9 @@ from semdiag.questions.bounds.measure.projections import PROJECTIONS, projection
 
 @dataclass(frozen=True)
 class BoundsPlan:
-    """What is asked of the theory."""
+    """What is measured of the theory."""
 
-    tensor_secants: bool = (
-        True  # whether secants in each tensor and bounds at the point are taken, which take time
-    )
+    tensor_secants: bool = True  # whether to measure secants in each tensor and bounds at the point: takes time
 
 
 def _measure(subject: Subject, plan: BoundsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:

@@ -1,4 +1,4 @@
-"""Γ and Υ of models whose attention alone is known, where its projections can be told for certain."""
+"""Γ and Υ of models of which only the attention is known, where its projections are certain."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -32,11 +32,11 @@ _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention 
 def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFrame:
     """Return Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂ and Υ_h = ‖W_o^h W_v^h‖₂ of every head, where identifiable.
 
-    A linear layer counts as W_q if what it returned for the first sample is the queries that attention was given,
-    so nothing (rotary positions, a normalisation) comes between; likewise W_k and W_v, apart or in one layer. W_o
-    is the linear layer that is given the mixed values, unless a module around it that is given them alone changes
-    what it returned (an adapter, as of LoRA). A layer counts as linear if it returned W x + b for its own W and b:
-    one that adds to its weight, or quantises it, does not. ``nn.MultiheadAttention`` names its own.
+    A linear layer counts as W_q if for the first sample it returned exactly the queries of attention, so that
+    nothing (rotary positions, a normalisation) comes between; the same holds for W_k and W_v, in layers of their
+    own or in one. W_o is the linear layer that takes the mixed values, unless a module around it changes what it
+    returned (an adapter such as LoRA). A layer counts as linear if it returned W x + b for its own W and b: one
+    that adds to its weight, or quantises it, does not. ``nn.MultiheadAttention`` names its own.
 
     Source: docs/theory.md#norms. Deviation: none.
 
@@ -47,68 +47,70 @@ def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFr
     Returns:
         The table ``projections``: layer, head, gamma, upsilon (NaN where not available), and reason.
     """
-    seen = _Seen(loaded.module)
-    linear = [part for part in loaded.module.modules() if isinstance(part, nn.Linear) or _transposed(part)]
-    handles = [part.register_forward_hook(seen.linear) for part in linear]
-    handles += [part.register_forward_hook(seen.other) for part in loaded.module.modules() if part not in linear]
+    observer = _ProjectionObserver(loaded.module)
+    modules = list(loaded.module.modules())
+    linear = [part for part in modules if isinstance(part, nn.Linear) or _transposed(part)]
+    handles = [part.register_forward_hook(observer.linear) for part in linear]
+    handles += [part.register_forward_hook(observer.other) for part in modules if part not in linear]
     try:
-        with running(loaded, seen.attention) as run:
+        with running(loaded, observer.attention) as run:
             for batch in first_samples(batches, 1):
                 run(batch)
     finally:
         for handle in handles:
             handle.remove()
-    rows = [row for layer in sorted(seen.found) for row in _rows(loaded.path, layer, seen.found[layer])]
+    rows = [row for number, layer in sorted(observer.layers.items()) for row in _rows(loaded.path, number, layer)]
     return PROJECTIONS.of_rows(rows)
 
 
-class _Seen:
-    """What the linear layers of a model returned lately, and which of them attention came from and went to."""
+class _ProjectionObserver:
+    """Finds the linear layers that the queries, keys and values of attention come from, and its output goes to."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
-        self.returned: list[tuple[nn.Module, Tensor]] = []
-        self.open: dict[str, Any] | None = None
-        self.taken: tuple[dict[str, Any], Tensor] | None = None  # by W_o: the layer, and what it made of them
-        self.found: dict[int, dict[str, Any]] = {}
+        self.returned: list[tuple[nn.Module, Tensor]] = []  # by linear layers, since the last attention
+        self.without_output: dict[str, Any] | None = None  # the last layer, while its W_o has not run
+        self.projected: tuple[dict[str, Any], Tensor] | None = None  # the last layer, and what its W_o returned
+        self.layers: dict[int, dict[str, Any]] = {}
 
     def linear(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what a linear layer returned; if it was given the mixed values, it is the open layer's W_o."""
+        """Keep what a linear layer returned; one that was given the mixed values is W_o."""
         if not _is_linear(module, inputs, output):
             return
-        if self.open is not None and _equal(inputs[0], _merged(self.open["mixed"])):
-            self.open["out"] = _weights(module)[0]
-            self.taken, self.open = (self.open, output), None
+        layer = self.without_output
+        if layer is not None and _equal(inputs[0], _merged(layer["mixed"])):
+            layer["out"] = _weights(module)[0]
+            self.projected, self.without_output = (layer, output), None
         self.returned.append((module, output))
 
     def other(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """If it was given the mixed values alone, and changed what W_o returned, W_o is not all."""
-        if self.taken is None or len(inputs) != 1 or not all(isinstance(x, Tensor) for x in (*inputs, output)):
+        """Reject W_o if a module around it was given the mixed values alone, and changed what W_o returned."""
+        if self.projected is None or len(inputs) != 1 or not all(isinstance(x, Tensor) for x in (*inputs, output)):
             return
-        found, returned = self.taken
-        if _equal(inputs[0], _merged(found["mixed"])) and not _equal(output, returned):
-            found["out"], found["changed"] = None, True
+        layer, returned = self.projected
+        if _equal(inputs[0], _merged(layer["mixed"])) and not _equal(output, returned):
+            layer["out"], layer["changed"] = None, True
 
     def attention(self, call: AttentionCall) -> None:
-        """Look for the layers that its queries, keys and values came from."""
+        """Look for the linear layers that returned the queries, keys and values of a call."""
         module = self.modules.get(call.module)
-        found: dict[str, Any] = {"heads": call.q.shape[1], "key_heads": call.k.shape[1], "scale": call.scale}
+        layer: dict[str, Any] = {"heads": call.q.shape[1], "key_heads": call.k.shape[1], "scale": call.scale}
         if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
             biases = module.in_proj_bias.chunk(3) if module.in_proj_bias is not None else [None] * 3
             parts = zip("qkv", module.in_proj_weight.chunk(3), biases, strict=True)
-            found |= {name: (weight, bias) for name, weight, bias in parts}
-            found["out"] = module.out_proj.weight
+            layer |= {name: (weight, bias) for name, weight, bias in parts}
+            layer["out"] = module.out_proj.weight
         else:
-            given = zip("qkv", (call.q, call.k, call.v), strict=True)
-            found |= {name: self._source(_merged(tensor)) for name, tensor in given}
-            found["mixed"] = call.mixed
-            self.open = found
-        self.taken = None
-        self.found.setdefault(call.layer, found)
+            tensors = zip("qkv", (call.q, call.k, call.v), strict=True)
+            layer |= {name: self._source(_merged(tensor)) for name, tensor in tensors}
+            layer["mixed"] = call.mixed
+            self.without_output = layer
+        self.projected = None
+        self.layers.setdefault(call.layer, layer)
         self.returned.clear()
 
     def _source(self, wanted: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the linear layer, or of the part of one, that returned this."""
+        """Return weight and bias of the linear layer, or of the part of one, that returned a tensor."""
         for module, returned in reversed(self.returned):
             weight, bias = _weights(module)
             width = wanted.shape[-1]
@@ -119,28 +121,27 @@ class _Seen:
         return None
 
 
-def _rows(model: str, layer: int, found: dict[str, Any]) -> list[dict[str, Any]]:
-    heads, groups = found["heads"], found["heads"] // found["key_heads"]
+def _rows(model: str, number: int, layer: dict[str, Any]) -> list[dict[str, Any]]:
+    heads, groups = layer["heads"], layer["heads"] // layer["key_heads"]
     reasons, gamma, upsilon = [], torch.full((heads,), torch.nan), torch.full((heads,), torch.nan)
-    if found.get("q") is None or found.get("k") is None:
-        what = "queries" if found.get("q") is None else "keys"
-        reasons.append(f"Γ: the {what} are not what a linear layer returned (rotary positions, a normalisation)")
+    if layer.get("q") is None or layer.get("k") is None:
+        cause = "queries" if layer.get("q") is None else "keys"
+        reasons.append(f"Γ: the {cause} are not what a linear layer returned (rotary positions, a normalisation)")
     else:
-        (query, bias), (key, _) = found["q"], found["k"]
-        keys = _per_head(key, found["key_heads"]).repeat_interleave(groups, 0)
+        (query, bias), (key, _) = layer["q"], layer["k"]
+        keys = _per_head(key, layer["key_heads"]).repeat_interleave(groups, 0)
         biases = None if bias is None else bias.detach().double().view(heads, -1)
-        gamma = bilinear_form_norm(_per_head(query, heads), keys, biases, found["scale"])
-    if found.get("v") is None or found.get("out") is None:
-        what = "no linear layer returned the values" if found.get("v") is None else "none took the mixed values"
-        what = (
-            "what a linear layer made of the mixed values was changed (an adapter)" if "changed" in found else what
-        )
-        reasons.append(f"Υ: {what}")
+        gamma = bilinear_form_norm(_per_head(query, heads), keys, biases, layer["scale"])
+    if layer.get("v") is None or layer.get("out") is None:
+        cause = "no linear layer returned the values" if layer.get("v") is None else "none took the mixed values"
+        if "changed" in layer:
+            cause = "what a linear layer made of the mixed values was changed (an adapter)"
+        reasons.append(f"Υ: {cause}")
     else:
-        values = _per_head(found["v"][0], found["key_heads"]).repeat_interleave(groups, 0)
-        out = found["out"].detach().double()
+        values = _per_head(layer["v"][0], layer["key_heads"]).repeat_interleave(groups, 0)
+        out = layer["out"].detach().double()
         upsilon = value_output_norm(out.view(len(out), heads, -1).transpose(0, 1), values)
-    place = {"model": model, "layer": layer, "reason": "; ".join(reasons)}
+    place = {"model": model, "layer": number, "reason": "; ".join(reasons)}
     numbers = zip(gamma.tolist(), upsilon.tolist(), strict=True)
     return [{**place, "head": head, "gamma": g, "upsilon": u} for head, (g, u) in enumerate(numbers)]
 
@@ -167,12 +168,7 @@ def _is_linear(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
     """Return whether a layer's output is W x + b with its weight and bias."""
     try:
         return _equal(F.linear(inputs[0], *_weights(module)), output)
-    except (
-        AttributeError,
-        IndexError,
-        RuntimeError,
-        TypeError,
-    ):  # its weight is packed, or it is called otherwise
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # packed weights, or another call
         return False
 
 

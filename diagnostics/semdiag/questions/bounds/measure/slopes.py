@@ -1,4 +1,4 @@
-"""How steep the loss really is in each parameter tensor: gradients, and secants of a stated radius."""
+"""How steep the loss is in each parameter tensor: gradients, and secants of a stated radius."""
 
 import math
 from collections.abc import Callable, Collection
@@ -54,10 +54,10 @@ def parameter_slopes(
         tokens: (N, L) int64.
         labels: (N,) int64.
         seed: of the directions.
-        secants: whether they are taken: nine parts in ten of the time. NaN if not.
-        score_reach: |scale|·‖q‖·‖k‖ at most, which the rounding of the scores grows with.
-        constant: names of the tensors in which the loss is constant, by theory: they have no secant, as its
-            numerator would be rounding and nothing else.
+        secants: whether to take them, which is nine tenths of the time; else NaN.
+        score_reach: |scale|·‖q‖·‖k‖ at most; the rounding of the scores grows with it.
+        constant: names of the tensors in which the loss is constant by theory. Their secants are NaN: the
+            numerator would be nothing but rounding.
 
     Returns:
         Slopes by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`.
@@ -100,7 +100,7 @@ def parameter_slopes(
 
 
 def _set_gradients(encoder: Encoder, tokens: Tensor, labels: Tensor) -> None:
-    """Gradient of the mean loss, batch by batch."""
+    """Set the gradients of the mean loss, batch by batch."""
     encoder.zero_grad(set_to_none=True)
     for ids, classes in zip(torch.split(tokens, 25), torch.split(labels, 25), strict=True):
         batch = F.cross_entropy(encoder(ids), classes, reduction="sum") / len(tokens)

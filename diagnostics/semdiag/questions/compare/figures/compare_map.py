@@ -1,4 +1,4 @@
-"""Layers by heads as coloured cells: how far the attention of two models is apart, and whose doing it is."""
+"""Layers by heads as coloured cells: how far the attention of two models is apart, and why."""
 
 import numpy as np
 import pandas as pd
@@ -7,18 +7,19 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.heat_map import heat_map, name_cells
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 from semdiag.questions.compare.answer import head_ranking
 
-_WRITTEN = 12  # layers, and heads, above which numbers in the cells could not be read
+_WRITTEN = 12  # with more layers or heads, numbers in the cells would be illegible
 _QUANTITIES = {
     "total_variation": "total variation of the weights",
     "overlap": "overlap of the top-{top}",
     "by_weights": "change of the output by the weights",
     "by_values": "change of the output by the values",
 }
-_OF_OUTPUT = "by_weights", "by_values"  # one scale
+_ONE_SCALE = "by_weights", "by_values"
 
 
 @paper_style
@@ -38,13 +39,13 @@ def compare_map(findings: Findings) -> Figure:
     table = findings(head_ranking)
     if table.empty:
         raise NothingToDrawError("No two models were compared.")
-    own = table[table["model"] == table["model"].iloc[-1]]
-    shown = [name for name in _QUANTITIES if own[name].notna().any()]
-    heads = own["head"].nunique()
-    figure, axes = panel_grid(len(shown), height=1.0 + 0.2 * min(max(heads, 4), 40), sharey=False, columns=2)
+    of_model = table[table["model"] == table["model"].iloc[-1]]
+    quantities = [name for name in _QUANTITIES if of_model[name].notna().any()]
+    heads = of_model["head"].nunique()
+    figure, axes = panel_grid(len(quantities), height=1.0 + 0.2 * min(max(heads, 4), 40), sharey=False, columns=2)
     top = findings.measurements.provenance.get("compare_top", "k")
-    for ax, name in zip(axes, shown, strict=True):
-        _draw(ax, own, name)
+    for ax, name in zip(axes, quantities, strict=True):
+        _draw(ax, of_model, name)
         ax.set_title(_QUANTITIES[name].format(top=top), fontsize=8)
     note_below(
         figure,
@@ -54,25 +55,14 @@ def compare_map(findings: Findings) -> Figure:
     return figure
 
 
-def _draw(ax: Axes, own: pd.DataFrame, name: str) -> None:
-    cells = own.pivot(index="head", columns="layer", values=name)
+def _draw(ax: Axes, heads: pd.DataFrame, name: str) -> None:
+    cells = heads.pivot(index="head", columns="layer", values=name)
     values = cells.to_numpy(float)
-    together = own[list(_OF_OUTPUT)].to_numpy(float) if name in _OF_OUTPUT else values
-    low, high = (float(np.nanmin(values)), 1.0) if name == "overlap" else (0.0, float(np.nanmax(together)))
+    both_parts = heads[list(_ONE_SCALE)].to_numpy(float) if name in _ONE_SCALE else values
+    low, high = (float(np.nanmin(values)), 1.0) if name == "overlap" else (0.0, float(np.nanmax(both_parts)))
     scale = Normalize(low, high if high > low else low + 1.0)
-    image = ax.imshow(values, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
-    ax.set_facecolor("#bbbbbb")
-    ax.grid(visible=False)
-    for axis, numbers in ((ax.xaxis, list(cells.columns)), (ax.yaxis, list(cells.index))):
-        step = -(-len(numbers) // 12)
-        axis.set_ticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
+    heat_map(ax, values, scale, "{:.2g}".format if max(cells.shape) <= _WRITTEN else None)
+    name_cells(ax.xaxis, list(cells.columns))
+    name_cells(ax.yaxis, list(cells.index))
     ax.set_xlabel("layer")
     ax.set_ylabel("head")
-    if max(cells.shape) <= _WRITTEN:
-        for (row, column), value in np.ndenumerate(values):
-            if np.isfinite(value):
-                ink = "black" if scale(value) > 0.55 else "white"
-                ax.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6, color=ink)
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
-    bar.ax.tick_params(labelsize=7)
-    plain_numbers(bar.ax.yaxis)

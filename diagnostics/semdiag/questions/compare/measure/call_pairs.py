@@ -28,15 +28,15 @@ COMPARED = Table(
 
 
 class CallPairs:
-    """Keeps the base's calls on a batch, and compares each with the other model's when that comes.
+    """Keeps the base's calls on a batch, and compares each with the other model's as that comes.
 
     Args:
         base: its path, for messages.
-        other: likewise, of the other model.
-        top: k of the top-k whose overlap is asked for.
+        other: the other model's path.
+        top: k of the top-k whose overlap is measured.
 
     Attributes:
-        left_out: queries that attend to a key in one of the models alone.
+        left_out: queries that attend to a key in only one of the models.
     """
 
     def __init__(self, base: str, other: str, top: int) -> None:
@@ -47,18 +47,14 @@ class CallPairs:
         self.left_out = 0
 
     def start(self, samples: int) -> None:
-        """Begin a batch.
-
-        Args:
-            samples: how many it has.
-        """
+        """Begin a batch."""
         self._kept.clear()
         self._numbers.start(samples)
         self._next = 0
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Inside, one of the models runs; what it calls is its own, also if it is part of the other.
+        """Run one of the models inside the context: calls are its own, even if it is part of the other.
 
         Args:
             name: ``base`` or ``other``.
@@ -73,12 +69,12 @@ class CallPairs:
             self._running = ""
 
     def keep(self, call: AttentionCall) -> None:
-        """Take a call of the base."""
+        """Keep a call of the base."""
         if self._running == "base":
             self._kept.add(call)
 
     def match(self, call: AttentionCall) -> None:
-        """Take a call of the other model.
+        """Compare a call of the other model with the base's.
 
         Raises:
             InputError: if the base has no such call, or a score is not a finite number.
@@ -87,11 +83,11 @@ class CallPairs:
             return
         place, self._next = self._next, self._next + 1
         if place >= len(self._kept):
-            return  # told at the end, with how many there are
+            return  # finish() refuses, and says how many there are
         base, other = self._kept.pop(place), own_copy(call)
-        why = refusal(base, other)
-        if why:
-            raise InputError(f"{self._refused} in layer {base.layer} they have {why}.")
+        reason = refusal(base, other)
+        if reason:
+            raise InputError(f"{self._refused} in layer {base.layer} they have {reason}.")
         changes = head_changes(base, other, self._top)
         columns = {name: values.cpu() for name, values in changes.items()}
         if not all(bool(values.isfinite().all()) for values in columns.values()):
@@ -107,7 +103,7 @@ class CallPairs:
         """End a batch.
 
         Raises:
-            InputError: if one of the models has called more attention than the other.
+            InputError: if one of the models called attention more often than the other.
         """
         if self._next != len(self._kept):
             raise InputError(
@@ -115,20 +111,20 @@ class CallPairs:
             )
 
     def table(self, names: dict[str, str]) -> pd.DataFrame:
-        """Return the table ``compared``; rows of the same sample (windows, say) are one.
+        """Return the table ``compared``; rows of the same sample, such as windows, are summed up.
 
         Args:
-            names: of the columns that are the same everywhere.
+            names: values of the columns ``model`` and ``base``.
 
         Raises:
-            NotAvailableError: if there is nothing in it.
+            NotAvailableError: if it has no row.
         """
-        every = pd.concat(self._parts, ignore_index=True) if self._parts else COMPARED.empty()
-        every = every[every["queries"] > 0]
-        if every.empty:
+        calls = pd.concat(self._parts, ignore_index=True) if self._parts else COMPARED.empty()
+        calls = calls[calls["queries"] > 0]
+        if calls.empty:
             raise NotAvailableError("no query attends to a key in both models")
-        how = {name: "max" if name == "largest" else "sum" for name in SUMS[:-1]}
-        rows = every.groupby(["sample", "layer", "head"], as_index=False).agg(how)
+        statistics = {name: "max" if name == "largest" else "sum" for name in SUMS[:-1]}
+        rows = calls.groupby(["sample", "layer", "head"], as_index=False).agg(statistics)
         return COMPARED.of_parts([rows.assign(**names)])
 
     @property

@@ -1,4 +1,4 @@
-"""How far two rows of attention weights are apart, and what of a change of outputs is theirs."""
+"""How far two rows of attention weights are apart, and their part in a change of outputs."""
 
 from torch import Tensor
 
@@ -7,13 +7,13 @@ def total_variation(before: Tensor, after: Tensor) -> Tensor:
     r"""Return the total variation of two rows of attention weights.
 
     Formula: ½ Σ_j |p'_j − p_j| + ½ |Σ_j p'_j − Σ_j p_j|: the largest difference of the weight on any set of keys.
-    What a row lacks of 1 lies on a learnt sink, which counts as one more key.
+    The rest of a row to 1 lies on a learnt sink, which counts as one more key.
 
     Source: not in the paper. Deviation: none.
 
     Args:
         before: p (..., n), each row's sum at most 1.
-        after: p', likewise.
+        after: p', of the same shape.
 
     Returns:
         (...,), in [0, 1].
@@ -37,9 +37,9 @@ def output_parts(before: Tensor, after: Tensor, values: Tensor, others: Tensor) 
 
     Args:
         before: P (..., r, n).
-        after: P', likewise.
+        after: P' (..., r, n).
         values: V (..., n, d).
-        others: V', likewise.
+        others: V' (..., n, d).
 
     Returns:
         Both parts (..., r, d).

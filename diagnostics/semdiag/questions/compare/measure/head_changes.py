@@ -13,7 +13,7 @@ from semdiag.measuring.calls.scored_rows import as_mask
 from semdiag.questions.compare.measure.changes import output_parts, total_variation
 
 _ENTRIES = 2**20  # weights of each model that are held at a time
-# Sums over the compared queries of a head, but for the largest; norms are squared.
+# Sums over the compared queries of a head, except for the largest; norms are squared.
 SUMS = (
     "queries", "total_variation", "largest", "dispersion_base", "dispersion", "moved", "top_queries", "overlap",
     "output", "by_weights", "by_values", "change", "left_out",
@@ -42,36 +42,32 @@ class _Rows:
 
 
 def refusal(base: AttentionCall, other: AttentionCall) -> str:
-    """Say why two calls cannot be compared.
-
-    Args:
-        base: of a layer of the base.
-        other: of the same layer of the other model.
+    """Return why two calls cannot be compared.
 
     Returns:
-        Which numbers differ, as ``8 heads and 4``; empty where the calls can be compared.
+        The sizes that differ, like ``8 heads and 4``; empty if the calls can be compared.
     """
-    numbers = {
+    sizes = {
         "samples": (base.q.shape[0], other.q.shape[0]),
         "heads": (base.q.shape[1], other.q.shape[1]),
         "queries": (base.q.shape[2], other.q.shape[2]),
         "keys": (base.k.shape[2], other.k.shape[2]),
         "numbers in a value": (base.v.shape[3], other.v.shape[3]),
     }
-    differing = [f"{one} {name} and {two}" for name, (one, two) in numbers.items() if one != two]
-    return ", ".join(differing)
+    differences = [f"{one} {name} and {two}" for name, (one, two) in sizes.items() if one != two]
+    return ", ".join(differences)
 
 
 def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[str, Tensor]:
     """Compare the weights, scores and outputs of two attention calls.
 
-    Weights are worked out in float64 from the queries and keys of each model. A query counts where it is no
-    padding and attends to a key in both models.
+    Weights are computed in float64 from the queries and keys of each model. A query counts if it is no padding
+    and attends to a key in both models.
 
     Args:
         base: of the base.
         other: of the other model, of the same sizes (:func:`refusal`).
-        top: k of the top-k whose overlap is asked for.
+        top: k of the top-k whose overlap is measured.
 
     Returns:
         By the names in :data:`SUMS`, (B, H) float64: number of queries; sum and largest of their total variation;

@@ -10,13 +10,10 @@ from semdiag_models.reading import require_memory
 
 
 def own_copy(call: AttentionCall) -> AttentionCall:
-    """Return a call that holds what its weights and values are made of, in memory of its own; no L × L scores.
+    """Return a copy of a call without its L × L scores, in memory of its own.
 
-    Both models' calls go through this, so that equal numbers lie alike in memory: products of such tensors are
-    the same to the last bit.
-
-    Args:
-        call: of any model.
+    Both models' calls are copied so that equal numbers have the same layout in memory: only then are products the
+    same to the last bit.
     """
     return replace(
         call,
@@ -34,10 +31,9 @@ def own_copy(call: AttentionCall) -> AttentionCall:
 
 
 class KeptCalls:
-    """Takes calls while the base runs on a batch, and hands them out in their order.
+    """Keeps the calls of the base on a batch, in their order.
 
-    Queries, keys and values are kept, which grow with the length; masks and biases, which grow with its square,
-    once for all layers that share them.
+    Masks and biases grow with the square of the length, so layers that share one keep it once.
     """
 
     def __init__(self) -> None:
@@ -52,7 +48,7 @@ class KeptCalls:
         """Keep a copy of a call.
 
         Raises:
-            InputError: if those of the batch would take too much memory.
+            InputError: if the calls of the batch would take too much memory.
         """
         copy = own_copy(call)
         copy = replace(copy, allowed=self._shared(copy.allowed), bias=self._shared(copy.bias))
@@ -62,20 +58,12 @@ class KeptCalls:
         self._calls.append(copy)
 
     def pop(self, place: int) -> AttentionCall:
-        """Hand out a call, which is kept no longer.
-
-        Args:
-            place: among the calls of the batch.
-        """
+        """Return a call, and keep it no longer."""
         call, self._calls[place] = self._calls[place], None  # type: ignore[call-overload]
         return call
 
     def at(self, place: int) -> AttentionCall:
-        """Show a call, which stays kept.
-
-        Args:
-            place: among the calls of the batch.
-        """
+        """Return a call, and keep it."""
         return self._calls[place]
 
     def clear(self) -> None:

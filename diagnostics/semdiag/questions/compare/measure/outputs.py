@@ -1,4 +1,4 @@
-"""What two models answer to the same batches: divergence of their distributions, losses, change of outputs."""
+"""The outputs of two models on the same batches: divergence of their distributions, losses, changes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,14 +28,14 @@ _SUMS = ("targets", "predictions", "changed", "loss", "divergence")
 
 
 class Outputs:
-    """Reads what both models answer, as the base's outputs are read (:class:`Reader`), in float64.
+    """Compares the outputs of both models in float64, read as the base's are (:class:`Reader`).
 
     Args:
         module: the base.
 
     Attributes:
         rows: of the table, without the models' names.
-        reason: why outputs are not compared; empty where they are.
+        reason: why outputs are not compared; empty if they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,34 +46,34 @@ class Outputs:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """Return what is to be known of how outputs were compared, each with a code."""
-        found, reader = [], self._reader
+        """Return remarks on how outputs were compared, each with a code."""
+        notes, reader = [], self._reader
         if self.reason:
-            found.append((f"outputs are not compared: {self.reason}", "outputs-not-compared"))
+            notes.append((f"outputs are not compared: {self.reason}", "outputs-not-compared"))
         elif reader is not None and reader.others:
-            found.append((f"of its outputs {reader.others}", "outputs-compared"))
+            notes.append((f"of its outputs {reader.others}", "outputs-compared"))
         elif reader is not None and reader.reason:
-            said = f"logits are compared as outputs, not as a distribution: {reader.reason}"
-            found.append((said, "logits-as-outputs"))
-        return found
+            text = f"logits are compared as outputs, not as a distribution: {reader.reason}"
+            notes.append((text, "logits-as-outputs"))
+        return notes
 
-    def prepare(self, batch: Batch, labels: Tensor | None, run: Callable[[Batch], Any]) -> None:
-        """Learn from the first batch how outputs are to be read.
+    def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
+        """Learn from the first batch how to read outputs.
 
         Args:
             batch: on the base's device.
             labels: (B,) classes; None if unknown.
-            run: calls the base.
+            run_base: calls the base.
         """
         if self._reader is None and not self.reason:
             try:
-                self._reader = Reader(self._module, batch, labels, run)
+                self._reader = Reader(self._module, batch, labels, run_base)
                 self._reader.output = None
             except (TypeError, InputError) as error:
                 self.reason = str(error).removesuffix(".")
 
     def add(self, before: Any, after: Any, batch: Batch, labels: Tensor | None, first: int) -> None:
-        """Compare what the two models answered to a batch.
+        """Compare the outputs of the two models on a batch.
 
         Args:
             before: what the base returned.
@@ -101,7 +101,7 @@ class Outputs:
 
 
 def _sample(answers: Answers, at: int) -> Answers:
-    """Return one sample's outputs in float64; a batch's logits over a vocabulary would not fit into memory."""
+    """Return one sample's outputs in float64: a batch's logits over a vocabulary might not fit into memory."""
     part = slice(at, at + 1)
     return replace(
         answers,

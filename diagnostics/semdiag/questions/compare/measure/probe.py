@@ -32,8 +32,8 @@ class ComparePlan:
         InputError: if ``top`` is illegal.
     """
 
-    top: int = TOP  # k of the top-k whose overlap is asked for
-    base: LoadedModel | None = None  # None: the model itself, of which nothing changes
+    top: int = TOP  # k of the top-k whose overlap is measured
+    base: LoadedModel | None = None  # None: the model itself, where nothing changes
     dtype: torch.dtype | None = None  # of the base; None: that of the model
 
     def __post_init__(self) -> None:
@@ -55,8 +55,8 @@ def compare(
 ) -> dict[str, pd.DataFrame]:
     """Run two models on the same batches and compare their attention, call by call, and their outputs.
 
-    Of the base the queries, keys and values of one batch are kept; the scores of both are worked out for some
-    queries at a time. Where a forward draws random numbers, both draw the same. Weights are those of
+    The queries, keys and values of the base are kept for one batch; scores are computed for some queries at a
+    time. Where a forward draws random numbers, both draw the same. Weights are those of
     :func:`~semdiag.questions.compare.measure.head_changes.head_changes`; outputs are read as those of
     ``semdiag k-sweep --rerun``.
 
@@ -66,12 +66,12 @@ def compare(
         base: the model before.
         other: the model after, with as many attention calls of the same sizes.
         batches: inputs of both.
-        top: k of the top-k whose overlap is asked for.
-        labels: (N,) classes, for the loss; None: what the batches say, else the next token of a language model.
+        top: k of the top-k whose overlap is measured.
+        labels: (N,) classes, for the loss; None: those in the batches, else the next token of a language model.
         device: where both run; None: where they are.
-        dtypes: of the base and of the other model; None: their own.
+        dtypes: of the base and of the other model; None: unchanged.
         after_batch: called with the number of samples of each batch.
-        remark: called with what is to be known of the comparison, and a code.
+        remark: called with the text and the code of each remark on the comparison.
 
     Returns:
         The tables ``compared`` and ``compared_outputs``.
@@ -89,17 +89,17 @@ def compare(
                 _check_batch(base, batch)
                 _check_batch(other, batch)
                 moved, size = batching.moved(batch, one.device, one.dtype), batching.samples_of(batch)
-                own = None if labels is None else labels[first : first + size]
-                numbers = RandomNumbers(one.device)
+                batch_labels = None if labels is None else labels[first : first + size]
+                random_numbers = RandomNumbers(one.device)
                 pair.start(size)
                 with pair.of("base"):
                     one(batch)
                 answer = before.pop()
-                outputs.prepare(moved, own, lambda given: batching.call(one.module, given))
-                numbers.again()
+                outputs.prepare(moved, batch_labels, lambda given: batching.call(one.module, given))
+                random_numbers.again()
                 with pair.of("other"):
                     two(batch)
-                outputs.add(answer, after.pop(), moved, own, first)
+                outputs.add(answer, after.pop(), moved, batch_labels, first)
                 before.clear()
                 after.clear()
                 pair.finish()
@@ -117,18 +117,18 @@ def compare(
 
 @contextmanager
 def _answers(module: nn.Module) -> Iterator[list[Any]]:
-    """What a module returns, call by call."""
-    found: list[Any] = []
-    handles = hooks.put_on(module, lambda *_: None, lambda _module, _inputs, output: found.append(output))
+    """Collect what a module returns, call by call."""
+    answers: list[Any] = []
+    handles = hooks.put_on(module, lambda *_: None, lambda _module, _inputs, output: answers.append(output))
     try:
-        yield found
+        yield answers
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _check_batch(model: LoadedModel, batch: Batch) -> None:
-    """Refuse, by the model's name, what one of semdiag's encoders does not take."""
+    """Refuse a batch that one of semdiag's encoders does not take, naming the model."""
     if isinstance(model.module, Encoder):
         try:
             checked_batch(model.module, batch)

@@ -31,7 +31,7 @@ def compare_survey(
 ) -> Measurements:
     """Measure a base and a model on the base's inputs, and compare them.
 
-    Both are run on the first sample before anything else: what cannot be compared is refused at once.
+    Both run on the first sample before anything else, so that models that cannot be compared are refused at once.
 
     Args:
         models: the model and its base, which may be moved and converted in place; or the base alone, which is
@@ -39,7 +39,7 @@ def compare_survey(
         conditions: inputs, and precision.
         announce: called before each of the four stages with a name and a number of steps.
         after_batch: called with the number of finished steps.
-        top: k of the top-k whose overlap is asked for.
+        top: k of the top-k whose overlap is measured.
         dtype: precision of the model; None: that of the base.
 
     Returns:
@@ -53,15 +53,15 @@ def compare_survey(
     if len(models) == 1:
         other = replace(base, path=f"{base.path} ({dtype or 'again'})", module=copy.deepcopy(base.module))
     device = find_device(conditions.device)
-    ours = conditions.decided([base, other], device)
-    theirs = ours if dtype is None else replace(ours, dtype=dtype).decided([other], device)
+    of_base = conditions.decided([base, other], device)
+    of_other = of_base if dtype is None else replace(of_base, dtype=dtype).decided([other], device)
     inputs = Inputs(*inputs_of(base, conditions), base)
     if len(models) > 1:
         _check_tokens(base, other, inputs, conditions)
-    for model, own in ((base, ours), (other, theirs)):
+    for model, settings in ((base, of_base), (other, of_other)):
         if model.external:
-            placed(model.module, device, DTYPES[own.dtype])
-    dtypes = DTYPES[ours.dtype], DTYPES[theirs.dtype]
+            placed(model.module, device, DTYPES[settings.dtype])
+    dtypes = DTYPES[of_base.dtype], DTYPES[of_other.dtype]
     announce("one sample of both", 0)
     compare(
         base,
@@ -72,11 +72,11 @@ def compare_survey(
         device=device,
         dtypes=dtypes,
     )
-    parts = [survey([base], replace(ours, plans=()), announce, after_batch, own=True, given=inputs)]
+    parts = [survey([base], replace(of_base, plans=()), announce, after_batch, own=True, given=inputs)]
     if has_diverged(parts[0]):
         raise InputError(f"{base.path} cannot be compared: its attention scores are not finite numbers.")
     plan = ComparePlan(top, base, dtypes[0])
-    parts.append(survey([other], replace(theirs, plans=(plan,)), announce, after_batch, own=True, given=inputs))
+    parts.append(survey([other], replace(of_other, plans=(plan,)), announce, after_batch, own=True, given=inputs))
     joined = Measurements.concat(parts)
     if joined.compared.empty:
         why = joined.remarks.loc[joined.remarks["code"] == "no-compare", "text"].iloc[0]
@@ -92,15 +92,15 @@ def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditi
         sizes = base.module.config.vocabulary_size, other.module.config.vocabulary_size
         if sizes[0] != sizes[1] or _pieces(base) != _pieces(other):
             raise InputError(f"{base.path} and {other.path} cannot be compared: their token ids differ.")
-    given, texts = conditions.inputs, conditions.texts
-    if given is None or given.suffix not in SUFFIXES or texts.tokenizer is not None:
+    file, texts = conditions.inputs, conditions.texts
+    if file is None or file.suffix not in SUFFIXES or texts.tokenizer is not None:
         return
     if {base.source, other.source} != {"hugging face"} or not has_tokenizer(find_folder(other.path)):
         return
-    ours = tokeniser_of(given, base, texts)
-    theirs = tokeniser_of(given, other, replace(texts, max_length=ours.longest))
-    for number, text in enumerate(read_texts(given).texts[: sum(map(samples_of, inputs.batches))], 1):
-        if not torch.equal(ours([text])["input_ids"], theirs([text])["input_ids"]):
+    base_tokeniser = tokeniser_of(file, base, texts)
+    other_tokeniser = tokeniser_of(file, other, replace(texts, max_length=base_tokeniser.longest))
+    for number, text in enumerate(read_texts(file).texts[: sum(map(samples_of, inputs.batches))], 1):
+        if not torch.equal(base_tokeniser([text])["input_ids"], other_tokeniser([text])["input_ids"]):
             raise InputError(
                 f"{base.path} and {other.path} cannot be compared: the token ids of text {number} differ. If the "
                 f"model was made to read those of the base, say so: --tokenizer {find_folder(base.path)}."

@@ -11,25 +11,25 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import NOT_BEGUN, TARGET, setting_labels
 
-_FEWEST_FOR_LOGRANK = 3  # runs on either side: of fewer no p-value is small
+_FEWEST_FOR_LOGRANK = 3  # runs on either side; with fewer no p-value is small
 _IDENTITY = ["setting", "kind", "attention", "seed"]
 
 
 def arrivals(findings: Findings) -> pd.DataFrame:
-    """When each run first had the target's training accuracy, and how it generalises.
+    """Return when each run first reached the target's training accuracy, and how it generalises.
 
-    A run that never had it is censored: all that is known is that it needs more epochs than it was trained.
+    A run that never reached it is censored: it needs more epochs than it was trained.
 
     Args:
-        findings: with runs; the target stands in ``provenance["target"]``, those of single tasks in
+        findings: with runs; the target is ``provenance["target"]``, that of a single task in
             ``provenance["targets"]``.
 
     Returns:
         One row per run, full attention first, copies and earlier snapshots of a run left out: group (task and
         what else differs between settings), task, attention, kind, seed, target (training accuracy), arrival
-        (epoch; missing if censored), epochs
-        (trained), planned, state, train_accuracy and holdout_accuracy (last epoch), best_holdout_accuracy,
-        best_epoch, gap (last training minus last held-out accuracy), model, setting.
+        (epoch; missing if censored), epochs (trained), planned, state, train_accuracy and holdout_accuracy (last
+        epoch), best_holdout_accuracy, best_epoch, gap (last training minus last held-out accuracy), model,
+        setting.
     """
     measurements = findings.measurements
     labels = setting_labels(measurements.runs["setting"].tolist())
@@ -42,8 +42,8 @@ def arrivals(findings: Findings) -> pd.DataFrame:
         rows.append({"group": labels[run["setting"]], **run, "target": target, **arrived})
     table = pd.DataFrame(rows, columns=[*_ARRIVAL_COLUMNS])
     table = table.sort_values("epochs", ascending=False, kind="stable").drop_duplicates(_IDENTITY).sort_index()
-    order = table.assign(first=pd.factorize(table["group"])[0], sparse=table["kind"] != "full")
-    table = table.loc[order.sort_values(["first", "sparse", "attention", "seed"], kind="stable").index]
+    ordered = table.assign(first=pd.factorize(table["group"])[0], sparse=table["kind"] != "full")
+    table = table.loc[ordered.sort_values(["first", "sparse", "attention", "seed"], kind="stable").index]
     return table.astype({"arrival": "Int64", "best_epoch": "Int64"}).reset_index(drop=True)
 
 
@@ -79,14 +79,14 @@ def _arrival(history: pd.DataFrame, target: float) -> dict[str, Any]:
 
 
 def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
-    """First epoch whose training accuracy reaches the target.
+    """Return the first epoch whose training accuracy reaches the target.
 
     Args:
         history: with the columns epoch and train_accuracy, in order of epochs.
         target: accuracy in 0 … 1.
 
     Returns:
-        The epoch; None if the run never got there.
+        The epoch; None if no epoch does.
 
     Example:
         >>> epochs_to(pd.DataFrame({"epoch": [1, 2, 3], "train_accuracy": [0.5, 0.96, 0.94]}))
@@ -94,16 +94,16 @@ def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
     """
     if "train_accuracy" not in history:
         return None
-    there = history[history["train_accuracy"] >= target]
-    return None if there.empty else int(there["epoch"].iloc[0])
+    at_target = history[history["train_accuracy"] >= target]
+    return None if at_target.empty else int(at_target["epoch"].iloc[0])
 
 
 def speed_ups(table: pd.DataFrame) -> pd.DataFrame:
     """Return the speed-up of every run over the full-attention run of the same setting and seed.
 
-    Epochs of full attention over epochs of the other. Where one of them is censored only a bound is known:
-    above epochs trained / arrival if full attention never arrived, below arrival / epochs trained if the other
-    did not; nothing if neither did.
+    Epochs of full attention over epochs of the other. If one of them is censored only a bound is known: above
+    epochs trained / arrival if full attention never arrived, below arrival / epochs trained if the other did not;
+    nothing if neither did.
 
     Args:
         table: from :func:`arrivals`.
@@ -198,10 +198,10 @@ def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         runs = runs[runs["state"] != NOT_BEGUN]
         if runs.empty:
             continue
-        watched = runs["arrival"].fillna(runs["epochs"]).to_numpy(float)
-        there = runs["arrival"].notna().to_numpy()
-        epochs = median_interval(watched.tolist(), np.where(there, watched, np.inf).tolist())
-        own = pairs[pairs["model"].isin(runs["model"])]
+        last_epochs = runs["arrival"].fillna(runs["epochs"]).to_numpy(float)
+        arrived = runs["arrival"].notna().to_numpy()
+        epochs = median_interval(last_epochs.tolist(), np.where(arrived, last_epochs, np.inf).tolist())
+        pairs_of_runs = pairs[pairs["model"].isin(runs["model"])]
         full = table[
             (table["setting"] == setting) & (table["attention"] == "full") & (table["state"] != NOT_BEGUN)
         ]
@@ -209,12 +209,12 @@ def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
             {
                 **{name: runs[name].iloc[0] for name in ("group", "task", "attention", "kind")},
                 "seeds": len(runs),
-                "arrived": int(there.sum()),
-                "median_epochs": kaplan_meier_median(watched.tolist(), there.tolist()),
+                "arrived": int(arrived.sum()),
+                "median_epochs": kaplan_meier_median(last_epochs.tolist(), arrived.tolist()),
                 "epochs_low": epochs.interval_low,
                 "epochs_high": epochs.interval_high,
                 "coverage": epochs.coverage,
-                **_speed_up_over_seeds(own),
+                **_speed_up_over_seeds(pairs_of_runs),
                 "logrank_p": _logrank(full, runs) if runs["attention"].iloc[0] != "full" else math.nan,
                 "best_holdout_accuracy": float(runs["best_holdout_accuracy"].median()),
                 "gap": float(runs["gap"].median()),
@@ -227,16 +227,9 @@ def _speed_up_over_seeds(pairs: pd.DataFrame) -> dict[str, Any]:
     if pairs.empty:
         return {"pairs": 0, **dict.fromkeys(_OF_PAIRS, math.nan)}
     interval = median_interval(pairs["low"].tolist(), pairs["high"].tolist())
-    off = median_interval(pairs["epoch_low"].tolist(), pairs["epoch_high"].tolist())
-    values = (
-        interval.low,
-        interval.high,
-        off.low,
-        off.high,
-        interval.interval_low,
-        interval.interval_high,
-        interval.coverage,
-    )
+    one_epoch_off = median_interval(pairs["epoch_low"].tolist(), pairs["epoch_high"].tolist())
+    medians = interval.low, interval.high, one_epoch_off.low, one_epoch_off.high
+    values = (*medians, interval.interval_low, interval.interval_high, interval.coverage)
     return {"pairs": len(pairs), **dict(zip(_OF_PAIRS, values, strict=True))}
 
 
@@ -252,11 +245,11 @@ def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
     return logrank_p(*sides)
 
 
-FEWEST_FOR_MEDIAN = 3  # of two runs, a median would be an accuracy that no run had
+FEWEST_FOR_MEDIAN = 3  # the median of two runs would be an accuracy that no run had
 
 
 def seed_curves(findings: Findings, runs: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Join runs of several seeds; what has arrived and stopped keeps its last value beside runs that go on.
+    """Join the curves of several seeds; a run that stopped at the target keeps its last value.
 
     Args:
         findings: with histories.
@@ -264,13 +257,13 @@ def seed_curves(findings: Findings, runs: pd.DataFrame, column: str) -> tuple[pd
         column: of the history.
 
     Returns:
-        By epoch a column per run, or their lower median from three on; and then low and high of all runs.
+        By epoch, a column per run; from three runs on, their lower median, and low and high of all runs.
     """
     history = findings.measurements.history[findings.measurements.history["model"].isin(runs["model"])]
-    wide = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
-    if len(wide.columns) < FEWEST_FOR_MEDIAN:
-        return wide, pd.DataFrame()
+    by_run = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
+    if len(by_run.columns) < FEWEST_FOR_MEDIAN:
+        return by_run, pd.DataFrame()
     arrived = runs.loc[runs["arrival"].notna(), "model"]
-    wide = wide.assign(**wide[[*arrived]].ffill()).dropna()
-    median = wide.quantile(0.5, axis=1, interpolation="lower").to_frame()
-    return median, pd.DataFrame({"low": wide.min(axis=1), "high": wide.max(axis=1)})
+    by_run = by_run.assign(**by_run[[*arrived]].ffill()).dropna()
+    median = by_run.quantile(0.5, axis=1, interpolation="lower").to_frame()
+    return median, pd.DataFrame({"low": by_run.min(axis=1), "high": by_run.max(axis=1)})

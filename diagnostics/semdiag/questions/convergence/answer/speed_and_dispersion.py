@@ -1,4 +1,4 @@
-"""Whether runs with the smaller dispersion learn faster: speed-up beside δ_h/δ_s."""
+"""Do runs with the smaller dispersion learn faster? Speed-up beside δ_h/δ_s."""
 
 import pandas as pd
 

@@ -42,14 +42,14 @@ def learning_curves(findings: Findings) -> Figure:
     figure, axes = panel_grid(len(groups), height=3.0, sharey=False, columns=min(len(groups), 2))
     for ax, (group, runs) in zip(axes, groups, strict=True):
         facts, target = [], float(runs["target"].iloc[0])
-        for attention, own in runs.groupby("attention", sort=False):
-            style = attention_style(str(own["kind"].iloc[0]))
-            _draw(ax, style, *seed_curves(findings, own, "train_accuracy"), 1.7)
-            _draw(ax, style, *seed_curves(findings, own, "holdout_accuracy"), 0.7)
+        for attention, seeds in runs.groupby("attention", sort=False):
+            style = attention_style(str(seeds["kind"].iloc[0]))
+            _draw(ax, style, *seed_curves(findings, seeds, "train_accuracy"), 1.7)
+            _draw(ax, style, *seed_curves(findings, seeds, "holdout_accuracy"), 0.7)
             ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4,
                     label=str(attention))  # fmt: skip
-            _mark(ax, style, own, target)
-            facts.append(f"{attention}: {', '.join(arrival_words(run) for run in own.to_dict('records'))}")
+            _mark(ax, style, seeds, target)
+            facts.append(f"{attention}: {', '.join(arrival_words(run) for run in seeds.to_dict('records'))}")
         ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
         title_with_facts(ax, f"{group}: epochs to {percent(target)}", facts)
         ax.set_xlabel("epoch")
@@ -78,8 +78,8 @@ def _draw(ax: Axes, style: AttentionStyle, curves: pd.DataFrame, band: pd.DataFr
 
 
 def _mark(ax: Axes, style: AttentionStyle, runs: pd.DataFrame, target: float) -> None:
-    there = runs["arrival"].dropna()
+    arrived = runs["arrival"].dropna()
     ax.plot(
-        there, [target] * len(there), marker=style.marker, color=style.color, markersize=5.5, linestyle="none",
+        arrived, [target] * len(arrived), marker=style.marker, color=style.color, markersize=5.5, linestyle="none",
         markeredgecolor="white", markeredgewidth=0.6, zorder=4,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def speed_up(findings: Findings) -> Figure:
     if pairs.empty:
         raise NothingToDrawError("No run has a full-attention run of the same setting and seed.")
     if len(pairs) == 1:
-        raise NothingToDrawError("One pair has one speed-up, which the table tells.")
+        raise NothingToDrawError("One pair has one speed-up, which the table has.")
     if (pairs["known"] == "unknown").all():
         raise NothingToDrawError("Neither full attention nor any other reached the target: no speed-up is known.")
     seeds = over_seeds(table, pairs)
@@ -53,12 +53,12 @@ def speed_up(findings: Findings) -> Figure:
     width = 0.8 / len(kinds)
     for place, attention in enumerate(kinds):
         for at, group in enumerate(groups):
-            own = pairs[(pairs["group"] == group) & (pairs["attention"] == attention)]
-            if len(own):
+            of_attention = pairs[(pairs["group"] == group) & (pairs["attention"] == attention)]
+            if len(of_attention):
                 x = at + (place - (len(kinds) - 1) / 2) * width
-                style = attention_style(str(own["kind"].iloc[0]))
+                style = attention_style(str(of_attention["kind"].iloc[0]))
                 row = seeds[(seeds["group"] == group) & (seeds["attention"] == attention)].iloc[0]
-                _draw(ax, x, width, own, row, style)
+                _draw(ax, x, width, of_attention, row, style)
                 ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=attention)
     _finish(ax, groups)
     ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(findings)}, ratio)")
@@ -105,8 +105,6 @@ def _draw(
     spread = np.linspace(-0.25, 0.25, len(pairs)) * width if len(pairs) > 1 else [0.0]
     for shift, (_, pair) in zip(spread, pairs.iterrows(), strict=True):
         draw_speed(ax, x + shift, pair, style)
-    if len(pairs) == 1:
-        raise NothingToDrawError("One pair has one speed-up, which the table tells.")
     if (pairs["known"] == "unknown").all():
         ax.annotate(
             "?", (x, 1.0), color=style.color, ha="center", va="bottom", fontsize=9, textcoords="offset points",

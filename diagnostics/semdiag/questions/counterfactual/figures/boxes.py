@@ -1,4 +1,4 @@
-"""Within one dense model: its quantities as if each query kept its k largest scores, as boxes per layer."""
+"""Boxes per layer of one dense model's quantities, as if each query kept its k largest scores."""
 
 from collections.abc import Callable
 
@@ -48,22 +48,17 @@ def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) ->
         panels: whose models are wanted.
         columns: of the table of queries.
     """
-    wanted = {series.model for panel in panels for series in panel.series}
+    models = {series.model for panel in panels for series in panel.series}
     return {
         (model, column): table
         for column in columns
         for model, table in findings(layer_percentiles, column).items()
-        if model in wanted
+        if model in models
     }
 
 
 def k_style(ks: list[int], k: int) -> AttentionStyle:
-    """Heavy hitters' colour, paler with growing k.
-
-    Args:
-        ks: all that are shown.
-        k: one of them.
-    """
+    """Return the style of the k largest scores: paler with growing k."""
     place, topk = ks.index(k), attention_style("topk")
     shade = lightened(topk.color, 0.6 * place / max(len(ks) - 1, 1))
     color = "#" + "".join(f"{round(255 * part):02x}" for part in shade)

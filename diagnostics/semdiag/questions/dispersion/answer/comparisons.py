@@ -1,4 +1,4 @@
-"""Do the scores of the sparse model span less? δ of sparse models beside full attention's, by layer and pooled."""
+"""δ of sparse models beside that of full attention, by layer and pooled."""
 
 import math
 from dataclasses import dataclass
@@ -29,31 +29,25 @@ def dispersion_summary(findings: Findings) -> Summary:
     Of models that select by hashes or clusters also the mean recall of their k largest scores, and the share of
     queries without any key.
 
-    Args:
-        findings: of one or more models.
-
     Returns:
         A JSON-ready dictionary, schema ``semdiag.dispersion/2``.
     """
     queries = findings.measurements.queries
 
     def describe(of: Percentile, suffix: str) -> Summary:
-        found = without(of("dispersion" + suffix), "not_positive")
+        numbers = without(of("dispersion" + suffix), "not_positive")
         if suffix and "mass" + suffix in queries:
-            found["mass"] = without(of("mass" + suffix), "not_positive")
+            numbers["mass"] = without(of("mass" + suffix), "not_positive")
         if not suffix and "recall" in queries and of("recall")["queries"] > of("recall")["undefined"]:
-            undefined = found["undefined"] / max(1, found["queries"])  # of a query that keeps no key
-            found |= {"recall": of("recall")["mean"], "without_keys": undefined}
-        return found
+            undefined = numbers["undefined"] / max(1, numbers["queries"])  # of a query that keeps no key
+            numbers |= {"recall": of("recall")["mean"], "without_keys": undefined}
+        return numbers
 
     return by_layer("dispersion", findings, describe)
 
 
 def recall_table(findings: Findings) -> pd.DataFrame:
     """Return the recall of the largest scores in models that select by hashes or clusters.
-
-    Args:
-        findings: of any number of models.
 
     Returns:
         A row per head, and one of ``layer`` "all" per model: ``model``, ``layer``, ``head``, ``recall`` (mean
@@ -69,20 +63,20 @@ def recall_table(findings: Findings) -> pd.DataFrame:
         for row in (*result["layers"], {"layer": "all", "head": "all", **result["all"]}):
             if "recall" in row:
                 at_random = min(1.0, models[model]["k"] / keys[model])
-                own = {name: row[name] for name in ("layer", "head", "recall", "without_keys", "queries")}
-                rows.append({"model": model, **own, "at_random": at_random})
+                numbers = {name: row[name] for name in ("layer", "head", "recall", "without_keys", "queries")}
+                rows.append({"model": model, **numbers, "at_random": at_random})
     return pd.DataFrame(rows)
 
 
 @dataclass(frozen=True)
 class PairComparison:
-    """One top-k model against its full counterpart.
+    """A top-k model beside its full counterpart.
 
     Attributes:
         gate: pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95.
         ratio: of the pooled medians, with a 95% interval from resampled sequences.
-        snapshot: which snapshots were compared.
-        samples: sequences behind the ratio, of the side with fewer.
+        snapshot: name of the snapshots compared.
+        samples: sequences behind the ratio, of the model with fewer.
     """
 
     gate: GateResult
@@ -92,30 +86,30 @@ class PairComparison:
 
     @property
     def answer(self) -> str:
-        """Whether δ_h < δ_s, in a word or two."""
+        """Return whether δ_h < δ_s, in a word or two."""
         if self.gate.unknown:
             return "cannot tell"
         return "yes" if self.gate.passed else f"no at {', '.join(self.gate.failed)}"
 
     @property
     def sentence(self) -> str:
-        """The comparison in a sentence."""
+        """Return the comparison in a sentence."""
         full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
-        start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
-        start += self.gate.pair.label.removesuffix(f", {self.snapshot}")
+        pair = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
+        pair += self.gate.pair.label.removesuffix(f", {self.snapshot}")
         if self.gate.unknown:
-            return f"{start}: it is unclear which model has the smaller dispersion, because a δ is not a number."
+            return f"{pair}: it is unclear which model has the smaller dispersion, because a δ is not a number."
         alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
-        said = partial(ratio_words, digits=3 if alike else 2)  # that tells the interval's ends apart
+        ratio_text = partial(ratio_words, digits=3 if alike else 2)  # tells the ends of the interval apart
         medians = f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats"
         if math.isfinite(ratio.estimate):
-            interval = interval_words(ratio.low, ratio.high, said, self.samples)
-            medians += f", ratio {said(ratio.estimate)}, {interval}"
+            interval = interval_words(ratio.low, ratio.high, ratio_text, self.samples)
+            medians += f", ratio {ratio_text(ratio.estimate)}, {interval}"
         if self.gate.passed:
             where = "at the 50th, 75th, 90th and 95th percentile"
-            return f"{start}: the top-k model has the smaller dispersion {where} ({medians})."
+            return f"{pair}: the top-k model has the smaller dispersion {where} ({medians})."
         failed = ", ".join(f"{p} (δₕ {topk[p]:.3g}, δₛ {full[p]:.3g})" for p in self.gate.failed)
-        return f"{start}: δₕ is not below δₛ at {failed} ({medians})."
+        return f"{pair}: δₕ is not below δₛ at {failed} ({medians})."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values."""
@@ -141,7 +135,7 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
         findings: of any number of models; those without a partner are left out.
 
     Returns:
-        One comparison per pair; none where not every query was looked at and kept: a verdict rests on all.
+        One comparison per pair; none if some queries were not measured or kept: a verdict needs all.
     """
     measurements = findings.measurements
     pairs, _ = find_pairs(measurements.models)
@@ -150,27 +144,21 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
         return []
     models = measurements.models[measurements.models["model"].isin(sorted(paired))]
     snapshots = dict(zip(models["model"], models["snapshot"], strict=True))
-    found = []
+    comparisons = []
     for gate in dispersion_gate(Findings(measurements.replace(models=models))):
         other, full = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
         ratio = ratio_interval(other, full, resamples=RESAMPLES)
         samples = min(other["sample"].nunique(), full["sample"].nunique())
-        found.append(PairComparison(gate, ratio, snapshots[gate.pair.other], samples))
-    return sorted(found, key=lambda comparison: comparison.snapshot != "last")
+        comparisons.append(PairComparison(gate, ratio, snapshots[gate.pair.other], samples))
+    return sorted(comparisons, key=lambda comparison: comparison.snapshot != "last")
 
 
 RATIO_PERCENTILES = (50, 95)
-
-
-RESAMPLES = 300  # of whole sequences; the ends of a 95% interval are then good to about a tenth of its width
+RESAMPLES = 300  # of whole sequences: the ends of a 95% interval are then known to about a tenth of its width
 
 
 def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Return the ratios of dispersion between every sparse model and its full counterpart, by layer.
-
-    Args:
-        findings: of full models and their counterparts.
-        resamples: bootstrap draws per ratio.
 
     Returns:
         One row per pair, percentile and layer: model, full, percentile, layer, ratio, low, high.
@@ -179,10 +167,10 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
     queries = findings.measurements.queries
     rows = {
         (str(model), int(layer)): known_rows(findings, str(model), "dispersion", int(layer))
-        for model, own in queries.groupby("model", sort=True)["layer"]
-        for layer in sorted(own.unique())
+        for model, of_model in queries.groupby("model", sort=True)["layer"]
+        for layer in sorted(of_model.unique())
     }
-    found = []
+    ratios = []
     for pair in pairs:
         layers = [layer for model, layer in rows if model == pair.other and (pair.full, layer) in rows]
         for percentile in RATIO_PERCENTILES:
@@ -191,18 +179,15 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
                     rows[pair.other, layer], rows[pair.full, layer], percentile=percentile, resamples=resamples
                 )
                 numbers = (interval.estimate, interval.low, interval.high)
-                found.append((pair.other, pair.full, percentile, layer, *numbers))
-    return pd.DataFrame(found, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
+                ratios.append((pair.other, pair.full, percentile, layer, *numbers))
+    return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
 
 
 def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
-    """Return controls: pooled median δ under input-agnostic masks over full attention's; last snapshots only.
-
-    Args:
-        findings: of full models and their counterparts.
+    """Return pooled median δ under input-agnostic masks (controls) over full attention's; last snapshots only.
 
     Returns:
-        Pairs with their ratio.
+        Each pair with its ratio.
     """
     models = findings.measurements.models[findings.measurements.models["snapshot"] == "last"]
     pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
@@ -215,14 +200,11 @@ def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
 
 
 _BINS = 24
-FEWEST = 10  # queries with about as many keys of which percentiles are given
+FEWEST = 10  # queries in a bin, to give its percentiles
 
 
 def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
     """Return percentiles of δ by the number of allowed keys, from two on, in bins of equal ratio.
-
-    Args:
-        findings: of any number of models.
 
     Returns:
         By model a row per bin: 0.05, 0.25, 0.5, 0.75, 0.95 (quantiles of δ), keys (their mean number), queries;

@@ -1,4 +1,4 @@
-"""The gate of ``semdiag check``: heavy hitters must have the smaller dispersion."""
+"""The gate of ``semdiag check``: top-k attention must have the smaller dispersion."""
 
 import math
 import shlex
@@ -17,7 +17,7 @@ from semdiag_models import InputError, TrainingConfig, configure, find_task, rea
 GATED = ("p50", "p75", "p90", "p95")
 _USUAL_K = 5  # the paper's
 NO_NUMBER = "because a δ there is not a number"
-SHOWN = (*GATED, "p100")  # p100 is one query among hundreds of thousands: printed, not gated
+SHOWN = (*GATED, "p100")  # p100 is a single query: printed, not gated
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class GateResult:
         pair: full model and top-k model.
         full: δ_s of the full model by percentile (nats).
         topk: δ_h of the top-k model by percentile (nats).
-        failed: gated percentiles at which δ_h < δ_s does not hold, or cannot be told.
+        failed: gated percentiles at which δ_h < δ_s does not hold or is unknown.
     """
 
     pair: Pair
@@ -38,19 +38,19 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """Whether δ_h < δ_s at every gated percentile."""
+        """Return whether δ_h < δ_s at every gated percentile."""
         return not self.failed
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Those of the failed percentiles at which a δ is no number, so that nobody can tell."""
+        """Return the failed percentiles at which a δ is not a number."""
         return tuple(p for p in self.failed if math.isnan(self.full[p] + self.topk[p]))
 
     @property
     def fault(self) -> str:
-        """What keeps the pair from passing, in words; empty if nothing does."""
-        told = [p for p in self.failed if p not in self.unknown]
-        parts = [f"δ_h < δ_s fails at {', '.join(told)}"] if told else []
+        """Return in words why the pair fails; empty if it passes."""
+        known = [p for p in self.failed if p not in self.unknown]
+        parts = [f"δ_h < δ_s fails at {', '.join(known)}"] if known else []
         parts += [f"δ_h < δ_s cannot be judged at {', '.join(self.unknown)}, {NO_NUMBER}"] if self.unknown else []
         return "; ".join(parts)
 
@@ -59,9 +59,6 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
     """Compare pooled dispersions of paired full and top-k models.
 
     Source: paper, the comparison of δ_s and δ_h at matching percentiles. Deviation: the maximum is not gated.
-
-    Args:
-        findings: of full and top-k models.
 
     Returns:
         One result per pair.
@@ -95,10 +92,7 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
 
 
 def require_one_partner(findings: Findings) -> None:
-    """Refuse to judge where it is not clear which models are a pair.
-
-    Args:
-        findings: of full and top-k models.
+    """Refuse to judge if it is not clear which models are a pair.
 
     Raises:
         InputError: if several full models could be the partner of a top-k model.
@@ -116,22 +110,19 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
     own = models[models["model"] == model].iloc[0]
     wanted = "topk" if own["attention"] == "full" else "full"
     others = models[(models["attention"] == wanted) & (models["task"] == own["task"])]["model"]
-    found = [(differences(models, Pair("", model, other)), other) for other in others]
-    if not found:
+    differing = [(differences(models, Pair("", model, other)), other) for other in others]
+    if not differing:
         return ""
-    least, other = min(found, key=lambda entry: len(entry[0]))
+    least, other = min(differing, key=lambda entry: len(entry[0]))
     return f" ({other} differs from it in {'; '.join(least)})"
 
 
 def partner_command(model: str) -> str:
     """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``.
 
-    Args:
-        model: its path.
-
     Returns:
-        The command, with every option in which the stored configuration differs from its task's recipe. Of a model
-        that semdiag did not train, or that learned a text or trees of another law, no more than its beginning.
+        The command, with every option in which the stored configuration differs from its task's recipe; only
+        ``semdiag train`` for a model that semdiag did not train, or that learned a text or other trees.
     """
     try:
         stored = read_checkpoint(Path(model))
@@ -147,11 +138,11 @@ def partner_command(model: str) -> str:
     words = ["semdiag", "train", stored.training.task]
     for name, value in chosen.items():
         words += [f"--{name}", str(value)]
-    own, recipe = ({**vars(a), **vars(b)} for a, b in ((stored.model, stored.training), usual))
+    stored_values, recipe = ({**vars(a), **vars(b)} for a, b in ((stored.model, stored.training), usual))
     recipe["optimizer"] = TrainingConfig.optimizer
-    if own.pop("least_length") is not None:
-        own["length"] = f"{stored.training.least_length}:{stored.training.length}"
-    for name, value in own.items():
+    if stored_values.pop("least_length") is not None:
+        stored_values["length"] = f"{stored.training.least_length}:{stored.training.length}"
+    for name, value in stored_values.items():
         if name in _NO_OPTIONS or value == recipe[name]:
             continue
         words.append("--compile" if name == "compiled" else f"--{name.replace('_', '-')}")
@@ -160,7 +151,7 @@ def partner_command(model: str) -> str:
     return shlex.join(words)
 
 
-# What the counterpart has of its own, and what follows from the task.
+# What differs in the counterpart, and what follows from the task.
 _NO_OPTIONS = (
     *("attention", "k", "score_gradient", "vocabulary_size", "classes", "first_norm_eps", "selection_seed"),
     "task",

@@ -22,10 +22,6 @@ from semdiag.questions.dispersion.answer.comparisons import FEWEST, dispersion_b
 def dispersion_by_keys(findings: Findings) -> Figure:
     """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled.
 
-    Args:
-        findings: of models whose queries differ in their number of keys: causal ones, or inputs of several
-            lengths.
-
     Returns:
         One panel per task, seed, size, setting and snapshot, or per external model.
 

@@ -16,9 +16,6 @@ from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 def dispersion_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis.
 
-    Args:
-        findings: of any number of models.
-
     Returns:
         One panel per task, seed, size, setting and snapshot.
 

@@ -18,9 +18,6 @@ MARKED = (50, 75, 90, 95)
 def dispersion_ecdf(findings: Findings) -> Figure:
     """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked.
 
-    Args:
-        findings: of any number of models.
-
     Returns:
         One panel per task, seed, size, setting and snapshot.
 

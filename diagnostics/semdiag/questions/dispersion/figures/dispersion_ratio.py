@@ -23,9 +23,6 @@ from semdiag.questions.dispersion.answer.comparisons import RATIO_PERCENTILES, l
 def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences.
 
-    Args:
-        findings: of full models and their counterparts.
-
     Returns:
         One row of panels per task, seed, size, setting and snapshot: median and 95th percentile.
 

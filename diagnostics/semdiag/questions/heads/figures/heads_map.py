@@ -3,18 +3,18 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.heat_map import heat_map, name_cells
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
-from semdiag.presenting.drawing.style import note_below, page_width, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import note_below, page_width, panel_grid, paper_style
 from semdiag.questions.heads.answer import first_k, head_table
 
-_FAR = 10  # between the largest and the smallest δ, above which colours are logarithmic
-_TALL = 60  # heads of all models together, above which their rows get lower
-_WRITTEN = 16  # layers, above which the numbers in the cells could not be read
+_FAR = 10  # ratio of the largest to the smallest δ above which colours are logarithmic
+_TALL = 60  # with more heads of all models together, their rows get lower
+_WRITTEN = 16  # with more layers, numbers in the cells would be illegible
 _NATS = ("dispersion", "entropy")
 _OLDER = {"largest_weight": "largest weight of a query"}
 
@@ -24,9 +24,6 @@ def heads_map(findings: Findings) -> Figure:
     """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head.
 
     Of older measurements, which have neither entropy nor that weight: the largest weight.
-
-    Args:
-        findings: of any number of models.
 
     Returns:
         One panel per quantity that was measured; abscissa: layers; ordinate: heads, model by model.
@@ -49,7 +46,7 @@ def heads_map(findings: Findings) -> Figure:
     models = [model for model in labels if model in set(table["model"])]
     heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
     layers = sorted(table["layer"].unique())
-    rows = [head for own in heads for head in own]
+    rows = [head for numbers in heads for head in numbers]
     figure, axes = panel_grid(
         len(shown), height=0.6 + 0.22 * min(max(len(rows), 4), _TALL), sharey=False, columns=2
     )
@@ -58,12 +55,12 @@ def heads_map(findings: Findings) -> Figure:
         _draw(ax, _cells(table, name, models, heads, layers), name)
         ax.set_title(titles[name], fontsize=8)
         ax.set_xlabel("layer")
-        _ticks(ax.xaxis, layers)
+        name_cells(ax.xaxis, layers)
         for edge in edges[1:-1]:
             ax.axhline(edge - 0.5, color="white", linewidth=2)
         if len(models) == 1:
             ax.set_ylabel("head")
-            _ticks(ax.yaxis, rows)
+            name_cells(ax.yaxis, rows)
         elif place % 2 == 0 or page_width() < 5:
             names = [
                 labels[model].replace(", ", "\n", 1) if page_width() < 5 else labels[model] for model in models
@@ -79,20 +76,14 @@ def heads_map(findings: Findings) -> Figure:
     return figure
 
 
-def _ticks(axis: Axis, numbers: list[int]) -> None:
-    """Label at most a dozen of the numbers, at their places."""
-    step = -(-len(numbers) // 12)
-    axis.set_ticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
-
-
 def _cells(
     table: pd.DataFrame, name: str, models: list[str], heads: list[list[int]], layers: list[int]
 ) -> np.ndarray:
-    """(heads of all models, layers): the models one below the other."""
+    """Return (heads of all models, layers), the models one below the other."""
     parts = []
-    for model, wanted in zip(models, heads, strict=True):
-        own = table[table["model"] == model].pivot(index="head", columns="layer", values=name)
-        parts.append(own.reindex(index=wanted, columns=layers).to_numpy(float))
+    for model, numbers in zip(models, heads, strict=True):
+        by_place = table[table["model"] == model].pivot(index="head", columns="layer", values=name)
+        parts.append(by_place.reindex(index=numbers, columns=layers).to_numpy(float))
     return np.concatenate(parts)
 
 
@@ -103,15 +94,5 @@ def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
         low, high = (positive.min(), positive.max()) if len(positive) else (0.0, 1.0)
         far = name == "dispersion" and high > _FAR * low
         scale = LogNorm(low, high) if low and far else Normalize(0, high)
-    image = ax.imshow(cells, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
-    ax.set_facecolor("#bbbbbb")
-    ax.grid(visible=False)
-    if cells.shape[1] <= _WRITTEN:
-        for (row, column), value in np.ndenumerate(cells):
-            if np.isfinite(value):
-                ink = "black" if scale(max(value, scale.vmin or 0)) > 0.55 else "white"
-                said = f"{value:.2g}" if name in _NATS else f"{value:.0%}"
-                ax.text(column, row, said, ha="center", va="center", fontsize=6, color=ink)
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
-    bar.ax.tick_params(labelsize=7)
-    plain_numbers(bar.ax.yaxis)
+    text = ("{:.2g}" if name in _NATS else "{:.0%}").format
+    heat_map(ax, cells, scale, text if cells.shape[1] <= _WRITTEN else None)
