@@ -35,7 +35,7 @@ NOTE, WARNING = "note", "warning"  # severities of remarks
 # Codes of remarks that concern the user's request or invalidate an answer: commands print them, too.
 WARNINGS = frozenset(
     (
-        "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "nan-logits", "no-overlap",
+        "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "loss-of-logits", "nan-logits", "no-overlap",
         "no-secants", "no-secants-there", "no-mask-stability-there", "outputs-compared", "padding-compared",
         "queries-drawn", "random-forward", "texts-cut", "weights-differ", "weights-not-loaded",
     )

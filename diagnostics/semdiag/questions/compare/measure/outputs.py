@@ -55,6 +55,9 @@ class Outputs:
         elif reader is not None and reader.reason:
             said = f"logits are compared as outputs, not as a distribution: {reader.reason}"
             found.append((said, "logits-as-outputs"))
+        elif reader is not None and reader.loss:
+            said = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
+            found.append((said, "loss-of-logits"))
         return found
 
     def prepare(self, batch: Batch, labels: Tensor | None, run: Callable[[Batch], Any]) -> None:

@@ -1,6 +1,7 @@
 """A model's output on a batch: a distribution over classes or tokens, or a representation; and its targets."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,6 +15,7 @@ from semdiag.capturing.token_masks import real_tokens
 from semdiag.measuring.token_tables import TokenTables, token_ids
 from semdiag.questions.k_sweep.measure.targets import (
     given_labels,
+    losses_of,
     moved_by_one,
     next_tokens,
     targets_of,
@@ -77,6 +79,7 @@ class Reader:
         reason: why logits are read as a representation; empty where they are not.
         others: what else the output holds that could be compared, but is not; empty if nothing.
         unread: names of inputs that hold labels of another kind.
+        loss: why the loss that is compared is not the model's own; empty where it is, or nothing tells.
 
     Raises:
         InputError: if there are labels, but the output cannot be compared with them.
@@ -109,6 +112,8 @@ class Reader:
         self.distribution = logits and not self.reason
         self.others = "" if self.distribution else _others(output)
         self.unread = unread_labels(batch)
+        self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
+        self.loss = self._own_loss(output, batch) if self.distribution and labels is None else ""
 
     def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
         """Read the output on a batch.
@@ -148,12 +153,33 @@ class Reader:
                 return real[name]
         return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
 
+    def _own_loss(self, output: Any, batch: Batch) -> str:
+        """Learn from a model's own loss to which positions labels belong; return how it is another, if it is."""
+        name, given = given_labels(self._module, batch)
+        if given is None:
+            return ""
+        values, _ = _values(output, batch)
+        values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
+        losses = losses_of(output, values, targets_of(given, name, values))
+        if losses is None or not math.isfinite(losses[0]):
+            return ""
+        own, ours, rounding = losses
+        there, earlier = (abs(each - own) <= rounding for each in ours)
+        if there != earlier:
+            self._moved = earlier
+        if there or earlier:
+            return ""
+        return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {_either(ours)}"
+
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
         name, given = given_labels(self._module, batch) if labels is None else ("labels", labels)
         if given is not None:
             found = targets_of(given, name, values)
-            if moved_by_one(self._module, found, name, ids, self.causal):
+            moved = self._moved
+            if moved is None:
+                moved = moved_by_one(self._module, found, name, ids, self.causal)
+            if moved:
                 return next_tokens(found, torch.ones_like(found, dtype=torch.bool))
             return found
         return None if ids is None else next_tokens(ids, counted)
@@ -171,6 +197,12 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
         [0.0, 2.0]
     """
     return (after - before).masked_fill(after == before, 0)
+
+
+def _either(losses: Sequence[float]) -> str:
+    """Name the losses that are known."""
+    named = ("", " (each label one position earlier)")
+    return " or ".join(f"{x:.4g}{at}" for x, at in zip(losses, named, strict=True) if math.isfinite(x))
 
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
