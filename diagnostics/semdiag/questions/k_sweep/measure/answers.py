@@ -1,7 +1,7 @@
 """A model's output on a batch: a distribution over classes or tokens, or a representation; and its targets."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -54,11 +54,11 @@ class Reader:
 
     A distribution is what an encoder of semdiag_models returns, what is called ``logits``, what predicts the next
     token, and a plain tensor with which labels can be compared; any other output is a representation, and labels
-    beside it are refused. So are logits whose softmax says
-    nothing: of one logit alone it is always 1, of a map over an image nothing tells which axis is that of the
-    classes, and regression and independent labels (``problem_type`` of the model's configuration, or labels that
-    are floating-point numbers) have none. Samples are the output's first
-    axis, or the second where the first is not as long as the batch.
+    beside it are refused. So are logits whose softmax says nothing: of one logit alone it is always 1, one for
+    each token is not one for each class, of a map over an image nothing tells which axis is that of the classes,
+    and regression and independent labels (``problem_type`` of the model's configuration, or labels that are
+    floating-point numbers) have none. Samples are the output's first axis, or the second where the first is not
+    as long as the batch.
 
     The next token is what is right where there are no labels, the output has one row for each token and one column
     for each row of the table in which the model looks the tokens up, and no position's output changes with a later
@@ -108,6 +108,7 @@ class Reader:
                 f"{name} are given, but {type(module).__name__} returns no logits to compare them with. Leave "
                 f"them out, or name the model with its head{' (without --head none)' * headless}."
             )
+        self._by_token = logits and self._is_one_a_token(values, known, ids.values())
         self.reason = self._no_distribution(values, known) if logits else ""
         self.distribution = logits and not self.reason
         self.others = "" if self.distribution else _others(output)
@@ -127,11 +128,20 @@ class Reader:
             TypeError: if the output holds no tensor of floating-point numbers, or none with an axis of samples.
         """
         values, _ = _values(output, batch)
-        values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
+        if values.ndim != 3:
+            values = values[..., None] if self._by_token else values.reshape(len(values), 1, -1)
         counted = self._counted(batch, values)
         if not self.distribution:
             return Answers(values, False, None, counted)
         return Answers(values, True, self._targets(batch, values, labels, counted), counted)
+
+    def _is_one_a_token(self, values: Tensor, labels: Any, ids: Iterable[Tensor]) -> bool:
+        """Tell whether logits are one for each token, as of a discriminator, not one for each class."""
+        if values.ndim != 2 or all(values.shape != each.shape for each in ids):
+            return False
+        if isinstance(labels, Tensor) and labels.ndim == 1:
+            return False
+        return getattr(getattr(self._module, "config", None), "num_labels", None) != values.shape[1]
 
     def _no_distribution(self, values: Tensor, labels: Any) -> str:
         """Return why a softmax over the last axis of logits is meaningless; empty if it is not."""
@@ -139,6 +149,10 @@ class Reader:
             return "there is one alone, of which a softmax is always 1"
         if values.ndim > 3:
             return f"they have {values.ndim} axes, and nothing tells which is that of the classes"
+        if self._by_token:
+            return "there is one for each token, not one for each class"
+        if _predicts_pixels(self._module):
+            return "they are pixels"
         kind = getattr(getattr(self._module, "config", None), "problem_type", None)
         if kind in _NO_CLASSES and not self.causal:
             return f"the problem type of the model is {kind}"
@@ -239,6 +253,14 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
     if samples in values.shape[1:2]:  # sequence first
         return values.transpose(0, 1)
     raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
+
+
+def _predicts_pixels(module: nn.Module) -> bool:
+    """Return whether a model of transformers fills in parts of an image (ViTMAE, VideoMAE)."""
+    named = type(module).__module__.startswith("transformers.") and type(module).__name__.endswith(
+        "ForPreTraining"
+    )
+    return named and str(getattr(module, "main_input_name", "")).startswith("pixel_values")
 
 
 def _says_headless(module: nn.Module) -> bool:
