@@ -191,6 +191,11 @@ def test_a_window_keeps_as_many_keys_as_top_k():
         (lambda: TopK([1, 2], shared="layer"), "need a single k"),
         (lambda: TopP(0), "p is a fraction"),
         (lambda: TopP(1.5), "p is a fraction"),
+        (lambda: masks_of([2, 4], 0, ["topk", "window"], ["window"]), "window needs k of at least 5. Got 2, 4"),
+        (
+            lambda: masks_of([8], 0, ["block-32-best"], ["block-32-best"]),
+            "block-32-best needs k of at least 32. Got 8",
+        ),
         (lambda: check_kinds(["topk", "best"]), "no kind of sparse attention 'best'. Kinds: topk, topk-group"),
     ],
 )

@@ -53,13 +53,19 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
     return TopK(k, shared=how, every=every)  # type: ignore[arg-type]
 
 
-def masks_of(ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS) -> list[tuple[str, int, Keep]]:
+def masks_of(
+    ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS, asked: Sequence[str] = ()
+) -> list[tuple[str, int, Keep]]:
     """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent.
 
     Args:
         ks: numbers of keys.
         seed: of random keys.
         kinds: names.
+        asked: those that a user named, which are not left out silently.
+
+    Raises:
+        InputError: if one that was asked for has a rule for none of these k.
 
     Example:
         >>> [(name, k) for name, k, _ in masks_of([2, 8], 0, ("topk", "window", "random"))]
@@ -72,7 +78,10 @@ def masks_of(ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS) -> 
         if kind == "topp":
             masks += [(kind, round(100 * p), TopP(p)) for p in SHARES]
             continue
-        ruled = ((k, rule_of(kind, k, seed)) for k in ks)
+        ruled = [(k, rule_of(kind, k, seed)) for k in ks]
+        if kind in asked and not any(rule for _, rule in ruled):
+            least = next(k for k in range(1, max(ks) + 65) if rule_of(kind, k, seed) is not None)
+            raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
         masks += [(kind, k, rule) for k, rule in ruled if rule is not None]
     return masks
 
