@@ -88,13 +88,13 @@ class Outputs:
         if self._reader is None:
             return
         try:
+            shapes = [self._reader.shape(output, batch) for output in (before, after)]
+            if shapes[0] != shapes[1]:
+                self._give_up(f"they are of the shapes {shapes[0]} and {shapes[1]}")
+                return
             one, two = (self._reader.read(output, batch, labels) for output in (before, after))
         except (TypeError, InputError) as error:
             self._give_up(str(error).removesuffix("."))
-            return
-        if one.values.shape != two.values.shape:
-            shapes = " and ".join(str(tuple(answers.values.shape)) for answers in (one, two))
-            self._give_up(f"they are of the shapes {shapes}")
             return
         for at in range(len(one.values)):
             self.rows.append({"sample": first + at, **_changes(_sample(one, at), _sample(two, at))})

@@ -116,6 +116,10 @@ class Reader:
         self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
         self.loss = self._own_loss(output, batch) if self.distribution and labels is None else ""
 
+    def shape(self, output: Any, batch: Batch) -> tuple[int, ...]:
+        """Return the shape of what is read of an output, as :meth:`read` does."""
+        return tuple(_values(output, batch)[0].shape)
+
     def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
         """Read the output on a batch.
 
