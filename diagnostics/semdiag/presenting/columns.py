@@ -98,8 +98,8 @@ class Column:
         heading: above it; empty: the name.
         said: how its entries read.
         left: whether it is a name, which is aligned left and never left away; so is what :func:`text` says.
-        goes: when it is left away, where there is no room: 1 goes first; those with 0 go last, from the right; one
-            that :data:`STAYS` never does. It also stays where no row has a value; all others are left away.
+        goes: when it is left away, where there is no room: 1 goes first; those with 0 later, from the right; one
+            with :data:`STAYS` after all these, where it would be cut. It alone stays where no row has a value.
 
     Example:
         >>> Column("low high", "95%", percent_interval).cell({"low": 0.1, "high": 0.25})

@@ -70,8 +70,9 @@ class NumberTable:
         self.title, self.caption, self.columns = title, caption, [column.title.format(unit) for column in shown]
         self.rows = list(zip(*(cells[column] for column in shown), strict=True))
         self.names = sum(column.left for column in shown)
-        places = [place for place, column in enumerate(shown) if not column.left and column.goes != STAYS]
-        going = sorted(places, key=lambda place: (shown[place].goes or len(shown), -place))
+        places = [place for place, column in enumerate(shown) if not column.left]
+        order = [column.goes or len(shown) for column in shown]  # what stays goes after all others
+        going = sorted(places, key=lambda place: (shown[place].goes == STAYS, order[place], -place))
         self._going = going[: max(0, len(shown) - self.names - 1)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

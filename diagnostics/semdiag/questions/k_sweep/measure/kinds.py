@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from semdiag.capturing.mask_rules import Keep, RandomK, Rule, TopK, TopP, Window
+from semdiag.capturing.mask_rules import Keep, RandomK, Rule, TopK, TopP
 from semdiag_models import InputError
 
 TOP_K, RANDOM = "topk", "random"
@@ -38,12 +38,12 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
 
     Example:
         >>> rule_of("block-16", 32, 0), rule_of("block-16", 8, 0), rule_of("window", 32, 0).window
-        (TopK(k=2, sinks=0, window=0, block=16, by='mean', shared='head', every=1), None, 28)
+        (TopK(k=2, sinks=0, window=0, block=16, by='mean', shared='head', every=1, centred=False), None, 28)
     """
     if kind == RANDOM:
         return RandomK(k, seed)
     if kind == "window":
-        return Window(k - SINKS, SINKS) if k > SINKS else None
+        return TopK(0, SINKS, k - SINKS, centred=True) if k > SINKS else None
     if kind.startswith("block-"):
         size, *best = kind.removeprefix("block-").split("-")
         block = int(size)
