@@ -35,9 +35,10 @@ NOTE, WARNING = "note", "warning"  # severities of remarks
 # Codes of remarks that concern the user's request or invalidate an answer: commands print them, too.
 WARNINGS = frozenset(
     (
-        "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "nan-logits", "no-overlap",
-        "no-secants", "no-secants-there", "no-mask-stability-there", "outputs-compared", "padding-compared",
-        "queries-drawn", "random-forward", "texts-cut", "weights-differ", "weights-not-loaded",
+        "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "loss-of-logits", "nan-logits",
+        "no-overlap", "no-secants", "no-secants-there", "no-mask-stability-there", "outputs-compared",
+        "padding-compared", "queries-drawn", "random-forward", "texts-cut", "weights-differ",
+        "weights-not-loaded",
     )
 )  # fmt: skip
 

@@ -271,7 +271,10 @@ def _fixed(rule: TopK | RandomK, call: AttentionCall, allowed: Tensor) -> Tensor
             raise _unknown(
                 call, "a window", "its queries and keys are different tokens, or the queries follow a cache"
             )
-        near = (places[:, None] - torch.arange(call.k.shape[2], device=call.q.device)).abs() < rule.window
+        back = places[:, None] - torch.arange(call.k.shape[2], device=call.q.device)
+        near = back.abs() < rule.window
+        if isinstance(rule, TopK) and rule.centred and bool((allowed & (back < 0)).any()):
+            near = (back <= rule.window // 2) & (back > rule.window // 2 - rule.window)
         fixed = near[None, None] if fixed is None else fixed | near
     return fixed
 

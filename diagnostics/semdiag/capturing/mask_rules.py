@@ -28,6 +28,8 @@ class TopK:
         shared: which heads keep the same keys: ``head``, none do; ``group``, those with the same key head;
             ``layer``, all of a layer. Keys are then ranked by their attention weight, averaged over these heads.
         every: with ``shared="layer"``, so many consecutive layers use the keys of the first of them.
+        centred: where queries see later keys, too, ``window`` is the number of nearest keys in all, not of those
+            on each side.
 
     Raises:
         InputError: if a number is negative, nothing is kept, or a word is unknown.
@@ -44,6 +46,7 @@ class TopK:
     by: Literal["weight", "best", "mean"] = "weight"
     shared: Literal["head", "group", "layer"] = "head"
     every: int = 1
+    centred: bool = False
 
     def __post_init__(self) -> None:
         _check(self.k, self.sinks, self.window, self.block)

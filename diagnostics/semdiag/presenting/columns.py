@@ -97,8 +97,8 @@ class Column:
             make one cell. Empty: the whole row makes it.
         heading: above it; empty: the name.
         form: turns the entries, or the row, into text.
-        drop: its turn to be dropped where the table is too wide: 1 goes first, 0 last, from the right; a
-            column with :data:`NEVER` stays, even if no row has a value, where all others go.
+        drop: its turn to be dropped where the table is too wide: 1 goes first; 0 later, from the right; a column
+            with :data:`NEVER` after all these, where it would be cut. It alone stays where no row has a value.
         left: whether it is a name, aligned left and never dropped; a column of :func:`text` is.
 
     Example:

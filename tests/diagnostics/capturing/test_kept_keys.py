@@ -11,6 +11,7 @@ from semdiag.capturing import kept_keys as module
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.kept_keys import kept_keys
 from semdiag.capturing.mask_rules import RandomK, TopK, TopP, Window
+from semdiag.questions.k_sweep.measure.kinds import rule_of
 
 SCORES = st.sampled_from([-math.inf, -3e38, -1.0, -0.0, 0.0, 0.5, 1.0, 1.0 + 2**-23, 3e38])
 
@@ -69,6 +70,22 @@ RULES = [
     Window(2, sinks=1),
     RandomK(3),
 ]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("k", [5, 6, 8])
+def test_a_window_of_k_keys_holds_no_more_of_them_in_any_model(k, causal):
+    """Without a causal mask it reached as far to both sides: twice as many keys, beside k of the other kinds."""
+    q = torch.randn(2, 3, 20, 4, generator=torch.Generator().manual_seed(0))
+    call = AttentionCall("", 0, q, q, q, 1.0, None, None, None, q, causal=causal)
+    kept, _ = kept_keys(rule_of("window", k, 0), call)
+    wide = k - 4
+    for query in range(20):
+        first = query - wide + 1 if causal else query - wide // 2
+        near = {*range(4), *range(first, first + wide)} & {*range(20)}
+        expected = {key for key in near if key <= query or not causal}
+        assert set(kept[1, 2, query].nonzero()[:, 0].tolist()) == expected
+        assert len(expected) <= k
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)

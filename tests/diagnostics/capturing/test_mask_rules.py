@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from semdiag import RandomK, TopK, TopP, Window, sparsify
+from semdiag import RandomK, TopK, TopP, sparsify
 from semdiag.questions.k_sweep.measure.kinds import KINDS, check_kinds, masks_of, rule_of
 from semdiag_models import InputError
 
@@ -173,7 +173,7 @@ def test_a_model_under_a_rule_is_the_model_whose_attention_keeps_what_loops_keep
 
 def test_a_window_keeps_as_many_keys_as_top_k():
     for k in (5, 16, 40):
-        assert rule_of("window", k, 0) == Window(k - 4, 4)
+        assert rule_of("window", k, 0) == TopK(0, sinks=4, window=k - 4, centred=True)
     assert rule_of("window", 4, 0) is None
     assert rule_of("block-32-best", 64, 0) == TopK(2, block=32, by="best")
     assert rule_of("topk-4-layers", 8, 0) == TopK(8, shared="layer", every=4)
@@ -191,6 +191,11 @@ def test_a_window_keeps_as_many_keys_as_top_k():
         (lambda: TopK([1, 2], shared="layer"), "need a single k"),
         (lambda: TopP(0), "p is a fraction"),
         (lambda: TopP(1.5), "p is a fraction"),
+        (lambda: masks_of([2, 4], 0, ["topk", "window"], ["window"]), "window needs k of at least 5. Got 2, 4"),
+        (
+            lambda: masks_of([8], 0, ["block-32-best"], ["block-32-best"]),
+            "block-32-best needs k of at least 32. Got 8",
+        ),
         (lambda: check_kinds(["topk", "best"]), "no kind of sparse attention 'best'. Kinds: topk, topk-group"),
     ],
 )

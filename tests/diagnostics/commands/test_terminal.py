@@ -86,6 +86,14 @@ def test_the_answer_is_never_left_away():
     assert left_away(printed(table, 10).splitlines()) == {"p5", "p50", "p95"}
 
 
+def test_answers_that_do_not_fit_beside_each_other_are_not_cut():
+    """At 40 columns the mask's name was gone, and 0.997 read 0.9."""
+    row = "random", "1.234567", "2.345678", "3.456789"
+    said = printed(table_of(["mask", "p5", "p50", "p95"], row, names=1, kept=["p5", "p50", "p95"]), 30)
+    assert {"random", "1.234567", "2.345678"} <= set(said.split())
+    assert left_away(said.splitlines()) == {"p95"}
+
+
 def test_a_column_without_a_value_is_left_away_unless_it_is_asked_about():
     table = table_of(["layer", "p50", "p95", "met"], ("0", "1.5", "–", "–"), ("1", "–", "–", "–"), kept=["met"])
     assert table.columns == ["layer", "p50", "met"]

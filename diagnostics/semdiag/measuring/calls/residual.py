@@ -9,10 +9,12 @@ from torch import Tensor
 
 from semdiag.capturing.adapters.attention_core import MECHANISM
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.provenance.softmax_provenance import MECHANISM as BY_HAND
 from semdiag.mathematics.unraveled import unraveled
 
 _CHECKED_ROWS = 32  # of all samples, heads and queries, drawn at random
 _DEVIATIONS = 6  # standard deviations allowed for a sum of rounding errors, taken as independent
+_UNDIVIDED = 32  # units by which ln Σ e^z differs from 0 at most, where z is less a rounded logsumexp
 _HALVES = torch.float16, torch.bfloat16
 
 
@@ -105,6 +107,9 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
     error = error.masked_fill(weights == 0, 0)
     mean = (weights * error).sum(-1, keepdim=True).clamp(max=50).exp()
     moved = weights * torch.expm1(error.clamp(max=50))
+    undivided = (top - weights.amax(-1, keepdim=True).log()).nan_to_num(0, posinf=0)  # ln Σ e^z
+    rounded = (call.mechanism == BY_HAND) & (undivided.abs() <= _UNDIVIDED * unit)
+    undivided = torch.expm1(undivided.where(rounded, 0)).abs()
     keys, subnormal = weights.shape[-1], 2.0**-25 if _coarsest(call) == torch.float16 else 0.0
     bound = []
     for row, values in enumerate(rows.values):
@@ -114,7 +119,7 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
         bound.append(
             away
             + 4 * unit * mass
-            + unit * mixed[row].abs()
+            + (unit + undivided[row]) * mixed[row].abs()
             + _DEVIATIONS * sums * _of_sums(keys, squares, mixed[row].abs())
             + subnormal * (values.abs().sum(0) + 1)
         )

@@ -1,5 +1,7 @@
 """How many choices a number format changes, forecast and measured, each with an interval."""
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -18,13 +20,14 @@ def changed_shares(counts: pd.DataFrame) -> Summary:
 
     Returns:
         queries; forecast and measured, the shares of these, with ``_low`` and ``_high`` of 95% intervals from
-        resampled sequences, that of the forecast wider by a tenth of its ends; first: of how many queries the
-        first change is here.
+        resampled sequences (none where all are alike), that of the forecast wider by a tenth of its ends; first:
+        of how many queries the first change is here.
     """
     own = counts.groupby("sample")[["queries", "forecast", "measured"]].sum().astype(np.float64)
     row: Summary = {"queries": int(counts["queries"].sum())}
     for name, missed in (("forecast", _MISSED), ("measured", 0.0)):
-        found = sum_ratio_interval(own[name].to_numpy(), own["queries"].to_numpy(), _RESAMPLES)
-        low, high = found.low * (1 - missed), min(1.0, found.high * (1 + missed))
+        found = sum_ratio_interval(own[name].to_numpy(), own["queries"].to_numpy(), _RESAMPLES).if_varied()
+        low, high = found.low * (1 - missed), found.high * (1 + missed)
+        high = high if math.isnan(high) else min(1.0, high)
         row |= {name: found.estimate, f"{name}_low": low, f"{name}_high": high}
     return row | {"first": int(counts["first"].sum())}

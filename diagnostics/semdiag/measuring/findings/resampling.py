@@ -19,6 +19,24 @@ from numpy.typing import NDArray
 FEWEST = 5  # fewest sequences or planes for an interval
 
 
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval; NaN if there is none."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def if_varied(self) -> "Interval":
+        """Return it without its ends if they are equal: sequences that are all alike show no variation.
+
+        Example:
+            >>> Interval(0.0, 0.0, 0.0).if_varied(), Interval(0.5, 0.25, 0.75).if_varied().low
+            (Interval(estimate=0.0, low=nan, high=nan), 0.25)
+        """
+        return self if self.low < self.high else Interval(self.estimate, math.nan, math.nan)
+
+
 def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return the percentiles of the resampled values that bound an interval; it is wider for few units.
 
@@ -67,15 +85,6 @@ def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float 
         return math.nan, math.nan
     low, high = np.percentile(resampled, tail_levels(units, confidence))
     return float(low), float(high)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its confidence interval; NaN if there is none."""
-
-    estimate: float
-    low: float
-    high: float
 
 
 def ratio_interval(

@@ -75,8 +75,9 @@ class NumberTable:
         self.title, self.caption, self.columns = title, caption, [column.title.format(unit) for column in shown]
         self.rows = list(zip(*(cells[column] for column in shown), strict=True))
         self.names = sum(column.left for column in shown)
-        places = [place for place, column in enumerate(shown) if not column.left and column.drop != NEVER]
-        in_turn = sorted(places, key=lambda place: (shown[place].drop or len(shown), -place))
+        places = [place for place, column in enumerate(shown) if not column.left]
+        turns = [column.drop or len(shown) for column in shown]
+        in_turn = sorted(places, key=lambda place: (shown[place].drop == NEVER, turns[place], -place))
         self._droppable = in_turn[: max(0, len(shown) - self.names - 1)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -105,7 +105,7 @@ def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
     covered = (counts["queries"] - counts["not_covered"]).to_numpy()
     shares: dict[str, float] = {}
     for name in _SHARES:
-        found = sum_ratio_interval(counts[name].to_numpy(), covered, _RESAMPLES)
+        found = sum_ratio_interval(counts[name].to_numpy(), covered, _RESAMPLES).if_varied()
         shares |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
     return {
         "queries": int(part["queries"].sum()),

@@ -98,6 +98,30 @@ def test_values_of_one_sign_are_summed_within_rounding(length):
     assert found == Completeness.COMPLETE, numbers
 
 
+class Undivided(Attention):
+    """Less a logsumexp that the format rounds, as Reformer has it."""
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, HEADS, WIDTH)).transpose(1, 3).unbind(2)
+        scores = q @ k.mT * WIDTH**-0.5 + self.slope
+        return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ (1 + v / 100)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("level", [1.0, 6.0, 12.0])
+def test_exponentials_that_nothing_divides_are_within_rounding(level, dtype):
+    """A sum of exponentials far from 1 is rounded by much, and all weights of a row are off alike."""
+    torch.manual_seed(0)
+    model, calls = Undivided("", 1.0).to(getattr(torch, dtype)).eval(), []
+    model.slope = level  # of all scores of a row: no weight depends on it
+    with torch.no_grad(), watch_attention(model, calls.append):
+        model(torch.randn(SAMPLES, LENGTH, HEADS * WIDTH).to(getattr(torch, dtype)))
+    found, numbers = answer(calls[0])
+    assert found == Completeness.COMPLETE, numbers
+    wrong = dataclasses.replace(calls[0], v=calls[0].v * 1.2)
+    assert answer(wrong)[0] == Completeness.MISSING
+
+
 @pytest.mark.parametrize("part", ["head", "mask", "bias", "sink"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -266,6 +266,8 @@ class Answering(Causal):
     [
         (None, lambda x: x[:, :, :7], "outputs-not-compared",
          f"outputs are not compared: they are of the shapes (2, {L}, {VOCABULARY}) and (2, {L}, 7)"),
+        (None, lambda x: x[:, :, 0], "outputs-not-compared",
+         f"outputs are not compared: they are of the shapes (2, {L}, {VOCABULARY}) and (2, {L})"),
         (None, lambda x: "text", "outputs-not-compared",
          "outputs are not compared: its output, a str, holds no tensor of floating-point numbers"),
         (lambda x: "text", None, "outputs-not-compared",

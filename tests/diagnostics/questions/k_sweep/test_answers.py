@@ -125,6 +125,43 @@ def test_maps_of_logits_are_compared_as_outputs():
     assert said == [f"logits are compared as outputs, not as a distribution: {why}"]
 
 
+def test_one_logit_for_each_token_is_no_distribution_over_tokens():
+    """Of a discriminator: real or replaced. Padding counts nowhere."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ElectraConfig(
+        vocab_size=WORDS, embedding_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, initializer_range=1.0,
+    )  # fmt: skip
+    model, said = transformers.ElectraForPreTraining(config).eval().double(), []
+    real = torch.ones(len(tokens()), LENGTH, dtype=torch.int64)
+    real[1, 2:] = 0
+    batch = {"input_ids": tokens(), "attention_mask": real}
+    again = rerun(
+        loaded(model), [batch], None, [("topk", 1, TopK(1))], remark=lambda text, code: said.append(text)
+    )
+    why = "there is one for each token, not one for each class"
+    assert said == [f"logits are compared as outputs, not as a distribution: {why}"]
+    with torch.no_grad():
+        before = model(**batch).logits * real
+        with sparsify(model, TopK(1)):
+            change = (model(**batch).logits * real - before).norm(dim=1) / before.norm(dim=1)
+    assert again[again["mask"] == "topk"]["output_change"].tolist() == pytest.approx(change.tolist(), rel=1e-9)
+    classes = rerun(loaded(classifier(num_labels=LENGTH)), [batch], None, [])  # as many classes as tokens
+    assert measure_of(classes) == "divergence"
+
+
+def test_pixels_are_no_distribution():
+    """What ViTMAE calls logits are the pixels of patches."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    decoder = {f"decoder_{name}": value for name, value in sizes.items()}
+    model = transformers.ViTMAEForPreTraining(
+        transformers.ViTMAEConfig(image_size=8, patch_size=4, **sizes, **decoder)
+    )
+    again = rerun(loaded(model.eval()), [{"pixel_values": torch.ones(2, 3, 8, 8)}], None, [])
+    assert measure_of(again) == "output_change"
+
+
 def test_a_model_with_one_logit_is_not_said_to_lose_nothing():
     plan = KSweepPlan(LENGTH - 1, rerun=True, ks=(1, LENGTH - 1))
     model = loaded(classifier(num_labels=1), batches=[{"input_ids": tokens()}])

@@ -8,6 +8,7 @@ import torch
 
 import semdiag
 from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
@@ -58,6 +59,22 @@ def llama():
     config = transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **SMALL)
     ids = drawn(SAMPLES, LENGTH, least=3)
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": with_ignored(ids)}
+
+
+def bart_decoder():
+    """Of its labels the library moves none."""
+    config = transformers.BartConfig(
+        vocab_size=WORDS, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16, init_std=0.5
+    )
+    ids = drawn(SAMPLES, LENGTH, least=3)
+    return transformers.BartForCausalLM(config), {"input_ids": ids, "labels": with_ignored(ids)}
+
+
+def bidirectional_decoder():
+    """Of its labels the library moves all, although it sees later tokens."""
+    config = transformers.BertGenerationConfig(vocab_size=WORDS, initializer_range=0.5, **SMALL)
+    ids = drawn(SAMPLES, LENGTH, least=3)
+    return transformers.BertGenerationDecoder(config), {"input_ids": ids, "labels": with_ignored(ids)}
 
 
 def t5():
@@ -125,6 +142,37 @@ def test_the_loss_without_a_mask_is_transformers_own(made):
     assert 0 <= row["accuracy"] <= 1
     expected = int((batch["labels"] != -100).sum()) - (SAMPLES if named == "LlamaForCausalLM" else 0)
     assert found.rerun[found.rerun["mask"] == "none"]["targets"].sum() == expected
+
+
+@pytest.mark.parametrize("make", [bart_decoder, bidirectional_decoder])
+def test_labels_belong_where_the_models_own_loss_has_them(make):
+    model, batch = make()
+    model = model.double().eval()
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    rows = rerun(unnamed(model), [batch], None, [])
+    # The library works out some of these losses in float32.
+    assert rows["loss"].sum() / rows["targets"].sum() == pytest.approx(own, rel=1e-6)
+
+
+def test_a_loss_that_is_not_the_models_own_is_said():
+    class Smoothed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = bert()[0].eval()
+
+        def forward(self, input_ids, labels):
+            logits = self.inner(input_ids).logits
+            loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.5)
+            return {"loss": loss, "logits": logits}
+
+    batch, said = bert()[1], []
+    for smoothed in (False, True):
+        model = Smoothed() if smoothed else bert()[0].eval()
+        rerun(unnamed(model), [batch], None, [], remark=lambda text, code: said.append((code, text)))
+        assert [code for code, _ in said] == ["loss-of-logits"] * smoothed
+    own = float(model(**batch)["loss"].detach())
+    assert f"own loss is {own:.4g}" in said[0][1]
 
 
 def test_without_its_head_labels_are_refused(made):

@@ -138,6 +138,16 @@ def test_an_encoder_of_ours_is_sent_to_its_own_command(tiny_runs):
         survey([tiny_runs.full], Conditions(samples=4, plans=(KSweepPlan(rerun=True, lengths=(4,)),)))
 
 
+def test_a_model_of_outputs_alone_has_no_lengths(ids):
+    """Nothing came of it, and nothing was said."""
+    body = Causal()
+    body.head = nn.Linear(16, 5)  # no column for each token
+    loaded = LoadedModel("own:body", "", body.eval(), "factory", "unknown", batches=[ids])
+    plan = KSweepPlan(rerun=True, ks=(2,), kinds=("topk",), lengths=(16,))
+    with pytest.raises(InputError, match="--lengths is for models that predict tokens, and of own:body"):
+        survey([loaded], Conditions(plans=(plan,)))
+
+
 def test_the_smallest_k_is_the_last_from_above_that_stays_within(findings):
     needed = findings(smallest_enough, "own:model").set_index(["length", "mask"])
     table = findings(quarter_table)

@@ -55,6 +55,9 @@ class Outputs:
         elif reader is not None and reader.reason:
             text = f"logits are compared as outputs, not as a distribution: {reader.reason}"
             notes.append((text, "logits-as-outputs"))
+        elif reader is not None and reader.loss:
+            text = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
+            notes.append((text, "loss-of-logits"))
         return notes
 
     def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
@@ -85,13 +88,13 @@ class Outputs:
         if self._reader is None:
             return
         try:
+            shapes = [self._reader.shape(output, batch) for output in (before, after)]
+            if shapes[0] != shapes[1]:
+                self._give_up(f"they are of the shapes {shapes[0]} and {shapes[1]}")
+                return
             one, two = (self._reader.read(output, batch, labels) for output in (before, after))
         except (TypeError, InputError) as error:
             self._give_up(str(error).removesuffix("."))
-            return
-        if one.values.shape != two.values.shape:
-            shapes = " and ".join(str(tuple(answers.values.shape)) for answers in (one, two))
-            self._give_up(f"they are of the shapes {shapes}")
             return
         for at in range(len(one.values)):
             self.rows.append({"sample": first + at, **_changes(_sample(one, at), _sample(two, at))})

@@ -68,9 +68,7 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
 def _change(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> Interval:
     """Return the mean change; without an interval if all samples change alike, as they show no variation."""
-    sums, counts = _sums(measure, own, before)
-    found = _over(sums, counts)
-    return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
+    return _over(*_sums(measure, own, before)).if_varied()
 
 
 def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> "tuple[pd.Series[Any], pd.Series[Any]]":

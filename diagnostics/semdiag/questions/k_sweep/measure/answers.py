@@ -1,6 +1,7 @@
 """A model's output on a batch: a distribution over classes or tokens, or a representation; and its targets."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,6 +15,7 @@ from semdiag.capturing.token_masks import real_tokens
 from semdiag.measuring.token_tables import TokenTables, token_ids
 from semdiag.questions.k_sweep.measure.targets import (
     given_labels,
+    losses_of,
     moved_by_one,
     next_tokens,
     targets_of,
@@ -52,11 +54,11 @@ class Reader:
 
     A distribution is what an encoder of semdiag_models returns, what is called ``logits``, what predicts the next
     token, and a plain tensor with which labels can be compared; any other output is a representation, and labels
-    beside it are refused. So are logits whose softmax says
-    nothing: of one logit alone it is always 1, of a map over an image nothing tells which axis is that of the
-    classes, and regression and independent labels (``problem_type`` of the model's configuration, or labels that
-    are floating-point numbers) have none. Samples are the output's first
-    axis, or the second where the first is not as long as the batch.
+    beside it are refused. So are logits whose softmax says nothing: of one logit alone it is always 1, one for
+    each token is not one for each class, of a map over an image nothing tells which axis is that of the classes,
+    and regression and independent labels (``problem_type`` of the model's configuration, or labels that are
+    floating-point numbers) have none. Samples are the output's first axis, or the second where the first is not
+    as long as the batch.
 
     The next token is what is right where there are no labels, the output has one row for each token and one column
     for each row of the table in which the model looks the tokens up, and no position's output changes with a later
@@ -77,6 +79,7 @@ class Reader:
         reason: why logits are read as a representation; empty where they are not.
         others: what else the output holds that could be compared, but is not; empty if nothing.
         unread: names of inputs that hold labels of another kind.
+        loss: why the loss that is compared is not the model's own; empty where it is, or nothing tells.
 
     Raises:
         InputError: if there are labels, but the output cannot be compared with them.
@@ -105,10 +108,17 @@ class Reader:
                 f"{name} are given, but {type(module).__name__} returns no logits to compare them with. Leave "
                 f"them out, or name the model with its head{' (without --head none)' * headless}."
             )
+        self._by_token = logits and self._is_one_a_token(values, known, ids.values())
         self.reason = self._no_distribution(values, known) if logits else ""
         self.distribution = logits and not self.reason
         self.others = "" if self.distribution else _others(output)
         self.unread = unread_labels(batch)
+        self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
+        self.loss = self._own_loss(output, batch) if self.distribution and labels is None else ""
+
+    def shape(self, output: Any, batch: Batch) -> tuple[int, ...]:
+        """Return the shape of what is read of an output, as :meth:`read` does."""
+        return tuple(_values(output, batch)[0].shape)
 
     def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
         """Read the output on a batch.
@@ -122,11 +132,20 @@ class Reader:
             TypeError: if the output holds no tensor of floating-point numbers, or none with an axis of samples.
         """
         values, _ = _values(output, batch)
-        values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
+        if values.ndim != 3:
+            values = values[..., None] if self._by_token else values.reshape(len(values), 1, -1)
         counted = self._counted(batch, values)
         if not self.distribution:
             return Answers(values, False, None, counted)
         return Answers(values, True, self._targets(batch, values, labels, counted), counted)
+
+    def _is_one_a_token(self, values: Tensor, labels: Any, ids: Iterable[Tensor]) -> bool:
+        """Tell whether logits are one for each token, as of a discriminator, not one for each class."""
+        if values.ndim != 2 or all(values.shape != each.shape for each in ids):
+            return False
+        if isinstance(labels, Tensor) and labels.ndim == 1:
+            return False
+        return getattr(getattr(self._module, "config", None), "num_labels", None) != values.shape[1]
 
     def _no_distribution(self, values: Tensor, labels: Any) -> str:
         """Return why a softmax over the last axis of logits is meaningless; empty if it is not."""
@@ -134,6 +153,10 @@ class Reader:
             return "there is one alone, of which a softmax is always 1"
         if values.ndim > 3:
             return f"they have {values.ndim} axes, and nothing tells which is that of the classes"
+        if self._by_token:
+            return "there is one for each token, not one for each class"
+        if _predicts_pixels(self._module):
+            return "they are pixels"
         kind = getattr(getattr(self._module, "config", None), "problem_type", None)
         if kind in _NO_CLASSES and not self.causal:
             return f"the problem type of the model is {kind}"
@@ -148,12 +171,33 @@ class Reader:
                 return real[name]
         return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
 
+    def _own_loss(self, output: Any, batch: Batch) -> str:
+        """Learn from a model's own loss to which positions labels belong; return how it is another, if it is."""
+        name, given = given_labels(self._module, batch)
+        if given is None:
+            return ""
+        values, _ = _values(output, batch)
+        values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
+        losses = losses_of(output, values, targets_of(given, name, values))
+        if losses is None or not math.isfinite(losses[0]):
+            return ""
+        own, ours, rounding = losses
+        there, earlier = (abs(each - own) <= rounding for each in ours)
+        if there != earlier:
+            self._moved = earlier
+        if there or earlier:
+            return ""
+        return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {_either(ours)}"
+
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
         name, given = given_labels(self._module, batch) if labels is None else ("labels", labels)
         if given is not None:
             found = targets_of(given, name, values)
-            if moved_by_one(self._module, found, name, ids, self.causal):
+            moved = self._moved
+            if moved is None:
+                moved = moved_by_one(self._module, found, name, ids, self.causal)
+            if moved:
                 return next_tokens(found, torch.ones_like(found, dtype=torch.bool))
             return found
         return None if ids is None else next_tokens(ids, counted)
@@ -171,6 +215,12 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
         [0.0, 2.0]
     """
     return (after - before).masked_fill(after == before, 0)
+
+
+def _either(losses: Sequence[float]) -> str:
+    """Name the losses that are known."""
+    named = ("", " (each label one position earlier)")
+    return " or ".join(f"{x:.4g}{at}" for x, at in zip(losses, named, strict=True) if math.isfinite(x))
 
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
@@ -207,6 +257,14 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
     if samples in values.shape[1:2]:  # sequence first
         return values.transpose(0, 1)
     raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
+
+
+def _predicts_pixels(module: nn.Module) -> bool:
+    """Return whether a model of transformers fills in parts of an image (ViTMAE, VideoMAE)."""
+    named = type(module).__module__.startswith("transformers.") and type(module).__name__.endswith(
+        "ForPreTraining"
+    )
+    return named and str(getattr(module, "main_input_name", "")).startswith("pixel_values")
 
 
 def _says_headless(module: nn.Module) -> bool:

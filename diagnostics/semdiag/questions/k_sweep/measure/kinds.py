@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from semdiag.capturing.mask_rules import Keep, RandomK, Rule, TopK, TopP, Window
+from semdiag.capturing.mask_rules import Keep, RandomK, Rule, TopK, TopP
 from semdiag_models import InputError
 
 TOP_K, RANDOM = "topk", "random"
@@ -38,12 +38,12 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
 
     Example:
         >>> rule_of("block-16", 32, 0), rule_of("block-16", 8, 0), rule_of("window", 32, 0).window
-        (TopK(k=2, sinks=0, window=0, block=16, by='mean', shared='head', every=1), None, 28)
+        (TopK(k=2, sinks=0, window=0, block=16, by='mean', shared='head', every=1, centred=False), None, 28)
     """
     if kind == RANDOM:
         return RandomK(k, seed)
     if kind == "window":
-        return Window(k - SINKS, SINKS) if k > SINKS else None
+        return TopK(0, SINKS, k - SINKS, centred=True) if k > SINKS else None
     if kind.startswith("block-"):
         size, *best = kind.removeprefix("block-").split("-")
         block = int(size)
@@ -53,13 +53,19 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
     return TopK(k, shared=how, every=every)  # type: ignore[arg-type]
 
 
-def masks_of(ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS) -> list[tuple[str, int, Keep]]:
+def masks_of(
+    ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS, asked: Sequence[str] = ()
+) -> list[tuple[str, int, Keep]]:
     """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent.
 
     Args:
         ks: numbers of keys.
         seed: of random keys.
         kinds: names.
+        asked: those that a user named, which are not left out silently.
+
+    Raises:
+        InputError: if one that was asked for has a rule for none of these k.
 
     Example:
         >>> [(name, k) for name, k, _ in masks_of([2, 8], 0, ("topk", "window", "random"))]
@@ -72,7 +78,10 @@ def masks_of(ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS) -> 
         if kind == "topp":
             masks += [(kind, round(100 * p), TopP(p)) for p in SHARES]
             continue
-        ruled = ((k, rule_of(kind, k, seed)) for k in ks)
+        ruled = [(k, rule_of(kind, k, seed)) for k in ks]
+        if kind in asked and not any(rule for _, rule in ruled):
+            least = next(k for k in range(1, max(ks) + 65) if rule_of(kind, k, seed) is not None)
+            raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
         masks += [(kind, k, rule) for k, rule in ruled if rule is not None]
     return masks
 

@@ -58,7 +58,7 @@ class Passes:
     refused: dict[str, tuple[Place, str]] = field(default_factory=dict)  # the first time, by name, and why
     padded: bool = False
     drew: bool = False
-    reader: tuple[str, Sequence[str], str] | None = None  # its others, unread and reason
+    reader: tuple[str, Sequence[str], str, str] | None = None  # its others, unread, reason and loss
     state: Tensor = field(default_factory=torch.get_rng_state)  # of torch's generator at the end
 
 
@@ -145,7 +145,7 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
                     f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
                 ) from error
             first += size
-    found.reader = None if reader is None else (reader.others, reader.unread, reader.reason)
+    found.reader = None if reader is None else (reader.others, reader.unread, reader.reason, reader.loss)
     found.state = torch.get_rng_state()
     return found
 

@@ -24,7 +24,7 @@ from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
 from semdiag.questions.k_sweep.measure.kinds import EXTERNAL_KINDS, OWN_KINDS, TOP_K, check_kinds, masks_of
 from semdiag.questions.k_sweep.measure.masked_language import masked_language
 from semdiag.questions.k_sweep.measure.passes import NO_MASK
-from semdiag.questions.k_sweep.measure.quarters import QUARTERS_TABLE, packed
+from semdiag.questions.k_sweep.measure.quarters import QUARTERS_TABLE, check_placed, packed
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE, few_ks, rerun, rerun_ks
 from semdiag.questions.k_sweep.measure.top_scores import TopScores
 from semdiag_models import InputError
@@ -244,7 +244,7 @@ def _reruns(
     """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
-    masks = masks_of(ks, seed, kinds)
+    masks = masks_of(ks, seed, kinds, plan.kinds)
     if labels is None:
         batches = masked_language(loaded, batches, seed, how["remark"])
     chosen = batches if plan.rerun else _fitting(batches, seconds, len(masks), plan.seconds or 0, how["remark"])
@@ -271,6 +271,7 @@ def _reruns(
         how["remark"](f"not run with masks: {error}", "not-run-with-masks")
         again = RERUN_TABLE.empty()
     for n, cut in pieces.items():
+        check_placed(loaded.path, again)
         rerun(
             loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), quarters=partial(note, n), **how
         )

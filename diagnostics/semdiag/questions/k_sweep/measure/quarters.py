@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -122,3 +123,17 @@ def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
 def _real_tokens(batch: Batch) -> Tensor:
     _, ids, real = _ids_of(batch)
     return ids.flatten() if real is None else ids[real]
+
+
+def check_placed(path: str, again: pd.DataFrame) -> None:
+    """Refuse pieces of other lengths of a model whose outputs have no distribution.
+
+    Args:
+        path: the model's.
+        again: the table ``rerun`` of its inputs.
+
+    Raises:
+        InputError: if they have none.
+    """
+    if not again["predictions"].sum():
+        raise InputError(f"--lengths is for models that predict tokens, and of {path} the outputs are compared.")

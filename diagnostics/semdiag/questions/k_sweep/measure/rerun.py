@@ -209,10 +209,10 @@ def _check_labels(labels: Any, samples: int) -> None:
 
 
 def _remark_outputs(
-    reader: tuple[str, Sequence[str], str], drew: bool, remark: Callable[[str, str], None]
+    reader: tuple[str, Sequence[str], str, str], drew: bool, remark: Callable[[str, str], None]
 ) -> None:
     """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
-    others, unread, reason = reader
+    others, unread, reason, loss = reader
     if drew:
         remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
     if others:
@@ -223,3 +223,5 @@ def _remark_outputs(
     if reason:
         said = f"logits are compared as outputs, not as a distribution: {reason}"
         remark(said, "logits-as-outputs")
+    if loss:
+        remark(f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag.capturing.batches import Batch
@@ -136,3 +137,38 @@ def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | Non
         f"{name} are neither the tokens of the inputs nor the tokens after them, and the model predicts the next "
         "token: nothing tells to which position they belong. Leave them out."
     )
+
+
+def losses_of(output: Any, values: Tensor, targets: Tensor) -> tuple[float, list[float], float] | None:
+    """Return a model's own loss, the mean cross-entropies that it may be, and by how much these may differ.
+
+    Args:
+        output: of the model, called with labels.
+        values: (B, P, C) logits.
+        targets: (B, P) int64, the labels.
+
+    Returns:
+        The loss; the cross-entropy of the logits with the targets, and with each target one position earlier
+        (NaN without any); the tolerance: rounding of the loss. None if the output says no loss.
+
+    Example:
+        >>> output = {"loss": torch.tensor(0.0)}
+        >>> losses_of(output, torch.tensor([[[0.0, 99.0], [0.0, 0.0]]]), torch.tensor([[0, 1]]))[1]
+        [49.84657287597656, 0.0]
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        return None
+    moved = next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+    own, rounding = float(loss), max(1e-3, 4 * torch.finfo(loss.dtype).eps)
+    return own, [_cross_entropy(values, each) for each in (targets, moved)], rounding * max(1.0, abs(own))
+
+
+def _cross_entropy(values: Tensor, targets: Tensor) -> float:
+    """Mean over targets, sample by sample: logits over a vocabulary are large."""
+    kind = torch.float64 if values.dtype == torch.float64 else torch.float32
+    sums = [
+        F.cross_entropy(each.to(kind), own, ignore_index=IGNORED, reduction="sum")
+        for each, own in zip(values, targets, strict=True)
+    ]
+    return float(torch.stack(sums).double().sum() / (targets != IGNORED).sum())
