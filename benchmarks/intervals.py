@@ -3,8 +3,8 @@
     python benchmarks/intervals.py
 
 prints the rates that docs/reading-a-report.md states under "Percentiles and intervals": means and medians of n
-independent sequences, normal, exponential and lognormal, 4,000 cases of 500 resamples each; and rank correlations over
-the rows of sequences, 1,000 cases. About five minutes on one core.
+independent sequences, normal, exponential and lognormal, 4,000 cases of 500 resamples each; and rank correlations
+over the rows of sequences, 1,000 cases. About five minutes on one core.
 """
 
 import math

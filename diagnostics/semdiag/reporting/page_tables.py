@@ -14,7 +14,7 @@ def _times(rows: int, columns: int) -> str:
 
 
 def _known(*names: str | None) -> str:
-    """The first name that is known."""
+    """Return the first name that is known."""
     return next(name for name in names if name)
 
 

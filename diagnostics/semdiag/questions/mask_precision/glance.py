@@ -8,7 +8,7 @@ from semdiag.questions.mask_precision.answer import precision_table
 
 
 def precision_glance(findings: Findings) -> Glance:
-    """How many masks change in the format that was named first."""
+    """Return how many masks change in the format that was named first."""
     table = findings(precision_table)
     rows = table[(table["layer"] == ALL) & table["changed"].notna()]
     if rows.empty:

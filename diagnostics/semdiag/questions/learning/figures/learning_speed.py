@@ -26,7 +26,7 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        """Epochs trained so far."""
+        """Return the number of epochs trained so far."""
         return int(self.history["epoch"].max())
 
 
@@ -60,11 +60,6 @@ def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
 
 def runs_by_setting(findings: Findings, models: pd.Series, *, seeds_apart: bool) -> list[tuple[str, pd.DataFrame]]:
     """Group the arrivals of runs by setting.
-
-    Args:
-        findings: with runs.
-        models: paths of those that count.
-        seeds_apart: whether every seed is a group of its own.
 
     Returns:
         A title and the runs of each group; nothing if no run counts.

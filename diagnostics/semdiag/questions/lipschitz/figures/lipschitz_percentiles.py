@@ -14,9 +14,6 @@ from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, R
 def lipschitz_percentiles(findings: Findings) -> Figure:
     """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands.
 
-    Args:
-        findings: with the table loss_secants.
-
     Returns:
         A row per task, seed, size, setting and snapshot; a panel per percentile.
 

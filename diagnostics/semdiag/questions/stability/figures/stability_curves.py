@@ -44,9 +44,6 @@ def stability_curves(findings: Findings) -> Figure:
 
     The rows are those of full attention and of fixed masks, of which these forms of ξ speak.
 
-    Args:
-        findings: with secants of such models.
-
     Returns:
         One panel per number of keys, at most three: few, the median and many of the rows; of those with rows above
         the paper's form, the commonest in place of the nearest.
@@ -87,9 +84,9 @@ def _rows(findings: Findings) -> pd.DataFrame:
     measurements, parts = findings.measurements, []
     models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
     for model, attention in zip(models["model"], models["attention"], strict=True):
-        own = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
-        moved = (own["secant"] > 0) & (own["dispersion"] > 0) & np.isfinite(own["ln_sound"])
-        parts.append(own.assign(attention=attention, above=exceeding(own, "ln_paper"))[moved])
+        secants = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
+        moved = (secants["secant"] > 0) & (secants["dispersion"] > 0) & np.isfinite(secants["ln_sound"])
+        parts.append(secants.assign(attention=attention, above=exceeding(secants, "ln_paper"))[moved])
     rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return rows
 
@@ -121,14 +118,14 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     points = rows.loc[chosen]
     kinds = [kind for kind in ATTENTION_STYLES | DENSE_STYLES if kind in set(points["attention"])]
     for kind in kinds:
-        style, own = attention_style(kind), points[points["attention"] == kind]
+        style, of_kind = attention_style(kind), points[points["attention"] == kind]
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=4,
                 label=f"{style.name}, measured")  # fmt: skip
         ax.plot(
-            own["dispersion"], own["secant"].clip(lower=_FLOOR), marker=style.marker, markersize=2,
+            of_kind["dispersion"], of_kind["secant"].clip(lower=_FLOOR), marker=style.marker, markersize=2,
             markeredgewidth=0, color=lightened(style.color, 0.2), linestyle="none", zorder=3,
         )  # fmt: skip
-        above = own[own["above"]]
+        above = of_kind[of_kind["above"]]
         ax.plot(
             above["dispersion"], above["secant"], marker=style.marker, markersize=4.5, markeredgecolor=INK,
             markeredgewidth=0.9, color=style.color, linestyle="none", zorder=4,
