@@ -77,7 +77,7 @@ def render_page(
         claims=[tile for tile in tiles if tile[1]["claim"]],
         about=_about(content),
         made_with=_settings({name: value for name, value in content["provenance"].items() if name != "command"}),
-        lead=_lead(content),
+        lead=content["verdict"][0],
         eyebrow=_eyebrow(parts),
         best=best,
         external=all(others),
@@ -108,11 +108,6 @@ def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
         return "How fast does it learn?"
     first = next((headings[0].title for _, headings in parts if headings), "")
     return first if names[:1] != ["dispersion"] else "How focused is the attention?"
-
-
-def _lead(content: dict[str, Any]) -> str:
-    """Return the sentence of the first screen: the first question's answer."""
-    return str(content["verdict"][0])
 
 
 def _about(content: dict[str, Any]) -> str:

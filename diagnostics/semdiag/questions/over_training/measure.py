@@ -37,8 +37,9 @@ def snapshots_of(model: LoadedModel) -> list[Path]:
     last = folder / "last.pt"
     if not last.exists() or model.snapshot != "last":
         return [path]
-    numbered = [(int(f.stem.removeprefix("epoch-")), f) for f in folder.glob("epoch-*.pt") if _number(f).isdigit()]
-    return [file for epoch, file in sorted(numbered) if epoch != model.epoch] + [last]
+    epochs = {file: file.stem.removeprefix("epoch-") for file in folder.glob("epoch-*.pt")}
+    numbered = sorted((int(epoch), file) for file, epoch in epochs.items() if epoch.isdigit())
+    return [file for epoch, file in numbered if epoch != model.epoch] + [last]
 
 
 def load_snapshots(model: LoadedModel) -> list[LoadedModel]:
@@ -48,10 +49,6 @@ def load_snapshots(model: LoadedModel) -> list[LoadedModel]:
         InputError: if one cannot be read.
     """
     return [*map(load, snapshots_of(model)[:-1]), model]
-
-
-def _number(file: Path) -> str:
-    return file.stem.removeprefix("epoch-")
 
 
 def measure_along(

@@ -342,8 +342,8 @@ def test_padding_that_does_not_fit_the_rows_is_told(length, left, unknown):
     (part,) = found.selections[0].parts
     assert (len(part.margin), part.unmatched) == (left, unknown)
     said = own_sentences(own_summary(found, "tiny", "bfloat16", {})["results"][0])
-    assert ("Padding is not told apart, all rows count: router." in said) == unknown
-    assert "Not measured, as their rows are no tokens: router (3, 4, 8)." in said
+    assert ("All rows count, as it is unknown which are padding: router." in said) == unknown
+    assert "Not measured, as their rows are not tokens: router (3, 4, 8)." in said
 
 
 def test_scores_that_are_not_numbers_are_refused():
