@@ -188,7 +188,7 @@ def _picture(
 ) -> Picture:
     """Draw and save a figure; return its picture, or why there is nothing to show."""
     if not formats:
-        return _missing("figures were not asked for.")
+        return _missing("no figure format was chosen.")
     try:
         figure = shown.draw(findings)
         with stacked():

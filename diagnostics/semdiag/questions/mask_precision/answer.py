@@ -63,7 +63,7 @@ def precision_of(findings: Findings, model: str) -> list[Summary]:
     """Return what each number format does to a model's masks, as in ``--json``.
 
     Returns:
-        By format: format, layers (a dictionary each), all; with a forecast also propagated, likewise.
+        By format: format, layers (a dictionary each), all; with a forecast also propagated, with layers and all.
     """
     table = findings(precision_table)
     of_model = table[table["model"] == model]

@@ -19,6 +19,6 @@ def precision_glance(findings: Findings) -> Glance:
     return Glance(
         Answer.MEASURED,
         f"{span_words(list(rows['changed']), percent)}%",
-        f"of the masks of {models_words(len(rows))} change in {first}, whatever ties do; {changed:,} of "
+        f"of the masks of {models_words(len(rows))} change in {first}, however ties are broken; {changed:,} of "
         f"{certified:,} certified ones changed",
     )

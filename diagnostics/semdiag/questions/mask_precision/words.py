@@ -27,7 +27,7 @@ def precision_in_short(findings: Findings) -> list[str]:
     if not parts:
         return ["Masks in number formats: no row that the error model covers."]
     fault = f" Certified rows that changed: {faults:,}, an error of semdiag." if faults else ""
-    return [f"Masks that change in a number format, whatever ties do{scope}: {'; '.join(parts)}.{fault}"]
+    return [f"Masks that change in a number format, however ties are broken{scope}: {'; '.join(parts)}.{fault}"]
 
 
 def precision_sentences(findings: Findings) -> list[str]:
@@ -60,7 +60,7 @@ def _of_format(answer: Summary) -> Iterator[str]:
     if row["queries"] > row["not_covered"]:
         interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
         yield (
-            f"In {kind} {percent(row['changed'], 1)}% of the masks change whatever ties do ({interval}), "
+            f"In {kind} {percent(row['changed'], 1)}% of the masks change however ties are broken ({interval}), "
             f"{percent(row['tied'], 1)}% have a tie at the boundary, {percent(row['changed_or_tied'], 1)}% "
             f"either; certified {percent(row['certified'], 1)}%."
         )

@@ -19,7 +19,7 @@ _COLUMNS = [
 def overlap_table(findings: Findings) -> pd.DataFrame:
     """Return the mean Jaccard index between layers, between heads of a layer, and between successive queries.
 
-    Every sample counts alike. Intervals (95%) resample whole sequences; they speak about other inputs.
+    Every sample counts alike. Intervals (95%) resample whole sequences; they are about other inputs.
 
     Returns:
         One row per model and: two layers (``layers``, over all pairs of their heads), a layer with several heads

@@ -159,7 +159,7 @@ def selections(
         raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
     if idle:
         raise InputError(
-            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is none. Leave it out."
+            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is not one. Leave it out."
         )
     if of_model:
         if "figures" in shared.typed and out is None:

@@ -22,12 +22,12 @@ def comparison_sentences(answer: Summary) -> list[str]:
     if moved["largest"]:
         mean, largest = number(moved["mean"]), number(moved["largest"])
         sentences.append(
-            f"Keys that both chose stand {mean} places apart in the mean, {largest} in the farthest row."
+            f"Keys that both chose stand {mean} places apart on average, {largest} in the farthest row."
         )
     lost = answer["lost"]
     if changed and lost["of"]:
         worst_lost = number(lost["largest"])
-        sentences.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} in the mean, {worst_lost} at most.")
+        sentences.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} on average, {worst_lost} at most.")
     sentences += _repeats(answer)
     return sentences + ([_verdict(answer)] if changed else [])
 

@@ -24,7 +24,7 @@ class PlaneCells:
         plane: its number.
         kind: random or through.
         x: (columns,) coordinates of the cells.
-        y: (rows,) likewise.
+        y: (rows,) coordinates of the cells.
         rows: the table's rows of the grid, y by y.
         marks: the rows of the checkpoint and the snapshots.
         samples: behind every value.

@@ -70,5 +70,5 @@ def _note(findings: Findings, table: pd.DataFrame) -> str:
         f"{planes} random planes (seed {seed}), each tensor's direction as long as the tensor; per radius {pairs} "
         "pairs of the checkpoint and points on circles, each divided by the true distance of its parameters; loss "
         f"over {samples} samples.\n{bands} "
-        "Where the loss is near 0 its secants are, too."
+        "Where the loss is near 0, so are its secants."
     )

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class _PlainCore(AttentionCore):
-    """Attention in operations that have forward derivatives; the same function as the core it stands for."""
+    """Attention in operations that have forward derivatives; the same function as the core it replaces."""
 
     def __init__(self, core: AttentionCore) -> None:
         super().__init__(core.p, core.everywhere)

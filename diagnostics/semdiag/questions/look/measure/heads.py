@@ -55,8 +55,8 @@ class SeenLayer:
     Attributes:
         module: its dotted name.
         occurrence: which call of the module in the forward.
-        queries: what they are: tokens, or positions.
-        keys: likewise.
+        queries: labels of the queries: tokens, or positions.
+        keys: labels of the keys.
         crossing: whether the module's name says that the keys are of another sequence than the queries.
         heads: of the layer.
     """

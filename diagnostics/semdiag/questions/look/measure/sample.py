@@ -71,7 +71,7 @@ def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = N
         text: that the user typed; None: the conditions say which inputs.
 
     Raises:
-        InputError: if there is none, it does not suit the model, or more tokens are asked for than a page shows.
+        InputError: if there is none, it does not suit the model, or --max-length is more than a page shows.
     """
     options, given = conditions.texts, conditions.inputs
     if options.max_length is not None and options.max_length > LONGEST:

@@ -98,8 +98,8 @@ def rank_candidates(
         One row per stage and candidate: outcome, stage, candidate, rho (mean over tasks; positive: the larger the
         number, the slower), low and high (95%, masks resampled), p, p_corrected (for all candidates and stages),
         held_out (mean over tasks of ρ with the sign that it has on the other tasks: 1 is a perfect prediction of
-        each task's order, 0 none), tasks, cells (task × mask) and left_out (of those with an outcome, for want of
-        a candidate or of enough masks), relabellings (that differ; no p is below 1 over it), tried.
+        each task's order, 0 none), tasks, cells (task × mask) and left_out (cells with an outcome that lack a
+        candidate or enough masks), relabellings (that differ; no p is below 1 over it), tried.
     """
     columns = ["outcome", *_NAMES, "rho", "low", "high", "p", "p_corrected", "held_out", "tasks", "cells",
                "left_out", "relabellings", "tried"]  # fmt: skip

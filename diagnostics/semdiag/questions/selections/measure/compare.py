@@ -70,7 +70,7 @@ def compare_selections(
         first: A.
         second: B.
         format: in which both engines computed their scores.
-        layouts: of A and B, as of :func:`~semdiag.questions.selections.measure.layout.lay_out`.
+        layouts: of A and B, see :func:`~semdiag.questions.selections.measure.layout.lay_out`.
         aligned: whether to compare tokens with their partners under the best shift or permutation.
 
     Raises:

@@ -19,7 +19,7 @@ class DenseRows(NamedTuple):
     """Shares for the r queries of one call that had to leave out a key; H heads, in float64.
 
     Attributes:
-        recalled: (r, H), as of :func:`~semdiag.mathematics.selections.dense_weights.dense_agreement`.
+        recalled: (r, H), see :func:`~semdiag.mathematics.selections.dense_weights.dense_agreement`.
         hit: (r, H), 1 where the key of the largest weight is kept.
         best: (r,).
         at_random: (r,).

@@ -44,7 +44,7 @@ def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
     Args:
         file: what was read.
         layout: names of the dimensions before k, like "batch,sequence,layers", each of batch, sequence, tokens,
-            layers, heads; empty: the usual names of so many dimensions.
+            layers, heads; empty: the usual names for that number of dimensions.
 
     Raises:
         InputError: if the names do not fit, or what the file holds does not fit together.

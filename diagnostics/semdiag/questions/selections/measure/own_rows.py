@@ -63,7 +63,7 @@ class OwnRows:
         logits: whether margins are those of logits.
         margin: float64 (rows,), +inf where there is nothing to decide.
         certified: bool (rows,).
-        counts: rows by class, as of ``check_selection``.
+        counts: rows by class, see ``check_selection``.
         padded: number of rows of padding, which are left out.
         load: (n,) how many rows chose each expert; None: unknown.
         first_kept: number of rows that had to leave out a key and kept the first one.

@@ -42,7 +42,7 @@ _SHADE = "#f6dcc3"
 def stability_curves(findings: Findings) -> Figure:
     """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants.
 
-    The rows are those of full attention and of fixed masks, of which these forms of ξ speak.
+    The rows are those of full attention and of fixed masks, for which these forms of ξ hold.
 
     Returns:
         One panel per number of keys, at most three: few, the median and many of the rows; of those with rows above
@@ -64,7 +64,7 @@ def stability_curves(findings: Findings) -> Figure:
         figure,
         f"{noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
         "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
-        "it says nothing. Rows of top-k masks are not shown: their ξ hangs on Δ, too.",
+        "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well.",
     )
 
 

@@ -186,7 +186,7 @@ def external_secants(
 
 
 def _small(batch: Batch, at_once: int) -> list[Batch]:
-    """Return a batch in parts of so many samples; a tuple of arguments is not split."""
+    """Return a batch in parts of ``at_once`` samples; a tuple of arguments is not split."""
     return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
 
 
