@@ -97,7 +97,7 @@ KINDS: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
 
 def ratios(model: nn.Module, x: Tensor, rounds: int) -> tuple[float, dict[str, list[float]]]:
     """Median seconds of a plain forward; of each kind, its seconds over those of the plain forward before it."""
-    plain, found = [], {name: [] for name in KINDS}
+    plain, multiples = [], {name: [] for name in KINDS}
     for turn in range(rounds + 1):  # the first one warms up
         for name, context in KINDS.items():
             model.train(name == "a look")  # without dropout: the same forward
@@ -109,8 +109,8 @@ def ratios(model: nn.Module, x: Tensor, rounds: int) -> tuple[float, dict[str, l
             end = time.process_time()
             if turn:
                 plain.append(middle - start)
-                found[name].append((end - middle) / (middle - start))
-    return statistics.median(plain), found
+                multiples[name].append((end - middle) / (middle - start))
+    return statistics.median(plain), multiples
 
 
 def main() -> None:
@@ -139,9 +139,9 @@ def main() -> None:
                 module.p = 0.0
         rounds = options.rounds * (10 if name.startswith("toy") else 1)
         with torch.no_grad():
-            seconds, found = ratios(model, x, rounds)
+            seconds, multiples = ratios(model, x, rounds)
         cells = []
-        for values in found.values():
+        for values in multiples.values():
             low, middle, high = statistics.quantiles(values, n=4)
             cells.append(f"{middle:.2f} ({low:.2f}–{high:.2f})")
         print(f"| {name} | {1000 * seconds:.1f} | {' | '.join(cells)} |", flush=True)

@@ -14,9 +14,6 @@ WORKING = 0.95  # accuracy
 def landscape_facts(findings: Findings) -> pd.DataFrame:
     """Summarise every plane on which the loss was measured.
 
-    Args:
-        findings: with the table landscape.
-
     Returns:
         One row per model and plane: cells, samples, checkpoint_loss, checkpoint_accuracy, lowest_loss and
         highest_loss of the cells, not_finite (cells whose loss is), and working_distance: the largest distance

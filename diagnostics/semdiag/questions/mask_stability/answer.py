@@ -126,9 +126,6 @@ def foreseen_margin(findings: Findings) -> float:
     The smallest c with Σ draws · (1 − Φ(Δ/sd)) < 1 over its queries with Δ/sd > c.
 
     Source: docs/theory.md#mask-stability for Φ(Δ/sd). Deviation: none.
-
-    Args:
-        findings: with masks.
     """
     masks = findings.measurements.masks
     candidates = [0.0]

@@ -36,12 +36,9 @@ _HALF = 1e-2  # the same for models in half precision
 
 
 def stability_findings(findings: Findings) -> list[Finding]:
-    """Judge every form of ξ on every measured model.
+    """Judge every form of ξ on every measured model; without secants, the local constants alone.
 
     Source: docs/theory.md#secants. Deviation: none.
-
-    Args:
-        findings: with secants, or without: then only the local constants are judged.
 
     Returns:
         Findings per model. A violated ``sound`` form is a bug of semdiag; a violated ``paper`` form is not.

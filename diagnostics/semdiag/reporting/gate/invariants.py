@@ -26,9 +26,6 @@ class Invariant:
 def invariants(findings: Findings) -> list[Invariant]:
     """Check the residual of every capture, its completeness, the scores, and certified masks under noise.
 
-    Args:
-        findings: of one or more models; with masks, certificates are also checked.
-
     Returns:
         Three or four statements. The mask of a certified row provably cannot change under the added noise
         (docs/theory.md#mask-stability); if one does, it is an error of semdiag.

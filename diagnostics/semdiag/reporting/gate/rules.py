@@ -88,9 +88,6 @@ def parse_rule(text: str) -> Rule:
     Args:
         text: one rule.
 
-    Returns:
-        The rule.
-
     Raises:
         InputError: if it is not of this form, or names something unknown; the message says what would work.
 

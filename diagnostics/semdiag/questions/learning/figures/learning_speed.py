@@ -31,10 +31,7 @@ class Run:
 
 
 def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
-    """Group the training histories by task, seed and size; snapshots of one run count once.
-
-    Args:
-        findings: of any number of models; those without a history are left out.
+    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once.
 
     Returns:
         Panels with their runs, full attention first.

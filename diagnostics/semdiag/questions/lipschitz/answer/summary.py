@@ -38,9 +38,6 @@ def estimate_findings(findings: Findings) -> list[Finding]:
 
     Source: docs/theory.md#empirical. Deviation: none.
 
-    Args:
-        findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
-
     Returns:
         Five findings per model. A violated one is a bug of semdiag.
     """
@@ -105,10 +102,6 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
 
     Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals by resampled planes.
 
-    Args:
-        findings: with the table loss_secants.
-        pair: of its models.
-
     Returns:
         One finding per percentile, with the counts: it holds if every radius is lower, is violated if every one
         is higher, and is inconclusive otherwise.
@@ -133,11 +126,7 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
 
 
 def lipschitz_findings(findings: Findings) -> list[Finding]:
-    """Return sentences on the estimates of every model, then on the paper's ordering of every pair.
-
-    Args:
-        findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
-    """
+    """Return sentences on the estimates of every model, then on the paper's ordering of every pair."""
     pairs = findings(compared_pairs)
     return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
 

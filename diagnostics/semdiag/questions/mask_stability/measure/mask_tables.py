@@ -38,7 +38,7 @@ NOISE_EFFECTS = Table(
 
 
 class MaskSums:
-    """Sums over the draws of how masks change, layer by layer."""
+    """Sums over the draws of changes of masks, layer by layer."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[dict[str, Tensor]]] = {}  # by layer, one entry per batch
