@@ -101,19 +101,17 @@ def _strip(
         scores = scores.masked_fill(~part.allowed, -torch.inf)
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed.expand_as(scores)
     number = allowed.sum(-1)
-    columns_so_far = {"counted": part.counted & (number > kept), "keys": number}
-    if not covered or not columns_so_far["counted"].any():
+    columns = {"counted": part.counted & (number > kept), "keys": number}
+    if not covered or not columns["counted"].any():
         nothing = torch.zeros(len(formats), *number.shape, dtype=torch.bool, device=q.device)
-        columns_so_far |= {"follows": nothing[0]} | dict.fromkeys(
-            ("covered", "changed", "tied", "certified"), nothing
-        )
-        return columns_so_far | {"lost": torch.full_like(nothing, torch.nan, dtype=torch.float64)}
+        columns |= {"follows": nothing[0]} | dict.fromkeys(("covered", "changed", "tied", "certified"), nothing)
+        return columns | {"lost": torch.full_like(nothing, torch.nan, dtype=torch.float64)}
     before = top_set(scores, kept)
-    columns_so_far["follows"] = columns_so_far["counted"] & _follows(part, keys, scores, selection)
-    columns: dict[str, list[Tensor]] = {}
+    columns["follows"] = columns["counted"] & _follows(part, keys, scores, selection)
+    by_format: dict[str, list[Tensor]] = {}
     for kind in formats:
         error = score_error(q, keys, scale, kind)
-        known = columns_so_far["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
+        known = columns["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
         later = rounded_scores(q, keys, scale, kind).masked_fill(~allowed, -torch.inf)
         changed = known & (kept_in_common(later[None], before)[0] < kept)
         of_format = {
@@ -124,8 +122,8 @@ def _strip(
             "lost": _weight_lost(scores, later, before, changed, selection.sign),
         }
         for name, values in of_format.items():
-            columns.setdefault(name, []).append(values)
-    return columns_so_far | {name: torch.stack(values) for name, values in columns.items()}
+            by_format.setdefault(name, []).append(values)
+    return columns | {name: torch.stack(values) for name, values in by_format.items()}
 
 
 def _follows(part: AttentionCall, keys: Tensor, scores: Tensor, selection: Selection) -> Tensor:

@@ -64,8 +64,8 @@ def _propagated(changes: pd.DataFrame | str) -> dict[str, Any]:
             "reason": changes if isinstance(changes, str) else _NOTHING_TO_DECIDE,
         }
     rows = [
-        {"module": module, "number": number, **changed_shares(rows_of)}
-        for (module, number), rows_of in changes.groupby(["module", "number"], sort=False)
+        {"module": module, "number": number, **changed_shares(of_selection)}
+        for (module, number), of_selection in changes.groupby(["module", "number"], sort=False)
     ]
     return {"selections": rows, "all": changed_shares(changes), "reason": ""}
 

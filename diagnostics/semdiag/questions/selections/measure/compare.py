@@ -170,7 +170,7 @@ def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFra
     """Return the table of :class:`ComparedSelections`."""
     overlap, displacement = overlaps(a.sets, b.sets)
     number, each = len(overlap), a.layers * a.heads
-    row_of_token = np.arange(number) % each
+    layer, head = np.divmod(np.arange(number) % each, a.heads)
     differs = overlap < 1
     grade = np.where(differs.numpy(), UNEXPLAINED, SAME).astype(object)
     grade[differs.numpy()] = _explained(a, b, differs, kind)
@@ -182,8 +182,8 @@ def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFra
     return pd.DataFrame(
         {
             "token": np.repeat(tokens.numpy(), each),
-            "layer": row_of_token // a.heads,
-            "head": row_of_token % a.heads,
+            "layer": layer,
+            "head": head,
             "overlap": overlap.numpy(),
             "displacement": displacement.numpy(),
             "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]),
