@@ -23,9 +23,9 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
         sections: of the report; every report includes the dispersion.
 
     Returns:
-        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` % training accuracy, ``smaller`` (whether δ_h
-        < δ_s, if it is the top-k model of a pair), ``capture`` (what was captured of its attention, by layer),
-        ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
+        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` (to 95% training accuracy), ``smaller``
+        (whether δ_h < δ_s, if it is the top-k model of a pair), ``capture`` (what was captured of its attention,
+        by layer), ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
     """
     measurements = findings.measurements
     answers = {pair.gate.pair.other: pair.answer for pair in findings(pair_comparisons)}
