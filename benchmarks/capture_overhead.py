@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention_capture import Block
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +54,24 @@ class Toy(nn.Module):
         return x + self.out(scores.masked_fill(future, -torch.inf).softmax(-1) @ v)
 
 
+class Block(nn.Module):
+    """A block of GPT-2 small, without dropout, its attention by hand."""
+
+    def __init__(self, width: int = 768) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 12, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
 def gpt2(width: int, layers: int, heads: int) -> nn.Module:
     """GPT-2 of transformers without a head, with random weights, on its fused attention."""
     from transformers import GPT2Config, GPT2Model
@@ -80,7 +97,7 @@ KINDS: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
 
 def ratios(model: nn.Module, x: Tensor, rounds: int) -> tuple[float, dict[str, list[float]]]:
     """Median seconds of a plain forward; of each kind, its seconds over those of the plain forward before it."""
-    plain, found = [], {name: [] for name in KINDS}
+    plain, multiples = [], {name: [] for name in KINDS}
     for turn in range(rounds + 1):  # the first one warms up
         for name, context in KINDS.items():
             model.train(name == "a look")  # without dropout: the same forward
@@ -92,8 +109,8 @@ def ratios(model: nn.Module, x: Tensor, rounds: int) -> tuple[float, dict[str, l
             end = time.process_time()
             if turn:
                 plain.append(middle - start)
-                found[name].append((end - middle) / (middle - start))
-    return statistics.median(plain), found
+                multiples[name].append((end - middle) / (middle - start))
+    return statistics.median(plain), multiples
 
 
 def main() -> None:
@@ -103,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    by_hand = nn.Sequential(*(Block(fused=False) for _ in range(12)))
+    by_hand = nn.Sequential(*(Block() for _ in range(12)))
     drawn = partial(torch.randint, 1000)
     cases = {
         "toy by hand, 1 × 16, L = 16": (Toy(), torch.randn(1, 16, 16)),
@@ -122,9 +139,9 @@ def main() -> None:
                 module.p = 0.0
         rounds = options.rounds * (10 if name.startswith("toy") else 1)
         with torch.no_grad():
-            seconds, found = ratios(model, x, rounds)
+            seconds, multiples = ratios(model, x, rounds)
         cells = []
-        for values in found.values():
+        for values in multiples.values():
             low, middle, high = statistics.quantiles(values, n=4)
             cells.append(f"{middle:.2f} ({low:.2f}–{high:.2f})")
         print(f"| {name} | {1000 * seconds:.1f} | {' | '.join(cells)} |", flush=True)

@@ -105,8 +105,8 @@ def terms(samples: int, heads: int, length: int, top: int, drawn: int) -> list[f
 
 def fit(values: np.ndarray, design: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients ≥ 0 of least relative squares, and the fitted values."""
-    found, _ = nnls(design / values[:, None], np.ones(len(values)))
-    return found, design @ found
+    coefficients, _ = nnls(design / values[:, None], np.ones(len(values)))
+    return coefficients, design @ coefficients
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ def case(values: np.ndarray, nearest: float, end: float) -> tuple[bool, bool, bo
     """Whether the older and the present rule accept, and whether the interval holds the end point."""
     fit = fit_reverse_weibull(values)
     best = -float(weibull_max.logpdf(values, fit.shape, loc=fit.end, scale=fit.scale).sum())
-    found = [_profile(values, g) for g in np.linspace(math.log(1e-4), math.log(50.0), 80)]
-    likely = [fit.end, *(other.end for cost, other in found if cost <= best + LIKELY)]
+    profiles = [_profile(values, g) for g in np.linspace(math.log(1e-4), math.log(50.0), 80)]
+    likely = [fit.end, *(other.end for cost, other in profiles if cost <= best + LIKELY)]
     sharp = max(likely) - values.max() <= VAGUE * np.ptp(values)
     return sharp, _gap(values, fit) < nearest, min(likely) <= end <= max(likely)
 

@@ -53,8 +53,8 @@ def main() -> None:
                 before += within and n >= 8
                 alike = interval.low == interval.high or math.isnan(interval.high)
                 held = (within and not alike) or (alike and changes.max() == changes.min() <= TOLERANCE)
-                found = harm(pd.Series(changes), pd.Series(np.ones(n)), HARM * TOLERANCE)
-                now += held and found["harmed_high"] <= MOST_HARMED
+                rare = harm(pd.Series(changes), pd.Series(np.ones(n)), HARM * TOLERANCE)
+                now += held and rare["harmed_high"] <= MOST_HARMED
             cells.append(f"{before / DRAWS:.1%}, {now / DRAWS:.1%}")
         print(f"| {name} | " + " | ".join(cells) + " |")
 

@@ -2,9 +2,9 @@
 
     python benchmarks/intervals.py
 
-prints the table of docs/reading-a-report.md: means and medians of n independent sequences, normal, exponential and
-lognormal, 4,000 cases of 500 resamples each; and rank correlations over the rows of sequences, 1,000 cases. About
-five minutes on one core.
+prints the rates that docs/reading-a-report.md states under "Percentiles and intervals": means and medians of n
+independent sequences, normal, exponential and lognormal, 4,000 cases of 500 resamples each; and rank correlations
+over the rows of sequences, 1,000 cases. About five minutes on one core.
 """
 
 import math
@@ -31,9 +31,9 @@ def coverage(law: str, statistic: str, units: int, seed: int = 0) -> dict[str, f
     for _ in range(CASES // PART):
         values = draw(rng, (PART, units))
         drawn = rng.integers(units, size=(PART, RESAMPLES, units))
-        found = getattr(np, statistic)(np.take_along_axis(values[:, None], drawn, 2), axis=2)
+        estimates = getattr(np, statistic)(np.take_along_axis(values[:, None], drawn, 2), axis=2)
         for name, levels in (("percentile", (2.5, 97.5)), ("semdiag", tail_levels(units))):
-            low, high = np.percentile(found, levels, axis=1)
+            low, high = np.percentile(estimates, levels, axis=1)
             held[name] += int(((low <= truth) & (truth <= high)).sum())
     return {name: count / CASES for name, count in held.items()}
 
@@ -44,11 +44,11 @@ def rank_coverage(units: int, rows: int = 12, correlation: float = 0.3, cases: i
     truth, held = 6 / math.pi * math.asin(correlation / 2), 0
     mix = np.linalg.cholesky([[1.0, correlation], [correlation, 1.0]])
     for case in range(cases):
-        common, own = rng.normal(size=(units, 1, 2)), rng.normal(size=(units, rows, 2))
-        x, y = (((common + own) / math.sqrt(2)) @ mix.T).reshape(-1, 2).T
+        common, of_row = rng.normal(size=(units, 1, 2)), rng.normal(size=(units, rows, 2))
+        x, y = (((common + of_row) / math.sqrt(2)) @ mix.T).reshape(-1, 2).T
         table = pd.DataFrame({"sample": np.repeat(np.arange(units), rows), "x": x, "y": y})
-        found = rank_correlation_interval(table, "x", "y", seed=case)
-        held += found.low <= truth <= found.high
+        interval = rank_correlation_interval(table, "x", "y", seed=case)
+        held += interval.low <= truth <= interval.high
     return held / cases
 
 
@@ -59,8 +59,8 @@ def main() -> None:
         for statistic in ("mean", "median"):
             cells = []
             for units in UNITS:
-                found = coverage(law, statistic, units)
-                cells.append(f"{found['percentile']:.3f} → {found['semdiag']:.3f}")
+                rates = coverage(law, statistic, units)
+                cells.append(f"{rates['percentile']:.3f} → {rates['semdiag']:.3f}")
             print(f"| {law} | {statistic} | {' | '.join(cells)} |", flush=True)
     print(f"| normal | rank correlation | {' | '.join(f'{rank_coverage(units):.3f}' for units in UNITS)} |")
 

@@ -65,12 +65,12 @@ def main() -> None:
     parser.add_argument("--k", default="8,32")
     parser.add_argument("--kinds", default=",".join(EXTERNAL_KINDS))
     parser.add_argument("--rounds", type=int, default=3)
-    said = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    loaded = semdiag.load(said.model)
+    loaded = semdiag.load(options.model)
     loaded.module.eval()
-    batch = inputs(loaded, said.texts, said.samples, said.length)
-    ks, kinds = tuple(map(int, said.k.split(","))), tuple(said.kinds.split(","))
+    batch = inputs(loaded, options.texts, options.samples, options.length)
+    ks, kinds = tuple(map(int, options.k.split(","))), tuple(options.kinds.split(","))
     masks = masks_of(ks, 0, kinds)
     runs: dict[str, Callable[[], None]] = {"plain": partial(plain, loaded, batch)}
     runs["without --rerun, a forward"] = partial(captured, loaded, batch)
@@ -79,9 +79,9 @@ def main() -> None:
     command = f"k-sweep --rerun, {needed} forwards"
     runs[command] = partial(whole, loaded, batch, KSweepPlan(rerun=True, ks=ks, kinds=kinds))
     runs["plain"]()
-    rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(said.rounds)]
+    rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(options.rounds)]
     shape = tuple(batching.tensors(batch)[0].shape)
-    print(f"torch {torch.__version__}, one thread, {said.model}, tokens {shape}")
+    print(f"torch {torch.__version__}, one thread, {options.model}, tokens {shape}")
     print("| what | s | of the forwards it needs, least to most |\n|---|---|---|")
     for name in runs:
         count = needed if name == command else 1

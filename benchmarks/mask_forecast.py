@@ -70,12 +70,12 @@ def tiny(name: str) -> nn.Module:
 
 def texts() -> list[str]:
     """Twelve paragraphs of English: of registrations, which do not change."""
-    found = [
+    chosen = [
         part
         for name in ("frozen", "speed")
         for part in (ROOT / "experiments" / f"{name}.md").read_text().split("\n\n")
     ]
-    return [" ".join(part.split()) for part in found if len(part) > 300 and "|" not in part][:12]
+    return [" ".join(part.split()) for part in chosen if len(part) > 300 and "|" not in part][:12]
 
 
 def model_and_inputs(name: str, smollm2: str | None) -> tuple[object, list[Batch]]:
@@ -110,10 +110,10 @@ def rows_of(name: str, smollm2: str | None) -> Iterator[dict[str, object]]:
     """A row for each format: all layers together, and how many single layers reach the goal."""
     model, inputs = model_and_inputs(name, smollm2)
     start = time.process_time()
-    found = semdiag.mask_precision(model, inputs, formats=FORMATS, forecast=True, batch_size=50)
-    table = Findings(found)(propagated_table)
-    for kind, own in table.groupby("format", sort=False):
-        row, layers = own[own["layer"] == ALL].iloc[0], own[own["layer"] != ALL]
+    measured = semdiag.mask_precision(model, inputs, formats=FORMATS, forecast=True, batch_size=50)
+    table = Findings(measured)(propagated_table)
+    for kind, of_format in table.groupby("format", sort=False):
+        row, layers = of_format[of_format["layer"] == ALL].iloc[0], of_format[of_format["layer"] != ALL]
         inside = layers["measured"].between(layers["forecast_low"], layers["forecast_high"])
         single = [reached(*pair) for pair in zip(layers["forecast"], layers["measured"], strict=True)]
         yield {
@@ -184,17 +184,17 @@ def engines() -> None:
     """Print how many sets differ between ways to run a model in float32, and how many were forecast."""
     for name in ("even-pairs-full-seed-153476998", "tiny-llama", "minilm"):
         module, tokens = same_length(name)
-        found = semdiag.mask_precision(module, tokens, formats=("fp32",), forecast=True).propagated_masks
+        measured = semdiag.mask_precision(module, tokens, formats=("fp32",), forecast=True).propagated_masks
         # Two engines differ from each other by √2 of what each differs from float64.
-        share = 2**0.5 * found["forecast"].sum() / found["queries"].sum()
+        share = 2**0.5 * measured["forecast"].sum() / measured["queries"].sum()
         sets = {}
-        for engine, said in ENGINES.items():
+        for engine, words in ENGINES.items():
             if engine == "eager" and name.startswith("even"):
                 continue
             with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-                options = [f"--{key}={value}" for key, value in said.items() if key.islower()]
+                options = [f"--{key}={value}" for key, value in words.items() if key.islower()]
                 command = [sys.executable, __file__, "choose", "--only", name, "--file", file.name, *options]
-                variables = {key: value for key, value in said.items() if key.isupper()}
+                variables = {key: value for key, value in words.items() if key.isupper()}
                 subprocess.run(command, check=True, env={**os.environ, **variables})
                 sets[engine] = torch.load(file.name, weights_only=True)
             pairs = list(zip(sets["sdpa"], sets[engine], strict=True))
@@ -206,17 +206,17 @@ def engines() -> None:
 def jumps() -> None:
     """Print what float16 changes and what bfloat16 scaled down says, with masks of each run and of float64."""
     held: list[torch.Tensor] = []
-    own = semdiag_models.encoder.select_keys
+    select_keys = semdiag_models.encoder.select_keys
 
     def record(*args: object, **how: object) -> torch.Tensor:
-        held.append(own(*args, **how))
+        held.append(select_keys(*args, **how))
         return held[-1]
 
     def calls(module: nn.Module, tokens: torch.Tensor) -> list[semdiag.AttentionCall]:
-        found: list[semdiag.AttentionCall] = []
-        with torch.no_grad(), semdiag.watch_attention(module.eval(), found.append):
+        seen: list[semdiag.AttentionCall] = []
+        with torch.no_grad(), semdiag.watch_attention(module.eval(), seen.append):
             module(tokens)
-        return found
+        return seen
 
     for name in [name for name in (*MADE_ON, *HELD_OUT) if "topk" in name]:
         loaded = semdiag.load(ROOT / "checkpoints" / name)
@@ -226,24 +226,24 @@ def jumps() -> None:
         semdiag_models.encoder.select_keys = record
         base = calls(exact.module, tokens)
         for masks in ("of each run", "of float64"):
-            found = []
+            rounded = []
             for module, inside in (
                 (with_rounded_weights(exact, bf16).module, RoundedResults(bf16)),
                 (converted(loaded, torch.float16).module, contextlib.nullcontext()),
             ):
                 replay = partial(lambda left, *_, **__: next(left), iter(held))
-                semdiag_models.encoder.select_keys = own if masks == "of each run" else replay
+                semdiag_models.encoder.select_keys = select_keys if masks == "of each run" else replay
                 with inside:
-                    found.append(calls(module, tokens))
+                    rounded.append(calls(module, tokens))
             shares = [[], []]
-            for one, rough, half in zip(base, *found, strict=True):
+            for one, rough, half in zip(base, *rounded, strict=True):
                 sets = top_sets(one.q, one.k, one.scale)
                 steps = [one_step(one, rough, step) for step in (0.125, -0.125)]
                 shares[0] += [(top_sets(*step, one.scale) != sets).any(-1).double().mean() for step in steps]
                 shares[1].append((top_sets(half.q, half.k, one.scale) != sets).any(-1).double().mean())
             scaled, measured = (float(torch.stack(each).mean()) for each in shares)
             print(f"{name}, masks {masks}: scaled {scaled:.2%}, float16 {measured:.2%}", flush=True)
-        semdiag_models.encoder.select_keys = own
+        semdiag_models.encoder.select_keys = select_keys
 
 
 def one_step(one: semdiag.AttentionCall, other: semdiag.AttentionCall, step: float) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Does an alarm come before the loss tells? Runs made to diverge, and healthy ones, of a small decoder.
+"""Does an alarm come before the loss shows it? Small decoders, some made to diverge, some healthy.
 
     OMP_NUM_THREADS=1 python benchmarks/monitor_alarms.py
 
@@ -36,38 +36,38 @@ class Decoder(nn.Module):
             q, k, v = (part.view(*x.shape[:2], 2, 16).transpose(1, 2) for part in qkv(x).chunk(3, -1))
             x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
             x = x + mlp(x)
-        found: torch.Tensor = self.head(x)
-        return found
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def run(seed: int, rate: float) -> tuple[int | None, int | None, float]:
-    """Step of the first alarm, step at which the loss says so (None: never), and the last loss."""
+    """Return the steps at which the first alarm and the loss show divergence (None: never), and the last loss."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    model, told, lost, value = Decoder().train(), [], None, math.nan
+    model, alarms, diverged, value = Decoder().train(), [], None, math.nan
     optimizer = torch.optim.Adam(model.parameters())
-    with Monitor(model, every=2, rows="all", alarm=ALARM, on_alarm=told.append):
+    with Monitor(model, every=2, rows="all", alarm=ALARM, on_alarm=alarms.append):
         for step in range(STEPS):
             optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / WARM_UP)
             ids = torch.randint(LETTERS, (8, 12), generator=generator).repeat(1, 2)
             loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
             value = loss.item()
-            if lost is None and step > 5 and not value < 1.5 * math.log(LETTERS):
-                lost = step
+            if diverged is None and step > 5 and not value < 1.5 * math.log(LETTERS):
+                diverged = step
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return (told[0].step if told else None), lost, value
+    return (alarms[0].step if alarms else None), diverged, value
 
 
 def main() -> None:
     """Print one line per run."""
     warnings.simplefilter("ignore")
-    print(f"alarm {ALARM}, {STEPS} steps\nrate   seed  alarm at step  loss says so  last loss")
+    print(f"alarm {ALARM}, {STEPS} steps\nrate   seed  alarm at step  loss shows it  last loss")
     for rate in (0.1, 0.003):
         for seed in range(SEEDS):
-            alarm, lost, last = run(seed, rate)
-            print(f"{rate:<6} {seed:<5} {alarm!s:<14} {lost!s:<13} {last:.4g}")
+            alarm, diverged, last = run(seed, rate)
+            print(f"{rate:<6} {seed:<5} {alarm!s:<14} {diverged!s:<13} {last:.4g}")
 
 
 if __name__ == "__main__":

@@ -86,12 +86,12 @@ def simulate(study: Study, repeats: int, draws: int, resamples: int) -> tuple[fl
     counts = np.zeros(4)
     for number in range(repeats):
         rng = np.random.default_rng([number, 7])
-        found = joint_rank_tests(*study.draw(rng), draws=draws, resamples=resamples, seed=number)
+        tests = joint_rank_tests(*study.draw(rng), draws=draws, resamples=resamples, seed=number)
         counts += (
-            found.p[0] <= LEVEL,
-            found.p_family.min() <= LEVEL,
-            found.p_family[0] <= LEVEL,
-            found.low[0] <= truth <= found.high[0],
+            tests.p[0] <= LEVEL,
+            tests.p_family.min() <= LEVEL,
+            tests.p_family[0] <= LEVEL,
+            tests.low[0] <= truth <= tests.high[0],
         )
     alone, family, first, covered = counts / repeats
     return alone, family, first, covered
@@ -109,9 +109,9 @@ def stretch(study: Study, repeats: int, resamples: int) -> tuple[float, float, f
     alarms, needed = 0, []
     for number in range(repeats):
         rng = np.random.default_rng([number, 9])
-        found = joint_rank_tests(*study.draw(rng), draws=999, resamples=resamples, seed=number)
-        alarms += bool(found.p[0] <= LEVEL)
-        at, low, high = np.arctanh(np.clip([found.correlation[0], found.low[0], found.high[0]], -0.999, 0.999))
+        tests = joint_rank_tests(*study.draw(rng), draws=999, resamples=resamples, seed=number)
+        alarms += bool(tests.p[0] <= LEVEL)
+        at, low, high = np.arctanh(np.clip([tests.correlation[0], tests.low[0], tests.high[0]], -0.999, 0.999))
         half = at - low if at > 0 else high - at
         needed.append(abs(at) / half if half > 0 else math.inf)
     ratios = np.array(needed)
@@ -141,9 +141,9 @@ def unequal(sizes: tuple[int, ...], repeats: int, resamples: int) -> tuple[float
     given = held = 0
     for number in range(repeats):
         study = draw(np.random.default_rng([number, 7]))
-        found = joint_rank_tests(*study, draws=1, resamples=resamples, seed=number)
-        given += not math.isnan(found.low[0])
-        held += found.low[0] <= truth <= found.high[0]
+        tests = joint_rank_tests(*study, draws=1, resamples=resamples, seed=number)
+        given += not math.isnan(tests.low[0])
+        held += tests.low[0] <= truth <= tests.high[0]
     return given / repeats, held / given if given else math.nan
 
 

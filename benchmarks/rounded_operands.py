@@ -99,18 +99,18 @@ def main() -> None:
     options = parser.parse_args()
     generator, start = torch.Generator().manual_seed(options.seed), time.perf_counter()
     cases = list(itertools.product(FORMATS, KINDS))
-    found = {case: [0, 0, 0, 0, 0.0] for case in cases}
-    while sum(entry[1] for entry in found.values()) < options.certified:
+    totals = {case: [0, 0, 0, 0, 0.0] for case in cases}
+    while sum(entry[1] for entry in totals.values()) < options.certified:
         for case, size in itertools.product(cases, SIZES):
             *counts, share = hunt(*case, size, generator)
-            *sums, most = found[case]
-            found[case] = [*(a + b for a, b in zip(sums, (size.rows, *counts), strict=True)), max(most, share)]
-    for (name, which), (rows, sure, moved, both, share) in found.items():
+            *sums, most = totals[case]
+            totals[case] = [*(a + b for a, b in zip(sums, (size.rows, *counts), strict=True)), max(most, share)]
+    for (name, which), (rows, sure, moved, both, share) in totals.items():
         print(
             f"{name:9} {which:11} rows {rows:>11,}  certified {sure:>11,}  changed or tied {moved:>11,}  "
             f"both {both}  a score moved by {share:.3f} of its bound"
         )
-    rows, sure, moved, both = (sum(entry[i] for entry in found.values()) for i in range(4))
+    rows, sure, moved, both = (sum(entry[i] for entry in totals.values()) for i in range(4))
     print(f"Certified rows that changed: {both:,} of {sure:,}; {moved:,} of {rows:,} rows changed or tied.")
     print(f"{time.perf_counter() - start:.0f} s")
 

@@ -1,4 +1,4 @@
-"""Run every measuring command, and compare what two versions wrote: a change of the house changes no number.
+"""Run every measuring command, and compare what two versions wrote: a refactoring changes no number.
 
     python benchmarks/same_numbers.py make before      # in the checkout of one version
     python benchmarks/same_numbers.py make after       # in the checkout of the other

@@ -108,10 +108,10 @@ def main() -> None:
     unequal = [(count, (20, 200), 32) for count in (8, 12, 20, 50)]
     for law in LAWS:
         for count, lengths, drawn in unequal if options.unequal else equal + unequal:
-            found = coverage(law, count, lengths, drawn, options.cases)
+            rates = coverage(law, count, lengths, drawn, options.cases)
             length = "–".join(map(str, dict.fromkeys(lengths)))
             for about in ("these", "such") if count > 1 else ("these",):
-                cells = " | ".join(f"{share:.3f}" if share else "–" for share in found[about])
+                cells = " | ".join(f"{share:.3f}" if share else "–" for share in rates[about])
                 print(f"| {law} | {count} × {drawn} of {length} | {about} | {cells} |", flush=True)
     if options.unequal:
         return

@@ -66,12 +66,12 @@ def random_model(family: str, layers: int, width: int, scale: float, seed: int) 
         "hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width,
         "num_experts_per_tok": 4, "max_position_embeddings": 128,
     }  # fmt: skip
-    own = dict(FAMILIES[family])
+    sizes_of_family = dict(FAMILIES[family])
     if family == "DeepseekV4":
         kinds = ["sliding_attention"] + ["compressed_sparse_attention"] * (layers - 1)
-        own |= {"mlp_layer_types": ["moe"] * layers, "layer_types": kinds}
+        sizes_of_family |= {"mlp_layer_types": ["moe"] * layers, "layer_types": kinds}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **own})
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **sizes_of_family})
     module = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, values in (*module.named_parameters(), *module.named_buffers()):
@@ -128,9 +128,9 @@ def main() -> None:
     rows = []
     for name, made in models.items():
         if options.only in (None, name):
-            own = list(rows_of(name, made, options.mixture))
-            print(pd.DataFrame(own).to_string(index=False), flush=True)
-            rows += own
+            of_model = list(rows_of(name, made, options.mixture))
+            print(pd.DataFrame(of_model).to_string(index=False), flush=True)
+            rows += of_model
     print(f"goal reached: {sum(row['goal'] == 'reached' for row in rows)} of {len(rows)} pairs")
 
 

@@ -288,8 +288,8 @@ def print_where() -> None:
     print("|---" * (len(PARTS) + 3) + "|")
     for length, blocks, steps in ((40, 5, 20), (600, 10, 2)):
         for attention in ("full", "topk"):
-            found = shares(OurStep(configuration(attention, length, blocks)), steps)
-            cells = " | ".join(f"{share:.0%}" for share in found.values())
+            parts = shares(OurStep(configuration(attention, length, blocks)), steps)
+            cells = " | ".join(f"{share:.0%}" for share in parts.values())
             print(f"| 25 × {length}, {blocks} | {attention} | {cells} |", flush=True)
 
 

@@ -58,8 +58,8 @@ def predicted(loaded: Any, batches: Any, ks: list[int], dtype: torch.dtype) -> p
             run(batch)
     rows = top.table()
     rows = rows[(rows["layer"] >= 0) & rows["k"].isin(ks)]
-    found = rows.pivot(index=["layer", "head", "k"], columns="quantity", values="mean")
-    return found.assign(dropped=1 - found["mass"]).reset_index()
+    wide = rows.pivot(index=["layer", "head", "k"], columns="quantity", values="mean")
+    return wide.assign(dropped=1 - wide["mass"]).reset_index()
 
 
 def measured(
@@ -69,29 +69,29 @@ def measured(
     keep = dict.fromkeys(range(layers), semdiag.TopK(ALL_KEYS))
     masks = [("all", k, semdiag.TopK(k)) for k in sorted(set(chosen["k"]))]
     for layer, head, k in chosen[["layer", "head", "k"]].itertuples(index=False):
-        own = [k if head == other else ALL_KEYS for other in range(heads)]
-        masks.append((f"{layer} {head}", k, keep | {layer: semdiag.TopK(own)}))
+        ks = [k if head == other else ALL_KEYS for other in range(heads)]
+        masks.append((f"{layer} {head}", k, keep | {layer: semdiag.TopK(ks)}))
     again = rerun(loaded, batches, labels, masks, dtype=dtype)
     sums = again.groupby(["mask", "k"])[["loss", "targets", "divergence", "predictions"]].sum()
     before = sums.loc[(NO_MASK, 0)]
-    found = pd.DataFrame(index=sums.index)
+    changes = pd.DataFrame(index=sums.index)
     if before["targets"]:
-        found["loss"] = (sums["loss"] - before["loss"]) / sums["targets"]
+        changes["loss"] = (sums["loss"] - before["loss"]) / sums["targets"]
     if before["predictions"]:
-        found["divergence"] = sums["divergence"] / sums["predictions"]
+        changes["divergence"] = sums["divergence"] / sums["predictions"]
     else:
-        found["outputs"] = again.groupby(["mask", "k"])["output_change"].mean()
-    return found.reset_index()
+        changes["outputs"] = again.groupby(["mask", "k"])["output_change"].mean()
+    return changes.reset_index()
 
 
 def correlations(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
     """Spearman's correlation with each predictor: over all rows, and over the heads at each k."""
-    found: dict[str, dict[str, float]] = {"heads and k": {}}
-    for said, name in PREDICTORS.items():
-        found["heads and k"][said] = spearmanr(rows[name], rows[measure]).statistic
-        for k, some in rows.groupby("k"):
-            found.setdefault(f"heads, k = {k}", {})[said] = spearmanr(some[name], some[measure]).statistic
-    return pd.DataFrame(found).T
+    table: dict[str, dict[str, float]] = {"heads and k": {}}
+    for predictor, name in PREDICTORS.items():
+        table["heads and k"][predictor] = spearmanr(rows[name], rows[measure]).statistic
+        for k, at_k in rows.groupby("k"):
+            table.setdefault(f"heads, k = {k}", {})[predictor] = spearmanr(at_k[name], at_k[measure]).statistic
+    return pd.DataFrame(table).T
 
 
 if __name__ == "__main__":
@@ -102,26 +102,26 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=1, help="truncate the heads of every so many-th layer alone")
     parser.add_argument("--k", type=lambda text: [*map(int, text.split(","))], default=[1, 2, 4, 8, 16])
     parser.add_argument("--float32", action="store_true", help="instead of float64")
-    said = parser.parse_args()
-    kind = torch.float32 if said.float32 else torch.float64
+    options = parser.parse_args()
+    kind = torch.float32 if options.float32 else torch.float64
     torch.set_num_threads(1)
-    model = semdiag.load(said.model)
+    model = semdiag.load(options.model)
     classes = None
     if not model.external:
-        tokens, classes, _ = model.default_inputs(samples=said.samples, seed=0)
+        tokens, classes, _ = model.default_inputs(samples=options.samples, seed=0)
         inputs = split(tokens, 100)
     else:
-        inputs = read_batches(said.texts, model, 20) if said.texts else list(model.batches)
-        inputs = list(first_samples(inputs, said.samples))
-    every = predicted(model, inputs, said.k, kind)
+        inputs = read_batches(options.texts, model, 20) if options.texts else list(model.batches)
+        inputs = list(first_samples(inputs, options.samples))
+    every = predicted(model, inputs, options.k, kind)
     layers, heads = (int(every[name].max()) + 1 for name in ("layer", "head"))
-    alone = every[every["layer"] % said.every == 0]
+    alone = every[every["layer"] % options.every == 0]
     changed = measured(model, inputs, classes, alone, layers, heads, kind)
     named = [name for name in ("loss", "divergence", "outputs") if name in changed]
     alone = alone.assign(mask=alone["layer"].astype(str) + " " + alone["head"].astype(str))
     alone = alone.merge(changed, on=["mask", "k"])
     heads_alone = alone["mask"].nunique()
-    print(f"{said.model}: {len(alone)} runs of {heads_alone} heads truncated alone, {said.samples} samples")
+    print(f"{options.model}: {len(alone)} runs of {heads_alone} heads truncated alone, {options.samples} samples")
     for measure in named:
         print(f"\nrank correlation with the change of the {measure} over\n{correlations(alone, measure).round(2)}")
     means = every.groupby("k")[["mass", "mass_without_first", "head_change", "stream_change"]].mean()

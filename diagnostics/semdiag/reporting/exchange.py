@@ -17,10 +17,6 @@ _CALLS: dict[str, Callable[[Any, bytes, bytes], int]] = {
 def exchange(one: Path, other: Path) -> bool:
     """Swap two folders, so that neither name is ever missing.
 
-    Args:
-        one: a folder.
-        other: a folder on the same file system.
-
     Returns:
         Whether they were swapped; if not, nothing has changed: the system does not support it, or one is missing.
     """

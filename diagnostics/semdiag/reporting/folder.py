@@ -18,19 +18,15 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
 
     Remains of a killed process are cleaned up first.
 
-    Args:
-        folder: for the new report.
-        keep_queries: whether the new report will contain its measurements.
-
     Raises:
         InputError: if the folder contains anything but a report, or cannot be created.
     """
     folder = Path(os.path.realpath(folder))
-    there = next(parent for parent in folder.parents if parent.exists())
-    if not there.is_dir():
-        raise InputError(f"The report cannot be written to {folder}: {there} is a file.")
-    if not os.access(there, os.W_OK):
-        raise InputError(f"The report cannot be written to {folder}: nothing can be written in {there}.")
+    existing = next(parent for parent in folder.parents if parent.exists())
+    if not existing.is_dir():
+        raise InputError(f"The report cannot be written to {folder}: {existing} is a file.")
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"The report cannot be written to {folder}: nothing can be written in {existing}.")
     _tidy(folder)
     if not folder.exists():
         return

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.questions.registry import figures, sections
-from semdiag.reporting import summary as whole
 from semdiag.reporting.report import in_short, measured_sections, write_report
+from semdiag.reporting.summary import summary as summary_of
 from semdiag_models.errors import unknown_name
 
 
@@ -39,7 +39,7 @@ def summary(found: Measurements | Findings) -> Summary:
     """
     findings = _findings(found)
     shown = [sections()[name] for name in measured_sections(findings)]
-    return Summary(whole.summary(findings, "", in_short(findings, shown), shown, {}))
+    return Summary(summary_of(findings, "", in_short(findings, shown), shown, {}))
 
 
 def report(found: Measurements | Findings, folder: Path | str, keep_queries: bool = False) -> Path:
@@ -79,5 +79,5 @@ def plot(found: Measurements | Findings, figure: str) -> Figure:
     return figures()[figure](_findings(found))
 
 
-def _findings(found: Measurements | Findings) -> Findings:
-    return found if isinstance(found, Findings) else Findings(found)
+def _findings(measured: Measurements | Findings) -> Findings:
+    return measured if isinstance(measured, Findings) else Findings(measured)

@@ -32,7 +32,7 @@ class Picture(TypedDict):
 
 
 def render_page(
-    whole: dict[str, Any],
+    content: dict[str, Any],
     parts: Sequence[tuple[str, Sequence[Heading]]],
     pictures: dict[str, Picture],
     non_finite: pd.DataFrame,
@@ -43,26 +43,23 @@ def render_page(
     """Fill the template; every value is escaped, and control characters are made visible.
 
     Args:
-        whole: the report's summary.
+        content: the report's summary.
         parts: name and headings of each section, in order.
         pictures: by figure.
         non_finite: the table of measurements with this name.
         keep_queries: whether the measurements themselves are beside the page.
         theory: names of the tables of the theory beside the page.
         outliers: heads that stand out: name, the page that shows it (None if there is none), and the reason.
-
-    Returns:
-        The page.
     """
     environment = Environment(
         autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
-    rows = whole["results"]
-    glances = whole["glances"]
+    rows = content["results"]
+    glances = content["glances"]
     places = [(name, heading) for name, headings in parts for heading in headings]
     best = next((s for _, heading in places for s in heading.figures if not pictures[s.figure]["missing"]), None)
-    tiles = [(_glanced(name, asked), glances[name]) for name, asked in parts if asked and name in glances]
+    tiles = [(_glanced(name, headings), glances[name]) for name, headings in parts if headings and name in glances]
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
@@ -70,7 +67,7 @@ def render_page(
     }
     return environment.from_string(source).render(
         page_style=Markup(page_style()),
-        report=whole,
+        report=content,
         parts=parts,
         pictures=pictures,
         missing={name for name, picture in pictures.items() if picture["missing"]},
@@ -78,9 +75,9 @@ def render_page(
         title=_title(rows),
         tiles=[tile for tile in tiles if not tile[1]["claim"]],
         claims=[tile for tile in tiles if tile[1]["claim"]],
-        about=_about(whole),
-        made_with=_settings({name: value for name, value in whole["provenance"].items() if name != "command"}),
-        lead=_lead(whole),
+        about=_about(content),
+        made_with=_settings({name: value for name, value in content["provenance"].items() if name != "command"}),
+        lead=content["verdict"][0],
         eyebrow=_eyebrow(parts),
         best=best,
         external=all(others),
@@ -113,24 +110,19 @@ def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
     return first if names[:1] != ["dispersion"] else "How focused is the attention?"
 
 
-def _lead(whole: dict[str, Any]) -> str:
-    """Return the sentence of the first screen: the first question's answer."""
-    return str(whole["verdict"][0])
-
-
-def _about(whole: dict[str, Any]) -> str:
+def _about(content: dict[str, Any]) -> str:
     """Return one line on what was measured, on which inputs, when and with which version."""
-    rows = whole["results"]
+    rows = content["results"]
     model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
     counts = sorted({int(row["samples"]) for row in rows})
     samples = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     inputs = dict.fromkeys(str(row["inputs"]) for row in rows)
     of = f": {next(iter(inputs))}" if len(inputs) == 1 else ""
-    provenance = whole["provenance"]
+    provenance = content["provenance"]
     samples += f" sample{'s' * (counts != [1])}"
     version = provenance.get("semdiag")
-    said = (model, samples + of, provenance.get("date"), version and f"semdiag {version}")
-    return " · ".join(part for part in said if part)
+    parts = (model, samples + of, provenance.get("date"), version and f"semdiag {version}")
+    return " · ".join(part for part in parts if part)
 
 
 def _settings(named: Mapping[str, Any]) -> str:

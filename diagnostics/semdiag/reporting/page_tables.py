@@ -5,16 +5,8 @@ from markupsafe import Markup
 from semdiag.presenting.columns import Column, count, percent, plain, text
 
 
-def _of(part: int, whole: int) -> str:
-    return f"{part} of {whole}"
-
-
-def _times(rows: int, columns: int) -> str:
-    return f"{rows} × {columns}"
-
-
 def _known(*names: str | None) -> str:
-    """The first name that is known."""
+    """Return the first name that is known."""
     return next(name for name in names if name)
 
 
@@ -36,14 +28,14 @@ ENCODERS = (
 )  # fmt: skip
 EXTERNAL = (
     _MODEL, _ATTENTION, Column("blocks", "layers"), Column("heads"), Column("samples"), *_PERCENTILES,
-    Column("attention_captured attention_found", "captured", _of), _RESIDUAL,
+    Column("attention_captured attention_found", "captured", "{} of {}".format), _RESIDUAL,
 )  # fmt: skip
 MEASURED = (
     _MODEL, _ATTENTION, _SEED, Column("samples"), Column("inputs", form=text),
     Column("attention_found attention_captured", "attention layers\nfound / captured", "{} / {}".format),
     _RESIDUAL,
     Column("dispersion.all.queries", "queries", count), Column("dispersion.all.undefined", "undefined δ", count),
-    Column("blocks heads", "blocks × heads", _times), Column("parameters", form=count),
+    Column("blocks heads", "blocks × heads", "{} × {}".format), Column("parameters", form=count),
     Column("sha256", "SHA-256", _code, left=True),
 )  # fmt: skip
 LAYERS = (

@@ -90,9 +90,6 @@ def write_report(
 def measured_sections(findings: Findings) -> list[str]:
     """Return the sections for which something was measured.
 
-    Args:
-        findings: of one or several models.
-
     Returns:
         Names of :func:`~semdiag.questions.registry.sections`, in order.
     """
@@ -128,11 +125,11 @@ def _write(
         if progress is not None:
             progress.advance(1)
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
-    whole = summary(findings, command, in_short(findings, sections), sections, paths)
-    whole["cautions"] = [
+    content = summary(findings, command, in_short(findings, sections), sections, paths)
+    content["cautions"] = [
         *weights_sentences(findings), *capture_sentences(findings)[1:], *diverged_sentences(findings)
     ]  # fmt: skip
-    text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     non_finite = findings.measurements.non_finite
@@ -142,25 +139,22 @@ def _write(
         (f"head {head} of layer {layer}", f"{LOOK}#{layer}.{head}" if look else None, words)
         for layer, head, words in findings(outlying_heads)
     ]
-    page = render_page(whole, parts, pictures, non_finite, keep_queries, others, heads)
+    page = render_page(content, parts, pictures, non_finite, keep_queries, others, heads)
     (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
-    """Return the sentences of the first screen: from every section, on the capture, and warnings.
-
-    Args:
-        findings: of any number of models.
-        sections: of the report.
-    """
-    said = [sentence for section in sections for sentence in section.in_short(findings)]
-    if not said:
-        said = [sentence for section in sections if section.details for sentence in section.details(findings)][:1]
+    """Return the sentences of the first screen: from every section, on the capture, and warnings."""
+    sentences = [sentence for section in sections for sentence in section.in_short(findings)]
+    if not sentences:
+        sentences = [
+            sentence for section in sections if section.details for sentence in section.details(findings)
+        ][:1]
     metrics = [section.name for section in sections if section.name in ("dispersion", "separation")]
     sampled = sampling_sentences(findings, metrics or ("dispersion",))
     return [
         *weights_sentences(findings),
-        *said,
+        *sentences,
         *sampled,
         *capture_sentences(findings),
         *diverged_sentences(findings),
@@ -194,7 +188,7 @@ def _picture(
 ) -> Picture:
     """Draw and save a figure; return its picture, or why there is nothing to show."""
     if not formats:
-        return _missing("figures were not asked for.")
+        return _missing("no figure format was chosen.")
     try:
         figure = shown.draw(findings)
         with stacked():

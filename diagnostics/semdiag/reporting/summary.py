@@ -23,9 +23,9 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
         sections: of the report; every report includes the dispersion.
 
     Returns:
-        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` % training accuracy, ``smaller`` (whether δ_h
-        < δ_s, if it is the top-k model of a pair), ``capture`` (what was captured of its attention, by layer),
-        ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
+        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` (to 95% training accuracy), ``smaller``
+        (whether δ_h < δ_s, if it is the top-k model of a pair), ``capture`` (what was captured of its attention,
+        by layer), ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
     """
     measurements = findings.measurements
     answers = {pair.gate.pair.other: pair.answer for pair in findings(pair_comparisons)}
@@ -57,7 +57,7 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
 def summary(
     findings: Findings,
     command: str,
-    said: list[str],
+    verdict: list[str],
     sections: Sequence[Section],
     figures: dict[str, list[str]],
 ) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def summary(
     Args:
         findings: of any number of models.
         command: that made the report.
-        said: the verdict in words.
+        verdict: the verdict in words.
         sections: of the report.
         figures: files by figure, relative to the report.
 
@@ -74,11 +74,11 @@ def summary(
         A dictionary for JSON, without NaN or infinity; it has the key ``findings`` only if a section judges
         claims.
     """
-    whole: dict[str, Any] = {
+    content: dict[str, Any] = {
         "schema": schema("report"),
         "command": command,
         "provenance": json_ready(findings.measurements.provenance),
-        "verdict": said,
+        "verdict": verdict,
         "glances": {
             section.name: findings(section.glance).to_dict() for section in sections if section.glance is not None
         },
@@ -88,6 +88,6 @@ def summary(
     }
     judged = {section.name: verdict_table(findings(section.verdicts)) for section in sections if section.verdicts}
     if judged:
-        whole["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})
-    whole["details"] = {section.name: section.details(findings) for section in sections if section.details}
-    return whole
+        content["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})
+    content["details"] = {section.name: section.details(findings) for section in sections if section.details}
+    return content

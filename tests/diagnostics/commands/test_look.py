@@ -91,7 +91,7 @@ def test_without_inputs_a_run_shows_its_first_held_out_sample(run_semdiag, here,
         (["--k", "13"], r"^k must lie in 1 … 12, the largest number of keys\. Got k=13\.$"),
         (["--k", "0"], r"^k must lie in 1 … 12"),
         (["--out", "page.pdf"], r"^--out takes the name of an \.html file\. Got page\.pdf\.$"),
-        (["--out", "mine.html"], r"^mine\.html is no page of semdiag look, and is kept\."),
+        (["--out", "mine.html"], r"^mine\.html is not a page of semdiag look and is not replaced\."),
         (["--max-length", "300"], r"^A page shows at most 256 tokens\. Got --max-length 300\.$"),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         (("mask-stability", "--precision", "bf16,int4"), "Unknown number format 'int4'"),
         (("mask-stability", "--precision", "float64"), "against float64. Got float64."),
         (("mask-stability", "--precision", ","), "against float64. Got none."),
-        (("mask-stability", "--forecast"), "--forecast is of a number format: name one, as --precision bf16."),
+        (("mask-stability", "--forecast"), "--forecast needs a number format, like --precision bf16."),
         (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
         (("k-sweep", "--max-k", 12), "must be below the number of keys, at most 12"),
         (("k-sweep", "--max-k", 0), "at least 1"),

@@ -231,8 +231,8 @@ def test_a_figure_is_written_where_it_is_asked_for(run_semdiag, here):
         (("own_models:good", "--inputs", "none.npy"), "none.npy"),
         (("own_models:not_numbers", "--inputs", "ids.npy"), "layers.0.router: The scores of row 0 hold NaN"),
         (("own_models:nothing", "--inputs", "ids.npy"), "own_models:nothing selects nothing for its tokens"),
-        (("ids.npy", "--inputs", "ids.npy"), "--inputs applies to a model (hf:DIRECTORY), and ids.npy is none"),
-        (("ids.npy", "--forecast"), "--forecast applies to a model (hf:DIRECTORY), and ids.npy is none"),
+        (("ids.npy", "--inputs", "ids.npy"), "--inputs applies to a model (hf:DIRECTORY), and ids.npy is not one"),
+        (("ids.npy", "--forecast"), "--forecast applies to a model (hf:DIRECTORY), and ids.npy is not one"),
         (
             ("own_models:good", "--inputs", "ids.npy", "--forecast", "--format", "float64"),
             "Choices are compared with those in float64. Name a coarser format. Got float64.",

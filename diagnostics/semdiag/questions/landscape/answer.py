@@ -1,4 +1,4 @@
-"""What the evaluated cells of a plane tell in numbers: how far from the checkpoint a model still works."""
+"""Summary numbers of a plane's evaluated cells: how far from the checkpoint a model still works."""
 
 from typing import Any
 
@@ -13,9 +13,6 @@ WORKING = 0.95  # accuracy
 
 def landscape_facts(findings: Findings) -> pd.DataFrame:
     """Summarise every plane on which the loss was measured.
-
-    Args:
-        findings: with the table landscape.
 
     Returns:
         One row per model and plane: cells, samples, checkpoint_loss, checkpoint_accuracy, lowest_loss and
@@ -44,19 +41,15 @@ def landscape_facts(findings: Findings) -> pd.DataFrame:
 
 
 def working_distance(cells: pd.DataFrame) -> float:
-    """Return how far from the checkpoint every evaluated cell still has an accuracy of 95%.
-
-    Args:
-        cells: of one plane, with the columns x, y, accuracy.
+    """Return the distance up to which every evaluated cell has an accuracy of at least 95%.
 
     Returns:
-        The distance of the farthest cell that no failing cell is nearer than; in units of the checkpoint's
-        length. NaN if the nearest cell fails.
+        That of the farthest such cell, in units of the checkpoint's length; NaN if the nearest cell fails.
     """
-    away = np.hypot(cells["x"].to_numpy(float), cells["y"].to_numpy(float))
-    fails = away[~(cells["accuracy"].to_numpy() >= WORKING)]
-    within = away[away < fails.min()] if fails.size else away
-    return float(within.max()) if within.size else float("nan")
+    distances = np.hypot(cells["x"].to_numpy(float), cells["y"].to_numpy(float))
+    fails = distances[~(cells["accuracy"].to_numpy() >= WORKING)]
+    reached = distances[distances < fails.min()] if fails.size else distances
+    return float(reached.max()) if reached.size else float("nan")
 
 
 _CELLS = ("loss", "accuracy", "dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5", "load_max")
@@ -64,9 +57,6 @@ _CELLS = ("loss", "accuracy", "dispersion_p50", "dispersion_p95", "separation_p5
 
 def landscape_summary(findings: Findings) -> Summary:
     """Return every plane of every model, with its cells and its summary numbers.
-
-    Args:
-        findings: of one or more models, with the table landscape.
 
     Returns:
         A JSON-ready dictionary, schema ``semdiag.landscape/2``; matrices have one list per y; quantities that were
@@ -76,11 +66,11 @@ def landscape_summary(findings: Findings) -> Summary:
     facts = findings(landscape_facts)
     results = []
     for row in measurements.models.to_dict("records"):
-        own = measurements.landscape[measurements.landscape["model"] == row["model"]]
+        planes_of_model = measurements.landscape[measurements.landscape["model"] == row["model"]]
         planes = []
-        for number, cells in own.groupby("plane", sort=True):
-            said = facts[(facts["model"] == row["model"]) & (facts["plane"] == number)]
-            plane = said.drop(columns="model").to_dict("records")[0] if len(said) else {"plane": number}
+        for number, cells in planes_of_model.groupby("plane", sort=True):
+            summaries = facts[(facts["model"] == row["model"]) & (facts["plane"] == number)]
+            plane = summaries.drop(columns="model").to_dict("records")[0] if len(summaries) else {"plane": number}
             planes.append({**plane, **_matrices(cells)})
         result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats", "planes": planes}
         results.append(result)

@@ -59,8 +59,8 @@ def landscape(
     from semdiag.questions.landscape.terminal import print_landscape
     from semdiag_models import InputError
 
-    if through and (vain := sorted({"planes", "radius"} & shared.typed)):
-        raise InputError(f"--through replaces random planes: leave out --{' and --'.join(vain)}.")
+    if through and (unused := sorted({"planes", "radius"} & shared.typed)):
+        raise InputError(f"--through replaces random planes: leave out --{' and --'.join(unused)}.")
     conditions = shared.conditions(
         encoders_only=True,
         plans=(

@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LandscapePlan:
-    """Which points are evaluated, and for what.
+    """Which points are evaluated, and what is measured there.
 
     Raises:
         InputError: if a value is illegal.
@@ -78,7 +78,7 @@ class LandscapePlan:
 
     @property
     def points(self) -> int:
-        """Evaluated points of one model."""
+        """Return the number of evaluated points of one model."""
         return self.grid**2 + 3 if self.through else self.planes * (self.grid**2 + 1)
 
 
@@ -193,7 +193,7 @@ def _vector(moved: MovableEncoder, name: str, encoder: Encoder) -> Tensor:
 
 
 def _axis(marks: Sequence[float], cells: int) -> NDArray[np.float64]:
-    """Evenly spaced coordinates around the marks, 0 exactly among them."""
+    """Return evenly spaced coordinates around the marks; 0 is exactly one of them."""
     span = max(marks) - min(marks)
     step = span * (1 + 2 * _MARGIN) / (cells - 1)
     first = round((min(marks) - _MARGIN * span) / step)
@@ -201,18 +201,18 @@ def _axis(marks: Sequence[float], cells: int) -> NDArray[np.float64]:
 
 
 def _attention_statistics(encoder: Encoder, tokens: Tensor) -> Row:
-    """Pooled percentiles of δ and Δ over layers, heads and queries, and the largest key load."""
-    found: dict[str, list[Tensor]] = {"dispersion": [], "separation": [], "load": []}
+    """Return percentiles of δ and Δ, pooled over layers, heads and queries, and the largest key load."""
+    collected: dict[str, list[Tensor]] = {"dispersion": [], "separation": [], "load": []}
 
     def add(call: AttentionCall) -> None:
         rows = counted_rows(call)
-        found["dispersion"].append(rows.statistics.dispersion()[rows.queries])
-        found["separation"].append(rows.statistics.separation()[rows.queries])
-        found["load"].append(rows.statistics.load.max().reshape(1))
+        collected["dispersion"].append(rows.statistics.dispersion()[rows.queries])
+        collected["separation"].append(rows.statistics.separation()[rows.queries])
+        collected["load"].append(rows.statistics.load.max().reshape(1))
 
     with torch.inference_mode(), watch_attention(encoder, add):
         encoder(tokens)
-    joined = {name: torch.cat(parts).double().cpu().numpy() for name, parts in found.items()}
+    joined = {name: torch.cat(parts).double().cpu().numpy() for name, parts in collected.items()}
     row: Row = {}
     for name, wanted in (("dispersion", (50, 95)), ("separation", (50, 5))):
         finite = joined[name][np.isfinite(joined[name])]

@@ -48,8 +48,8 @@ _HEADINGS = (
             ),
             Shown(
                 landscape_cuts,
-                "Cross-entropy and accuracy against the way from the checkpoint along both axes of each plane, "
-                "attention kinds together: {shown}.",
+                "Cross-entropy and accuracy against the distance from the checkpoint, along both axes of each "
+                "plane, attention kinds together: {shown}.",
                 "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
                 "differ much from direction to direction, one plane says little about that model.",
             ),

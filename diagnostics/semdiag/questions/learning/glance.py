@@ -15,7 +15,7 @@ LEAST_SEEDS = 3  # of a task: fewer show no difference between attentions
 
 
 def learning_glance(findings: Findings) -> Glance:
-    """In how many pairs the top-k model was the first to learn its training data; ties are nobody's."""
+    """Return in how many pairs the top-k model learned its training data first; a tie counts for neither."""
     measurements = findings.measurements
     models = measurements.models
     pairs = find_pairs(models[models["snapshot"] == "last"])[0]
@@ -42,12 +42,12 @@ def learning_glance(findings: Findings) -> Glance:
     words = f"in which the {top_words(findings)} model reached 95% training accuracy in fewer epochs"
     words += f"; in {behind:,} full attention did" if behind else ""
     words += f"; in {tied:,} both needed the same number" if tied else ""
-    said = ", ".join(f"{count} seed{'s' * (count != 1)} of {task}" for task, count in sorted(seeds.items()))
-    words += f"; {said}" + (f": at least {LEAST_SEEDS} of one task would tell" if few else "")
+    counts = ", ".join(f"{count} seed{'s' * (count != 1)} of {task}" for task, count in sorted(seeds.items()))
+    words += f"; {counts}" + (f": at least {LEAST_SEEDS} of one task would tell" if few else "")
     return Glance(answer, count_of(first, len(judged), "pair"), words, claim=True)
 
 
 def _seeds(models: pd.DataFrame, compared: Sequence[str]) -> dict[str, int]:
     """Return how many seeds of each task were compared."""
-    own = models[models["model"].isin(compared)]
-    return {str(task): int(count) for task, count in own.groupby("task")["seed"].nunique().items()}
+    rows = models[models["model"].isin(compared)]
+    return {str(task): int(count) for task, count in rows.groupby("task")["seed"].nunique().items()}

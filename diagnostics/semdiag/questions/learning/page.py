@@ -12,8 +12,8 @@ _HEADINGS = (
         (
             Shown(
                 training_curves,
-                "Training and held-out accuracy and training loss against epochs, first epoch with 95 "
-                "% training accuracy marked: {shown}.",
+                "Training and held-out accuracy and training loss against epochs, first epoch with 95% training "
+                "accuracy marked: {shown}.",
                 "Compare where the curves of the first panel cross the dashed line: the first epoch with 95% "
                 "training accuracy. How far a curve of the second panel stays below that of the first is what was "
                 "memorised instead of learned.",

@@ -8,7 +8,7 @@ from semdiag.questions.learning.figures.learning_speed import training_runs
 
 def learning_in_short(findings: Findings) -> list[str]:
     """Return epochs to 95% training accuracy, by panel."""
-    said = []
+    sentences = []
     for panel, runs in training_runs(findings):
         parts = [
             f"{run.series.label} after {run.arrival} epoch{'s' * (run.arrival != 1)}"
@@ -16,17 +16,13 @@ def learning_in_short(findings: Findings) -> list[str]:
             else f"{run.series.label} not within its {run.epochs} epoch{'s' * (run.epochs != 1)}"
             for run in runs
         ]
-        said.append(f"{panel.title}, 95% training accuracy: {', '.join(parts)}.")
-    said = said or ["Nothing is known of the training: no model has a training history."]
-    return [*said, *reach_sentences(findings)]
+        sentences.append(f"{panel.title}, 95% training accuracy: {', '.join(parts)}.")
+    sentences = sentences or ["Nothing is known of the training: no model has a training history."]
+    return [*sentences, *reach_sentences(findings)]
 
 
 def reach_sentences(findings: Findings) -> list[str]:
-    """Name the models whose masks cannot represent their tasks, and say what follows.
-
-    Args:
-        findings: of any number of models.
-    """
+    """Name the models whose masks cannot represent their tasks, and say what follows."""
     remarks = findings.measurements.remarks
     models = [*dict.fromkeys(remarks.loc[remarks["code"] == OUT_OF_REACH_CODE, "model"])]
     if not models:

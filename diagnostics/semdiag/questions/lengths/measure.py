@@ -1,4 +1,4 @@
-"""A checkpoint on inputs of other lengths than it was trained on: accuracy, dispersion, separation."""
+"""A checkpoint on inputs of lengths that it was not trained on: accuracy, dispersion, separation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,11 +23,11 @@ _SEED_OF_LENGTHS = 2**32  # fresh samples must not be the training data, which c
 
 
 def longer(encoder: Encoder, length: int) -> Encoder:
-    """Copy an encoder for inputs up to a given length; what it answers to shorter ones stays the same.
+    """Copy an encoder for inputs up to a given length; its outputs for shorter ones stay the same.
 
-    Parameters are the same; positions are sinusoids, so further ones are well defined. Global tokens stand
-    behind the longest input that an encoder takes: in the copy they move to the positions behind ``length``,
-    where the model has not seen them in training. CLS stays in front.
+    The parameters are the same. Positions are sinusoids, so further ones are well defined. Global tokens stand
+    behind the longest possible input: in the copy they move to the positions behind ``length``, where the model
+    has not seen them in training. CLS stays in front.
 
     Args:
         encoder: the model; it is not changed.
@@ -53,7 +53,7 @@ def longer(encoder: Encoder, length: int) -> Encoder:
             f"{length}. Leave it out, or use lengths up to {config.length}."
         )
     first = next(encoder.parameters())
-    with torch.random.fork_rng(devices=[]):  # the first weights, which are drawn and not used
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten below
         copy = Encoder(replace(config, length=length)).with_exact_positions()
     copy = copy.to(device=first.device, dtype=first.dtype)
     copy.load_state_dict(encoder.state_dict())
@@ -63,10 +63,6 @@ def longer(encoder: Encoder, length: int) -> Encoder:
 
 def check_lengths(models: Sequence[LoadedModel], lengths: Sequence[int]) -> None:
     """Refuse lengths on which a model cannot be evaluated, before anything is measured.
-
-    Args:
-        models: runs.
-        lengths: of the inputs.
 
     Raises:
         InputError: if a length is below 1 or the task has no such string, a task is unknown or a text, or a
@@ -145,19 +141,19 @@ def _task(model: LoadedModel) -> Any:
     return find_task(model.task)
 
 
-def _accuracy(found: Measurements) -> list[dict[str, Any]]:
-    row = found.models.iloc[0]
+def _accuracy(measured: Measurements) -> list[dict[str, Any]]:
+    row = measured.models.iloc[0]
     count, share = int(row["samples"]), float(row["accuracy"])
     interval = scipy.stats.binomtest(round(share * count), count).proportion_ci(0.95, method="wilson")
     numbers = {"value": share, "low": float(interval.low), "high": float(interval.high)}
     return [{"layer": ALL, "quantity": "accuracy", "statistic": s, "value": v} for s, v in numbers.items()]
 
 
-def _percentiles(found: Measurements) -> list[dict[str, Any]]:
+def _percentiles(measured: Measurements) -> list[dict[str, Any]]:
     rows = []
-    layers = [(int(str(layer)), own) for layer, own in found.queries.groupby("layer")]
-    for layer, own in [(ALL, found.queries), *layers]:
+    layers = [(int(str(layer)), queries) for layer, queries in measured.queries.groupby("layer")]
+    for layer, queries in [(ALL, measured.queries), *layers]:
         for quantity in ("dispersion", "separation"):
-            table = percentiles(own[quantity])
+            table = percentiles(queries[quantity])
             rows += [{"layer": layer, "quantity": quantity, "statistic": s, "value": table[s]} for s in SHOWN]
     return rows

@@ -1,4 +1,4 @@
-"""What becomes of models on other lengths, in sentences."""
+"""Accuracy and dispersion on other lengths, in sentences."""
 
 import math
 
@@ -11,22 +11,18 @@ from semdiag.questions.convergence.answer.epochs import arrivals
 
 
 def length_sentences(findings: Findings) -> list[str]:
-    """Say of every model what becomes of its accuracy and dispersion on other lengths.
-
-    Args:
-        findings: with lengths.
-    """
-    found = findings(arrivals).set_index("model")
-    said = []
+    """Return a sentence for each model on its accuracy and dispersion on other lengths."""
+    runs = findings(arrivals).set_index("model")
+    sentences = []
     for model, rows in findings.measurements.lengths[findings.measurements.lengths["layer"] == ALL].groupby(
         "model", sort=False
     ):
-        if model not in found.index:  # a copy of another run
+        if model not in runs.index:  # a copy of another run
             continue
-        run = found.loc[model]
-        parts = [_length_words(int(str(length)), own) for length, own in rows.groupby("length")]
-        said.append(f"{run['group']}, {run['attention']}, seed {run['seed']}: {'; '.join(parts)}.")
-    return said
+        run = runs.loc[model]
+        parts = [_length_words(int(str(length)), numbers) for length, numbers in rows.groupby("length")]
+        sentences.append(f"{run['group']}, {run['attention']}, seed {run['seed']}: {'; '.join(parts)}.")
+    return sentences
 
 
 def _length_words(length: int, rows: pd.DataFrame) -> str:

@@ -57,7 +57,7 @@ _HEADINGS = (
         ),
         (
             "A trained model whose loss is near 0 is flat nearby whatever its attention: gradients and secants "
-            "shrink with the loss. Compare initialisations, too (the runs' epoch-0.pt).",
+            "shrink with the loss. Compare the initialisations as well (the runs' epoch-0.pt).",
             "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms; "
             "an end point is that of the sampling law: none of these numbers is the supremum over the ball.",
             "With a top-k mask the loss jumps where a key is swapped: gradients do not see it, secants do.",

@@ -10,42 +10,39 @@ from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.powers import factors
 from semdiag.questions.lipschitz.answer.summary import AT_POINT, estimate_findings, ordering_findings
 
-_ONE = 0.05  # decimal logarithms below this are 0.0 when written out
+_SHOWN_AS_ZERO = 0.05  # decimal logarithms below this are 0.0 when written out
 
 
 def lipschitz_sentences(findings: Findings) -> list[str]:
     """Say whether every estimate stays below its bound, and whether top-k has the smaller ones.
 
-    Args:
-        findings: with the tables of lipschitz.
-
     Returns:
         One sentence per pair, then per model.
     """
-    said = []
+    sentences = []
     for pair in findings(compared_pairs):
-        own = findings(ordering_findings, pair)
-        said += [f"{pair.label}: {_ordering(own)}"] if own else []
+        judged = findings(ordering_findings, pair)
+        sentences += [f"{pair.label}: {_ordering(judged)}"] if judged else []
     for model, label in model_labels(findings.measurements.models).items():
-        own = [f for f in findings(estimate_findings) if f.subject == model]
-        said += [f"{label}: {_below_bounds(own)}"] if own else []
-    return said or ["Nothing is known of the steepness of these models' loss."]
+        judged = [f for f in findings(estimate_findings) if f.subject == model]
+        sentences += [f"{label}: {_below_bounds(judged)}"] if judged else []
+    return sentences or ["Nothing is known of the steepness of these models' loss."]
 
 
-def _ordering(own: Sequence[Finding]) -> str:
-    """Return at which percentiles the loss around the counterpart is less steep."""
+def _ordering(judged: Sequence[Finding]) -> str:
+    """Return at how many radii the loss around the counterpart is less steep, percentile by percentile."""
     answers = {Verdict.HOLDS: "is there", Verdict.VIOLATED: "is reversed"}
     start = "the paper's ordering (secants smaller than around full attention)"
-    words = {f.verdict for f in own}
-    verdict = answers.get(own[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
+    words = {f.verdict for f in judged}
+    verdict = answers.get(judged[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
     parts = [
         f"{f.where} smaller at {f.numbers['lower']:.0f}, larger at {f.numbers['higher']:.0f} of "
         f"{f.numbers['radii']:.0f} radii ({_ratios(f)})"
-        for f in own
+        for f in judged
     ]
-    many = int(own[0].numbers["planes"])
-    planes = own[0].note or f"{many} random planes, by 95% intervals"
-    verdict = "cannot be told" if own[0].note else verdict
+    many = int(judged[0].numbers["planes"])
+    planes = judged[0].note or f"{many} random planes, by 95% intervals"
+    verdict = "cannot be told" if judged[0].note else verdict
     return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
 
 
@@ -54,23 +51,23 @@ def _ratios(finding: Finding) -> str:
     return "no ratio is a number" if math.isnan(low) else f"ratio {low:.2g} to {high:.2g}"
 
 
-def _below_bounds(own: Sequence[Finding]) -> str:
-    violated = [f for f in own if f.verdict is Verdict.VIOLATED]
+def _below_bounds(judged: Sequence[Finding]) -> str:
+    violated = [f for f in judged if f.verdict is Verdict.VIOLATED]
     if violated:
         faults = "; ".join(f"{f.claim}: {f.numbers['violated']:.0f} are not" for f in violated)
         return f"ERROR OF SEMDIAG, a sound bound is exceeded: {faults}. Please report it."
-    near, own = _at_point(own), [f for f in own if f.claim != AT_POINT]
-    gaps = [f.numbers["smallest log10 gap"] for f in own if "smallest log10 gap" in f.numbers]
-    checked = sum(int(f.numbers["holds"]) for f in own)
-    unmet = sum(int(f.numbers["not_met"]) for f in own)
+    near, judged = _at_point(judged), [f for f in judged if f.claim != AT_POINT]
+    gaps = [f.numbers["smallest log10 gap"] for f in judged if "smallest log10 gap" in f.numbers]
+    checked = sum(int(f.numbers["holds"]) for f in judged)
+    unmet = sum(int(f.numbers["not_met"]) for f in judged)
     tail = f"; {unmet:,} have no bound" if unmet else ""
-    tail += "".join(f"; {f.note}" for f in own if f.numbers.get("estimates above the bound"))
+    tail += "".join(f"; {f.note}" for f in judged if f.numbers.get("estimates above the bound"))
     return f"{near}all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
 
 
-def _at_point(own: Sequence[Finding]) -> str:
+def _at_point(judged: Sequence[Finding]) -> str:
     """Return how tight the bounds at the checkpoint are, which could have failed."""
-    proven = [f for f in own if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
+    proven = [f for f in judged if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
     if not proven:
         return ""
     n = proven[0].numbers
@@ -82,6 +79,6 @@ def _nearest(gaps: Sequence[float]) -> str:
     """Return the gap of the estimate nearest to its bound, from decimal logarithms; at least 0 up to rounding."""
     if not gaps:
         return ""
-    if min(gaps) < _ONE:
+    if min(gaps) < _SHOWN_AS_ZERO:
         return f", the nearest within {10 ** max(min(gaps), 0) - 1:.1%} of it"
     return f", the nearest by a factor of 10^{min(gaps):.1f}"

@@ -38,7 +38,7 @@ def look(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Look at this text. Instead of it, --inputs names a file, of which the first sample is taken. "
+            help="Look at this text. Or name a file with --inputs: its first sample is taken. "
             "Default: the first sample that the run held out.",
             rich_help_panel=_PANEL,
             show_default=False,
@@ -47,8 +47,8 @@ def look(
     k: Annotated[
         int,
         typer.Option(
-            help="Of heads that attend to every key, show the k largest scores of each query as kept. On the page "
-            "it can be changed.",
+            help="In heads that attend to every key, show the k largest scores of each query as kept. The page "
+            "can change it.",
             rich_help_panel=_PANEL,
         ),
     ] = 5,

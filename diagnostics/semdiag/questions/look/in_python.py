@@ -28,17 +28,16 @@ def look(
     """Write a page that shows one input through every head: kept keys, scores before the softmax, δ and Δ.
 
     The model runs once, in evaluation mode and without gradients; the mode of every module is restored. The page
-    needs no network. Of token ids beyond 256, or of which the scores take more than 12 MiB, the last are left out,
-    and the page says so.
+    needs no network. If there are more than 256 token ids, or their scores take more than 12 MiB, the last ones
+    are left out, and the page says so.
 
     Source: paper, Def. 3 and eqs. 19, 22 for δ and Δ. Deviation: none.
 
     Args:
         model: from :func:`semdiag.load`, or any module.
-        inputs: a text, for a Hugging Face model; or what the model is called with, of which the first sample is
-            taken.
-        out: the page, an .html file; an earlier page of this kind is replaced, and nothing else.
-        tokens: what the tokens say; by default by the model's tokenizer, else their ids, else positions.
+        inputs: a text, for a Hugging Face model; or the model's inputs, of which the first sample is taken.
+        out: the page, an .html file; only an earlier page of this kind is replaced.
+        tokens: the text of each token; by default from the model's tokenizer, else ids, else positions.
         k: how many of each query's scores are shown as kept at first; None: 5.
         device: where to run; None: where the model is.
         dtype: of the model and the scores; None: the model's own.
@@ -47,7 +46,7 @@ def look(
         The page.
 
     Raises:
-        InputError: if the input does not suit the model, ``tokens`` are more or fewer than it has, no attention is
+        InputError: if the input does not suit the model, the number of ``tokens`` is wrong, no attention is
             captured, no query has k keys, or the page cannot be written.
 
     Example:
@@ -64,7 +63,7 @@ def look(
     seen = see(loaded, given_sample(loaded, inputs, tokens), device, dtype)
     if tokens is not None and not any(seen.sample.tokens in (one.queries, one.keys) for one in seen.layers):
         raise InputError(
-            f"tokens are {len(tokens)} words: no attention of {loaded.path} has as many queries or keys."
+            f"Got {len(tokens)} tokens, but no attention of {loaded.path} has that many queries or keys."
         )
     write_look(seen, fitting_k(seen, k), f"semdiag.look(model, inputs, {str(out)!r})", place)
     return place

@@ -24,14 +24,14 @@ GENERATOR = "semdiag look"
 _FURTHEST = 5  # heads at either end of δ that stand in the table
 _BROAD = 16  # heads of a layer, above which the map takes the whole width
 _MARKS = str.maketrans({"\n": "↵", "\t": "⇥"})
-# What ends a script, or is read as markup, is written as an escape, and so is all that is not ASCII.
+# Characters that could end a script or be read as markup are escaped, and so is everything that is not ASCII.
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
 _NUMBERS = ("dispersion", "entropy", "first_weight")
 
 
 _LATER = "of later ones, give a text that begins there"
 _CUT = {
-    Cut.ASKED: f"(--max-length {{}}); --max-length {LONGEST} shows the most that a page holds",
+    Cut.REQUESTED: f"(--max-length {{}}); --max-length {LONGEST} shows the most that a page holds",
     Cut.MODEL: f"(the model takes no more); {_LATER}",
     Cut.PAGE: f"(a page holds no more); {_LATER}",
     Cut.SCORES: f"(a page holds {LARGEST >> 20} MiB of scores); {_LATER}",
@@ -39,15 +39,15 @@ _CUT = {
 
 
 def render_look(seen: Seen, k: int, command: str) -> str:
-    """Write the page; tokens and names are data in it, and what a browser would obey is made visible.
+    """Return the page; tokens and names are escaped, and control characters are made visible.
 
     Args:
         seen: the model on one input.
-        k: of the keys that are shown as kept, at first.
-        command: that the page is made with.
+        k: number of keys shown as kept at first.
+        command: shown on the page.
 
     Returns:
-        One file that needs nothing beside it.
+        HTML that needs no other file.
     """
     environment = Environment(
         autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -84,15 +84,15 @@ def render_look(seen: Seen, k: int, command: str) -> str:
 
 
 def is_page_of(model: str | None, head: str) -> bool:
-    """Tell whether a file is such a page.
+    """Return whether a file is a page of semdiag look.
 
     Args:
-        model: that it must be of; None: of any.
+        model: whose page it must be; None: of any model.
         head: the beginning of the file.
     """
-    said = [f'<meta name="generator" content="{GENERATOR}">']
-    said += [] if model is None else [f'<meta name="model" content="{escape(visible(model))}">']
-    return all(tag in head for tag in said)
+    tags = [f'<meta name="generator" content="{GENERATOR}">']
+    tags += [] if model is None else [f'<meta name="model" content="{escape(visible(model))}">']
+    return all(tag in head for tag in tags)
 
 
 def all_heads(seen: Seen) -> list[tuple[int, int, Head]]:
@@ -101,34 +101,30 @@ def all_heads(seen: Seen) -> list[tuple[int, int, Head]]:
 
 
 def cautions(seen: Seen) -> list[str]:
-    """Say what spoils the answer, in sentences: what was left out, and warnings."""
-    found = []
+    """Return what limits the answer, in sentences: what was left out, and warnings."""
+    sentences = []
     if seen.sample.cut is not None:
-        said = _CUT[seen.sample.cut].format(seen.length)
-        found.append(f"The input is longer: its first {seen.length} tokens are shown {said}")
+        reason = _CUT[seen.sample.cut].format(seen.length)
+        sentences.append(f"The input is longer: its first {seen.length} tokens are shown {reason}")
     if seen.folded:
         where = f"{seen.folded[0] or 'the model'}{' and others' * (len(seen.folded) > 1)}"
-        found.append(f"The batch axis of {where} holds several rows (heads or windows): the first is shown")
-    if wild := sum(not np.isfinite(one.scores).all() for *_, one in all_heads(seen)):
-        found.append(f"Heads with scores that are no finite numbers: {wild} of {len(all_heads(seen))}")
+        sentences.append(f"The batch axis of {where} holds several rows (heads or windows): the first is shown")
+    if broken := sum(not np.isfinite(one.scores).all() for *_, one in all_heads(seen)):
+        sentences.append(f"Heads with scores that are no finite numbers: {broken} of {len(all_heads(seen))}")
     if seen.residual > 1:
-        found.append(
+        sentences.append(
             f"Recomputed from what was captured, the attention differs from the model's own by "
             f"{seen.residual:.3g} times what rounding can do: something of it was missed"
         )
-    found += [
+    sentences += [
         f"Not captured: {one.operation} in {one.module or 'the model'}: {one.reason}" for one in seen.audit.skipped
     ]
-    found += [one.text for one in seen.audit.remarks if one.severity == WARNING]
-    return [f"{text[:1].upper()}{text[1:]}." for text in dict.fromkeys(found)]
+    sentences += [one.text for one in seen.audit.remarks if one.severity == WARNING]
+    return [f"{text[:1].upper()}{text[1:]}." for text in dict.fromkeys(sentences)]
 
 
 def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Head]]:
-    """Return the heads of the largest and of the smallest median δ, the largest first.
-
-    Args:
-        heads: with their layers and numbers.
-    """
+    """Return the heads of the largest and of the smallest median δ, the largest first."""
     known = sorted(
         (entry for entry in heads if math.isfinite(entry[2].dispersion)), key=lambda e: -e[2].dispersion
     )
@@ -136,10 +132,10 @@ def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Hea
 
 
 def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
-    """Say in one sentence which head's scores lie furthest apart.
+    """Return a sentence on the head whose scores lie furthest apart.
 
     Args:
-        heads: with their layers and numbers.
+        heads: layer, number and head.
 
     Example:
         >>> none = np.zeros(0)
@@ -153,12 +149,12 @@ def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
     layer, head, most = known[0]
     middle = float(np.median([one.dispersion for *_, one in heads if math.isfinite(one.dispersion)]))
     others = f", where the middle head has {middle:.3g}" if len(known) > 1 else ""
-    said = f"Head {head} of layer {layer} spans the widest range of scores"
-    return f"{said}: median δ {most.dispersion:.3g} nats{others}."
+    start = f"Head {head} of layer {layer} spans the widest range of scores"
+    return f"{start}: median δ {most.dispersion:.3g} nats{others}."
 
 
 def _data(seen: Seen, k: int) -> dict[str, Any]:
-    """What the script reads: labels and masks once, scores as base64 of little-endian floats."""
+    """Return what the script reads: labels and masks once, scores as base64 of little-endian floats."""
     labels: dict[tuple[str, ...], int] = {}
     masks: dict[tuple[tuple[int, ...], bytes], int] = {}
     size = max(head.scores.dtype.itemsize for *_, head in all_heads(seen))
@@ -203,9 +199,9 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
 
 
 def _trained(seen: Seen) -> list[str]:
-    """What trained models have of each of the three numbers; empty for encoders, which are far smaller."""
-    said = (f"90% of the heads of trained models have {reference_words(name)}." for name in _NUMBERS)
-    return list(said) if seen.model.external else [""] * len(_NUMBERS)
+    """Return what trained models have of each of the three numbers; empty for encoders, which are far smaller."""
+    sentences = (f"90% of the heads of trained models have {reference_words(name)}." for name in _NUMBERS)
+    return list(sentences) if seen.model.external else [""] * len(_NUMBERS)
 
 
 def _base64(content: bytes) -> str:
@@ -213,22 +209,22 @@ def _base64(content: bytes) -> str:
 
 
 def _rounded(value: float) -> float | None:
-    """Six digits of a number; None where it is none."""
+    """Return a number to six digits; None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _sink(value: float | None) -> float | str | None:
-    """A learnt logit; None where there is none or it takes no part, a word that is no number where it is none."""
+    """Return a learnt logit; None if there is none or it is -inf, ``"NaN"`` if it is not finite otherwise."""
     if value is None or value == -math.inf:
         return None
     return value if math.isfinite(value) else "NaN"
 
 
 def _share(value: float, largest: float) -> int:
-    """How strongly a cell is coloured, 0 … 100: by the root, so that one head far out leaves the others apart."""
+    """Return how strongly a cell is coloured, 0 … 100: by the root, so that one outlier does not hide the rest."""
     return round(100 * math.sqrt(max(value, 0.0) / largest)) if largest and math.isfinite(value) else 0
 
 
 def _shown(value: Any) -> Any:
-    """A value of the template; what macros have made is done."""
+    """Return a value for the template, escaped unless a macro made it."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

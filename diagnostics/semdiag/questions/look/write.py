@@ -1,4 +1,4 @@
-"""Where the page of one text goes, and how it gets there."""
+"""Name and write the file of a page on one text."""
 
 import hashlib
 from pathlib import Path
@@ -10,11 +10,11 @@ from semdiag_models import InputError
 from semdiag_models.reading import open_file
 from semdiag_models.writing import write_text
 
-_HEAD = 4096  # bytes of a page, within which it says what it is
+_HEAD = 4096  # bytes of a page that contain its generator tag
 
 
 def place_of(model: str, given: Path | None) -> Path:
-    """Find the file of a page, before anything is measured: never one that is something else.
+    """Return the file for a page, before anything is measured; refuse one that is something else.
 
     Args:
         model: as the user named it.
@@ -22,7 +22,7 @@ def place_of(model: str, given: Path | None) -> Path:
             of that name is.
 
     Raises:
-        InputError: if it is no .html file, or something else than such a page is there.
+        InputError: if it is not an .html file, or a file is there that is not such a page.
     """
     place = given or Path("reports") / f"look-{file_safe(model)}.html"
     if place.suffix.lower() not in (".html", ".htm"):
@@ -30,7 +30,7 @@ def place_of(model: str, given: Path | None) -> Path:
     head = _head(place)
     if head is not None and not is_page_of(None, head):
         raise InputError(
-            f"{place} is no page of semdiag look, and is kept. Name another file with --out FILE.html."
+            f"{place} is not a page of semdiag look and is not replaced. Name another file with --out FILE.html."
         )
     if given is None and head is not None and not is_page_of(model, head):
         digest = hashlib.sha256(model.encode("utf-8", "surrogateescape")).hexdigest()
@@ -43,8 +43,8 @@ def write_look(seen: Seen, k: int, command: str, place: Path) -> None:
 
     Args:
         seen: the model on one input.
-        k: of the keys that are shown as kept, at first.
-        command: that it is made with.
+        k: number of keys shown as kept at first.
+        command: shown on the page.
         place: from :func:`place_of`.
 
     Raises:
@@ -59,7 +59,7 @@ def write_look(seen: Seen, k: int, command: str, place: Path) -> None:
 
 
 def _head(place: Path) -> str | None:
-    """The beginning of a file; None if there is none."""
+    """Return the beginning of a file; None if it does not exist."""
     if not place.exists():
         return None
     with open_file(place) as file:

@@ -26,63 +26,53 @@ _PROPAGATED = [
 
 
 def precision_table(findings: Findings) -> pd.DataFrame:
-    """What became of the masks, per model, number format and layer, and pooled; heads are pooled.
-
-    Args:
-        findings: with rounded masks.
+    """Return how many masks survive, by model, number format and layer, and pooled; heads are pooled.
 
     Returns:
-        model, format, layer (ALL where pooled); queries that drop a key, not_covered of them, and why;
-        certified_rows and certified_changed; shares of the covered (changed, tied, changed_or_tied, certified)
-        with ``_low`` and ``_high`` of 95% intervals from resampled sequences; lost_p50 and lost_mean, over the
-        changed ones.
+        model, format, layer (ALL where pooled); queries that drop a key, how many of them are not_covered, and
+        why; certified_rows and certified_changed; shares of the covered ones (changed, tied, changed_or_tied,
+        certified) with ``_low`` and ``_high`` of 95% intervals from resampled sequences; lost_p50 and lost_mean,
+        over the changed ones.
     """
     masks, lost = findings.measurements.rounded_masks, findings.measurements.lost_weights
     rows = []
-    for (model, kind), own in masks.groupby(["model", "format"], sort=False):
+    for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
         of_changed = lost[(lost["model"] == model) & (lost["format"] == kind)]
-        for layer, part in _layers(own):
+        for layer, part in _layers(rows_of_format):
             weights = of_changed if layer == ALL else of_changed[of_changed["layer"] == layer]
             rows.append({"model": model, "format": kind, "layer": layer, **_described(part, weights["lost"])})
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
 def propagated_table(findings: Findings) -> pd.DataFrame:
-    """How many masks change where a model runs in a format throughout, per model, format and layer, and pooled.
-
-    Args:
-        findings: with or without forecasts.
+    """Return how many masks change in a model that runs in a format throughout, by format and layer, and pooled.
 
     Returns:
-        model, format, layer (ALL where pooled); queries that drop a key, and what
-        :func:`~semdiag.measuring.findings.changed_shares.changed_shares` says of them, of first in any head.
+        model, format, layer (ALL where pooled); queries that drop a key; and the columns of
+        :func:`~semdiag.measuring.findings.changed_shares.changed_shares` (first: in any head).
     """
     rows = []
     masks = findings.measurements.propagated_masks
-    for (model, kind), own in masks.groupby(["model", "format"], sort=False):
-        for layer, part in _layers(own):
+    for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
+        for layer, part in _layers(rows_of_format):
             rows.append({"model": model, "format": kind, "layer": layer, **changed_shares(part)})
     return pd.DataFrame(rows, columns=_PROPAGATED)
 
 
 def precision_of(findings: Findings, model: str) -> list[Summary]:
-    """The number formats in which a model's masks were looked at, as in ``--json``.
-
-    Args:
-        findings: with or without rounded masks.
-        model: its path.
+    """Return what each number format does to a model's masks, as in ``--json``.
 
     Returns:
-        By format: format, layers (a dictionary each), all; with a forecast also propagated, likewise.
+        By format: format, layers (a dictionary each), all; with a forecast also propagated, with layers and all.
     """
     table = findings(precision_table)
-    own = table[table["model"] == model]
-    found: list[Summary] = []
-    for kind, rows in own.groupby("format", sort=False):
+    of_model = table[table["model"] == model]
+    formats: list[Summary] = []
+    for kind, rows in of_model.groupby("format", sort=False):
         entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
-        found.append({"format": kind, "layers": entries[:-1], "all": entries[-1] | {"layer": "all"}})
-        found[-1] |= _propagated_of(findings, model, str(kind))
-    return found
+        formats.append({"format": kind, "layers": entries[:-1], "all": entries[-1] | {"layer": "all"}})
+        formats[-1] |= _propagated_of(findings, model, str(kind))
+    return formats
 
 
 def _propagated_of(findings: Findings, model: str, kind: str) -> Summary:
@@ -94,25 +84,25 @@ def _propagated_of(findings: Findings, model: str, kind: str) -> Summary:
     return {"propagated": {"layers": entries[:-1], "all": entries[-1] | {"layer": "all"}}}
 
 
-def _layers(own: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    for layer, part in own.groupby("layer", sort=True):
+def _layers(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    for layer, part in rows.groupby("layer", sort=True):
         yield int(str(layer)), part
-    yield ALL, own
+    yield ALL, rows
 
 
 def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
     counts = part.groupby("sample")[["queries", "not_covered", *_SHARES]].sum().astype(np.float64)
     covered = (counts["queries"] - counts["not_covered"]).to_numpy()
-    shares: dict[str, float] = {}
+    estimates: dict[str, float] = {}
     for name in _SHARES:
-        found = sum_ratio_interval(counts[name].to_numpy(), covered, _RESAMPLES).if_varied()
-        shares |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+        share = sum_ratio_interval(counts[name].to_numpy(), covered, _RESAMPLES).if_varied()
+        estimates |= {name: share.estimate, f"{name}_low": share.low, f"{name}_high": share.high}
     return {
         "queries": int(part["queries"].sum()),
         "not_covered": int(part["not_covered"].sum()),
         "certified_rows": int(part["certified"].sum()),
         "certified_changed": int(part["certified_changed"].sum()),
-        **shares,
+        **estimates,
         "lost_p50": float(lost.median()),
         "lost_mean": float(lost.mean()),
         "why": "; ".join(sorted({*part["why"]} - {""})),

@@ -8,7 +8,7 @@ from semdiag.questions.mask_precision.answer import precision_table
 
 
 def precision_glance(findings: Findings) -> Glance:
-    """How many masks change in the format that was named first."""
+    """Return how many masks change in the format that was named first."""
     table = findings(precision_table)
     rows = table[(table["layer"] == ALL) & table["changed"].notna()]
     if rows.empty:
@@ -19,6 +19,6 @@ def precision_glance(findings: Findings) -> Glance:
     return Glance(
         Answer.MEASURED,
         f"{span_words(list(rows['changed']), percent)}%",
-        f"of the masks of {models_words(len(rows))} change in {first}, whatever ties do; {changed:,} of "
+        f"of the masks of {models_words(len(rows))} change in {first}, however ties are broken; {changed:,} of "
         f"{certified:,} certified ones changed",
     )

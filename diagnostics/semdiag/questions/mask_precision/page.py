@@ -13,7 +13,7 @@ from semdiag.questions.mask_precision.words import precision_in_short, precision
 
 
 def precision_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Masks by number format and layer, heads pooled."""
+    """Return the masks by number format and layer, heads pooled."""
     tables = {"mask_precision": findings(precision_table), "mask_forecast": findings(propagated_table)}
     return {
         name: with_facts(
@@ -33,9 +33,9 @@ _HEADINGS = (
                 masks_in_formats,
                 "Share of queries whose mask is the same in float64 and with queries, keys and scores rounded to "
                 "a number format, per layer, with the certified share dotted: {shown}.",
-                "The band of a format is due to ties at the boundary, which engines break in their own ways. Of "
-                "the dotted share it is proven that no engine of the error model changes it; what lies above it "
-                "stays the same where sums are added in the order of this computer.",
+                "The band of a format is due to ties at the boundary, which engines break in their own ways. The "
+                "dotted share is proven: no engine within the error model changes it. Masks above it stay the "
+                "same where sums are added in the order of this computer.",
             ),
         ),
         (
@@ -46,10 +46,10 @@ _HEADINGS = (
             "the scores and rounds once more. 8-bit formats with a scale per tensor or block are other formats. "
             "Rows whose scores have a bias or a soft-cap, or whose softmax has sinks, are not covered: they are "
             "counted, and left out of every share.",
-            "Queries and keys are those of a clean forward pass. Rounding is not passed on from layer to layer, "
-            "as it is in a model that runs in the format; what is said of one that does is from --forecast.",
+            "Queries and keys are those of a clean forward pass: rounding is not passed on from layer to layer. "
+            "--forecast says what happens in a model that runs in the format throughout.",
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
-            "its scores. The weight lost is of the weight over all allowed keys.",
+            "its scores. The weight lost is a share of the weight over all allowed keys.",
         ),
     ),
 )

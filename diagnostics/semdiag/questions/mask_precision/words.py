@@ -1,4 +1,4 @@
-"""What became of masks in a number format, in sentences."""
+"""How masks change in a number format, in sentences."""
 
 import math
 from collections.abc import Iterator
@@ -12,71 +12,55 @@ from semdiag.questions.mask_stability.answer import mask_words, refusals
 
 
 def precision_in_short(findings: Findings) -> list[str]:
-    """The first screen's sentence on masks in number formats: pooled, last snapshots only.
-
-    Args:
-        findings: with or without rounded masks.
-    """
+    """Return the first screen's sentence on masks in number formats: pooled, last snapshots only."""
     if findings.measurements.rounded_masks.empty:
         return []
-    parts, faults, some = [], 0, ""
+    parts, faults, scope = [], 0, ""
     for model, label in model_labels(findings.measurements.models, last_only=True).items():
-        formats = [(found["format"], found["all"]) for found in precision_of(findings, model)]
+        formats = [(answer["format"], answer["all"]) for answer in precision_of(findings, model)]
         known = [
             f"{kind} {percent(row['changed'], 1)}%" for kind, row in formats if not math.isnan(row["changed"])
         ]
         parts += [f"{label}: {', '.join(known)}"] if known else []
         faults += sum(row["certified_changed"] for _, row in formats)
-        some = ", of the rows that are covered" if any(row["not_covered"] for _, row in formats) else some
+        scope = ", of the rows that are covered" if any(row["not_covered"] for _, row in formats) else scope
     if not parts:
         return ["Masks in number formats: no row that the error model covers."]
     fault = f" Certified rows that changed: {faults:,}, an error of semdiag." if faults else ""
-    return [f"Masks that change in a number format, whatever ties do{some}: {'; '.join(parts)}.{fault}"]
+    return [f"Masks that change in a number format, however ties are broken{scope}: {'; '.join(parts)}.{fault}"]
 
 
 def precision_sentences(findings: Findings) -> list[str]:
-    """Say of every model what each number format does to its masks.
-
-    Args:
-        findings: with rounded masks.
-    """
-    said = []
+    """Return a sentence for each model on what each number format does to its masks."""
+    sentences = []
     for model, label in model_labels(findings.measurements.models).items():
         parts = [part for of_format in precision_of(findings, model) for part in _of_format(of_format)]
         words = mask_words(findings, model)
         why = next(iter(refusals(findings, model)), words)
-        said.append(f"{label} ({words}): {' '.join(parts)}" if parts else f"{label}: {why}.")
-    return said
+        sentences.append(f"{label} ({words}): {' '.join(parts)}" if parts else f"{label}: {why}.")
+    return sentences
 
 
 def certified_words(row: Summary) -> str:
-    """Say how many certified rows changed or tied, which none may.
-
-    Args:
-        row: of a number format, in all.
-    """
+    """Return how many certified rows of a format changed or tied, in words; none may."""
     changed = row["certified_changed"]
     fault = ", which is an error of semdiag" if changed else ""
     return f"Certified rows that changed: {changed:,} of {row['certified_rows']:,}{fault}."
 
 
 def not_covered_words(row: Summary) -> str:
-    """Say how many rows the error model does not cover, and why; empty if it covers all.
-
-    Args:
-        row: of a number format, in all.
-    """
+    """Return how many rows of a format the error model does not cover, and why; empty if it covers all."""
     if not row["not_covered"]:
         return ""
     return f"Not covered: {row['not_covered']:,} of {row['queries']:,} rows ({row['why']})."
 
 
-def _of_format(found: Summary) -> Iterator[str]:
-    row, kind = found["all"], found["format"]
+def _of_format(answer: Summary) -> Iterator[str]:
+    row, kind = answer["all"], answer["format"]
     if row["queries"] > row["not_covered"]:
         interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
         yield (
-            f"In {kind} {percent(row['changed'], 1)}% of the masks change whatever ties do ({interval}), "
+            f"In {kind} {percent(row['changed'], 1)}% of the masks change however ties are broken ({interval}), "
             f"{percent(row['tied'], 1)}% have a tie at the boundary, {percent(row['changed_or_tied'], 1)}% "
             f"either; certified {percent(row['certified'], 1)}%."
         )
@@ -87,8 +71,8 @@ def _of_format(found: Summary) -> Iterator[str]:
         yield f"In {kind}:"
     if row["not_covered"]:
         yield not_covered_words(row)
-    if "propagated" in found:
-        all_layers, last = found["propagated"]["all"], found["propagated"]["layers"][-1]
+    if "propagated" in answer:
+        all_layers, last = answer["propagated"]["all"], answer["propagated"]["layers"][-1]
         yield (
             f"Where the model runs in {kind} throughout, {percent(all_layers['measured'], 2)}% change, "
             f"{percent(last['measured'], 2)}% in the last layer; forecast "

@@ -1,4 +1,4 @@
-"""The findings of ``semdiag mask-stability``: by noise level, layer and head, and what is not applicable."""
+"""The answer of ``semdiag mask-stability``: by noise level, layer and head, and why a model has none."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from semdiag.questions.mask_precision.answer import precision_of
 from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 
 RESAMPLES = 200
-_BINS = 10  # of equal counts, and one more
+_BINS = 10  # of equal counts; one more holds what lies above them
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
 SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
 NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
@@ -27,9 +27,6 @@ NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not dep
 def mask_summary(findings: Findings) -> Summary:
     """Return agreement, certificate and prediction by noise level, head and pooled; and by number format.
 
-    Args:
-        findings: of one or more models, with masks or rounded masks.
-
     Returns:
         A JSON-ready dictionary, schema ``semdiag.mask-stability/2``.
     """
@@ -37,15 +34,18 @@ def mask_summary(findings: Findings) -> Summary:
     table = findings(mask_table)
     effects = findings(effect_table)
     for row in findings.measurements.models.to_dict("records"):
-        own = table[table["model"] == row["model"]]
+        of_model = table[table["model"] == row["model"]]
         result = {key: row[key] for key in MODEL_FACTS} | {"mask": mask_words(findings, row["model"])}
-        changed = int(own.loc[own["layer"] == ALL, "certified_changed"].sum())
+        changed = int(of_model.loc[of_model["layer"] == ALL, "certified_changed"].sum())
         precision = precision_of(findings, row["model"])
-        result |= {"applicable": bool(precision) or not own.empty, "refused": refusals(findings, row["model"])}
+        result |= {
+            "applicable": bool(precision) or not of_model.empty,
+            "refused": refusals(findings, row["model"]),
+        }
         result["certified_changed"] = changed
-        result["certified_rows"] = int(own.loc[own["layer"] == ALL, "certified_rows"].sum())
+        result["certified_rows"] = int(of_model.loc[of_model["layer"] == ALL, "certified_rows"].sum())
         levels = []
-        for level, rows in own.groupby("level"):
+        for level, rows in of_model.groupby("level"):
             entries = all_by_name(rows).drop(columns=["model", "level"]).to_dict("records")
             after = records(effects[(effects["model"] == row["model"]) & (effects["level"] == level)])
             output = without(after[0], "model", "level") if after else {}
@@ -55,33 +55,31 @@ def mask_summary(findings: Findings) -> Summary:
 
 
 def mask_words(findings: Findings, model: str) -> str:
-    """Return which mask of a model was judged, or why none was.
-
-    Args:
-        findings: with the model.
-        model: its path.
-    """
+    """Return which mask of a model was judged, or why none was."""
     measurements = findings.measurements
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
     kind = str(row["attention"])
     if SELECTIONS.get(kind) is None:
         return NOT_APPLICABLE.format(attention=kind)
-    own = pd.concat([t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)])
-    if own.empty:
+    kept_keys = pd.concat(
+        [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
+    )
+    if kept_keys.empty:
         return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
     if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
-        kept = f"{own.min()} to {own.max()} keys" if own.min() < own.max() else f"k = {own.iloc[0]}"
+        kept = (
+            f"{kept_keys.min()} to {kept_keys.max()} keys"
+            if kept_keys.min() < kept_keys.max()
+            else f"k = {kept_keys.iloc[0]}"
+        )
         return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
-    return SUPPOSED.format(k=own.iloc[0]) if kind in DENSE else f"the model's own mask, k = {own.iloc[0]}"
+    return (
+        SUPPOSED.format(k=kept_keys.iloc[0]) if kind in DENSE else f"the model's own mask, k = {kept_keys.iloc[0]}"
+    )
 
 
 def refusals(findings: Findings, model: str) -> list[str]:
-    """Return why a model's masks were not tested under noise or number formats although requested.
-
-    Args:
-        findings: with the model.
-        model: its path.
-    """
+    """Return why a model's masks were not tested under noise or number formats although requested."""
     remarks = findings.measurements.remarks
     codes = remarks["code"].isin(["no-mask-stability", "no-mask-precision"])
     return [str(text) for text in remarks["text"][(remarks["model"] == model) & codes]]
@@ -94,33 +92,27 @@ def mask_table(findings: Findings) -> pd.DataFrame:
     ``spearman`` is the rank correlation of Δ with disagreement (1 − agreement): -1 where the masks of
     ill-separated queries change first.
 
-    Args:
-        findings: with masks.
-
     Returns:
         model, level, layer and head (ALL where pooled), queries, draws, separation_p50, the means and
         intervals, swing_sd, certified_rows and certified_changed (rows × draws).
     """
     rows = []
-    for (model, level), own in findings.measurements.masks.groupby(["model", "level"], sort=False):
-        for layer, head, part in _places(own):
+    for (model, level), of_level in findings.measurements.masks.groupby(["model", "level"], sort=False):
+        for layer, head, part in _places(of_level):
             rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
     columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
 
 def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFrame]:
-    """Does Δ tell which masks change? Mean prediction and observed share, in bins of Δ/sd.
+    """Return mean prediction and observed share in bins of Δ/sd: does Δ tell which masks change?
 
     Ten bins of equal counts up to :func:`foreseen_margin`, and one of all queries above it.
 
-    Args:
-        findings: with masks.
-
     Returns:
-        By model and noise level a row per bin: margin, the median Δ/sd, share of the queries, predicted, exact,
-        low and high of its 95% interval, and above: whether it is the last. None for models whose masks have no
-        prediction.
+        A row per bin, by model and noise level: margin (the median Δ/sd), share of the queries, predicted, exact,
+        low and high of its 95% interval, and above (whether it is the last bin). Models whose masks have no
+        prediction are left out.
     """
     masks = findings.measurements.masks
     highest = findings(foreseen_margin)
@@ -129,30 +121,23 @@ def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFra
 
 
 def foreseen_margin(findings: Findings) -> float:
-    """The Δ/sd above which Φ(Δ/sd) foresees less than one changed mask, of any model and noise level.
+    """Return the Δ/sd above which Φ(Δ/sd) foresees less than one changed mask, for all models and noise levels.
 
     The smallest c with Σ draws · (1 − Φ(Δ/sd)) < 1 over its queries with Δ/sd > c.
 
     Source: docs/theory.md#mask-stability for Φ(Δ/sd). Deviation: none.
-
-    Args:
-        findings: with masks.
     """
     masks = findings.measurements.masks
-    found = [0.0]
+    candidates = [0.0]
     for _, rows in masks[masks["predicted"].notna()].groupby(["model", "level"]):
         margins = np.sort(_margin(rows).to_numpy())[::-1]
         foreseen = np.cumsum(scipy.special.ndtr(-margins)) * int(rows["draws"].iloc[0])
-        found += margins[foreseen >= 1][:1].tolist()
-    return float(max(found))
+        candidates += margins[foreseen >= 1][:1].tolist()
+    return float(max(candidates))
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:
-    """Return :func:`mask_table` averaged over heads, by model, level and layer: exact with interval, certified.
-
-    Args:
-        findings: with masks.
-    """
+    """Return :func:`mask_table` averaged over heads, by model, level and layer: exact with interval, certified."""
     layers = findings(mask_table)
     layers = layers[layers["layer"] != ALL]
     columns = ["exact", "exact_low", "exact_high", "certified"]
@@ -162,21 +147,18 @@ def heads_pooled(findings: Findings) -> pd.DataFrame:
 def effect_table(findings: Findings) -> pd.DataFrame:
     """Return the effect of the noise on outputs by model and level, over samples.
 
-    Args:
-        findings: with noise effects.
-
     Returns:
-        model, level, samples, logit_change (relative; no number if a logit is none), flipped, accuracy_before,
+        model, level, samples, logit_change (relative; NaN if a logit is), flipped, accuracy_before,
         accuracy_after, with the 95% interval of the last.
     """
     rows = []
-    for (model, level), own in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
-        after = mean_interval(own, "correct_after", RESAMPLES)
+    for (model, level), effects in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
+        after = mean_interval(effects, "correct_after", RESAMPLES)
         rows.append(
             {
-                "model": model, "level": level, "samples": len(own),
-                "logit_change": own["logit_change"].mean(skipna=False),
-                "flipped": own["flipped"].mean(), "accuracy_before": own["correct_before"].mean(),
+                "model": model, "level": level, "samples": len(effects),
+                "logit_change": effects["logit_change"].mean(skipna=False),
+                "flipped": effects["flipped"].mean(), "accuracy_before": effects["correct_before"].mean(),
                 "accuracy_after": after.estimate,
                 "accuracy_after_low": after.low, "accuracy_after_high": after.high,
             }
@@ -185,7 +167,7 @@ def effect_table(findings: Findings) -> pd.DataFrame:
 
 
 def _margin(rows: pd.DataFrame) -> pd.Series:
-    """Δ/sd of every query; 0 where Δ is, +inf where nothing moves."""
+    """Return Δ/sd of every query; 0 where Δ is 0, +inf where nothing moves."""
     separation, spread = rows["separation"].astype(np.float64), rows["swing_sd"].astype(np.float64)
     margin: pd.Series = (separation / spread.where(spread > 0, np.nan)).fillna(np.inf)
     return margin.where(separation != 0, 0.0)
@@ -197,18 +179,18 @@ def _binned(rows: pd.DataFrame, highest: float) -> pd.DataFrame:
     bins = ((margin[low].rank(method="first") - 1) * _BINS // low.sum()).reindex(rows.index, fill_value=_BINS)
     table = []
     for place, part in rows.groupby(bins):
-        found = mean_interval(part, "exact", RESAMPLES)
+        share = mean_interval(part, "exact", RESAMPLES)
         named = {"margin": float(margin[part.index].median()), "share": len(part) / len(rows)}
         named |= {"predicted": float(part["predicted"].mean()), "above": place == _BINS}
-        table.append({**named, "exact": found.estimate, "low": found.low, "high": found.high})
+        table.append({**named, "exact": share.estimate, "low": share.low, "high": share.high})
     return pd.DataFrame(table)
 
 
-def _places(own: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:
-    for layer, rows in own.groupby("layer", sort=True):
+def _places(queries: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:
+    for layer, rows in queries.groupby("layer", sort=True):
         for head, part in rows.groupby("head", sort=True):
             yield int(str(layer)), int(str(head)), part
-    yield ALL, ALL, own
+    yield ALL, ALL, queries
 
 
 def _described(part: pd.DataFrame) -> Summary:

@@ -88,7 +88,7 @@ def mask_stability(
     from semdiag_models import InputError
 
     if forecast and "precision" not in shared.typed:
-        raise InputError("--forecast is of a number format: name one, as --precision bf16.")
+        raise InputError("--forecast needs a number format, like --precision bf16.")
     levels = option_values.positive_numbers(noise, "--noise")
     plans: dict[str, NoisePlan | PrecisionPlan] = {}
     if "precision" not in shared.typed or _OF_NOISE & shared.typed:

@@ -21,12 +21,12 @@ def masks_glance(findings: Findings) -> Glance:
     rows = table[table["level"] == levels[len(levels) // 2]]
     kinds = findings.measurements.models.set_index("model")["attention"]
     without = rows["model"].map(kinds).isin(DENSE)
-    own, supposed = rows[~without], rows[without]
+    with_mask, supposed = rows[~without], rows[without]
     noise = f"stay the same under noise of {noise_words(findings, levels[len(levels) // 2])}"
     chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     tail = f"{changed:,} of {certified:,} certified ones changed"
-    if own.empty:
+    if with_mask.empty:
         return Glance(
             Answer.MEASURED,
             _share(supposed),
@@ -34,7 +34,8 @@ def masks_glance(findings: Findings) -> Glance:
         )
     if len(supposed):
         tail = f"{_share(supposed)} of those {chosen} in {models_words(len(supposed))} without a mask; {tail}"
-    return Glance(Answer.MEASURED, _share(own), f"of the masks of {models_words(len(own))} {noise}; {tail}")
+    words = f"of the masks of {models_words(len(with_mask))} {noise}; {tail}"
+    return Glance(Answer.MEASURED, _share(with_mask), words)
 
 
 def _share(masks: pd.DataFrame) -> str:

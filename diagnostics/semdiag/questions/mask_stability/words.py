@@ -1,4 +1,4 @@
-"""What became of masks under noise, in sentences."""
+"""How masks change under noise, in sentences."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +16,7 @@ from semdiag.questions.mask_stability.figures.panels import mask_facts, noise_wo
 
 
 def masks_in_short(findings: Findings) -> list[str]:
-    """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only.
-
-    Args:
-        findings: with or without masks.
-    """
+    """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only."""
     if findings.measurements.masks.empty:
         return []
     table = findings(mask_table)
@@ -30,21 +26,21 @@ def masks_in_short(findings: Findings) -> list[str]:
         return []
     level = levels[len(levels) // 2]
     labels = model_labels(findings.measurements.models, last_only=True)
-    told = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
+    shown = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
     kinds = findings.measurements.models.set_index("model")["attention"]
     kept = findings.measurements.masks.groupby("model")["kept"].max()
     supposed = {
-        model: f"; the mask that top-{kept[model]} would choose" for model in told.index if kinds[model] in DENSE
+        model: f"; the mask that top-{kept[model]} would choose" for model in shown.index if kinds[model] in DENSE
     }
     parts = [
-        f"{label} {told.loc[model, 'exact']:.0%} (certified {told.loc[model, 'certified']:.0%}"
+        f"{label} {shown.loc[model, 'exact']:.0%} (certified {shown.loc[model, 'certified']:.0%}"
         f"{supposed.get(model, '')})"
         for model, label in labels.items()
-        if model in told.index
+        if model in shown.index
     ]
     if not parts:
         return []
-    changed, certified = int(told["certified_changed"].sum()), int(told["certified_rows"].sum())
+    changed, certified = int(shown["certified_changed"].sum()), int(shown["certified_rows"].sum())
     others = int(table["certified_changed"].sum()) - changed
     more = f" (and {others:,} under other noise or of other snapshots)" if others else ""
     fault = f"{more}, which is an error of semdiag" if changed or others else ""
@@ -55,36 +51,29 @@ def masks_in_short(findings: Findings) -> list[str]:
 
 
 def mask_sentences(findings: Findings) -> list[str]:
-    """Say of every model how many masks survive, what Δ has to do with it, and what the output does.
-
-    Args:
-        findings: with masks.
-
-    Returns:
-        What was added, then a few sentences per model.
-    """
+    """Return a sentence on the noise, then a few per model: masks that survive, the part of Δ, and outputs."""
     if findings.measurements.masks.empty:
         return ["Not applicable: no mask of these models depends on the input, so none can change."]
     table, effects = findings(mask_table), findings(effect_table)
-    said = [f"{mask_facts(findings)}."]
+    sentences = [f"{mask_facts(findings)}."]
     for model, label in model_labels(findings.measurements.models).items():
-        own = table[(table["model"] == model) & (table["layer"] == ALL)]
-        if own.empty:
-            said.append(f"{label}: {mask_words(findings, model)}.")
+        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
+        if rows.empty:
+            sentences.append(f"{label}: {mask_words(findings, model)}.")
             continue
-        changed, certified = int(own["certified_changed"].sum()), int(own["certified_rows"].sum())
+        changed, certified = int(rows["certified_changed"].sum()), int(rows["certified_rows"].sum())
         fault = ", which is an error of semdiag" if changed else ""
-        parts = list(_levels(findings, own, effects[effects["model"] == model]))
+        parts = list(_levels(findings, rows, effects[effects["model"] == model]))
         parts.append(f"Certified rows that changed: {changed:,} of {certified:,}{fault}.")
-        said.append(f"{label} ({mask_words(findings, model)}): {' '.join(parts)}")
-    return said
+        sentences.append(f"{label} ({mask_words(findings, model)}): {' '.join(parts)}")
+    return sentences
 
 
-def _levels(findings: Findings, own: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
+def _levels(findings: Findings, rows: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
     outputs = effects.set_index("level")
     masks = findings.measurements.masks
-    samples = masks.loc[masks["model"].isin(own["model"]), "sample"].nunique()
-    for row in own.to_dict("records"):
+    samples = masks.loc[masks["model"].isin(rows["model"]), "sample"].nunique()
+    for row in rows.to_dict("records"):
         known = row["level"] in outputs.index
         flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
         promised = f"; certified {row['certified']:.1%}, predicted {row['predicted']:.1%}"

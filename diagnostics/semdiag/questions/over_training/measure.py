@@ -37,21 +37,18 @@ def snapshots_of(model: LoadedModel) -> list[Path]:
     last = folder / "last.pt"
     if not last.exists() or model.snapshot != "last":
         return [path]
-    numbered = [(int(f.stem.removeprefix("epoch-")), f) for f in folder.glob("epoch-*.pt") if _number(f).isdigit()]
-    return [file for epoch, file in sorted(numbered) if epoch != model.epoch] + [last]
+    epochs = {file: file.stem.removeprefix("epoch-") for file in folder.glob("epoch-*.pt")}
+    numbered = sorted((int(epoch), file) for file, epoch in epochs.items() if epoch.isdigit())
+    return [file for epoch, file in numbered if epoch != model.epoch] + [last]
 
 
 def load_snapshots(model: LoadedModel) -> list[LoadedModel]:
-    """Load the snapshots of a run but the last, which is the model itself.
+    """Load the snapshots of a run; the last is the model itself.
 
     Raises:
         InputError: if one cannot be read.
     """
     return [*map(load, snapshots_of(model)[:-1]), model]
-
-
-def _number(file: Path) -> str:
-    return file.stem.removeprefix("epoch-")
 
 
 def measure_along(
@@ -94,22 +91,22 @@ def measure_along(
     return ALONG.of_rows(rows)
 
 
-def _numbers(found: Measurements, attention: str) -> list[dict[str, Any]]:
-    secants = with_bounds(found.secants, attention)
-    queries = found.queries.assign(xi_local=local_stability(found.queries))
+def _numbers(measured: Measurements, attention: str) -> list[dict[str, Any]]:
+    secants = with_bounds(measured.secants, attention)
+    queries = measured.queries.assign(xi_local=local_stability(measured.queries))
     with np.errstate(over="ignore"):
         secants = secants.assign(xi_sound=np.exp(secants["ln_sound"]))
     rows = []
     for layer in [ALL, *sorted(int(n) for n in queries["layer"].unique())]:
-        own, noisy = (t if layer < 0 else t[t["layer"] == layer] for t in (queries, secants))
+        clean, noisy = (t if layer < 0 else t[t["layer"] == layer] for t in (queries, secants))
         described = {
-            **{("dispersion", p): value for p, value in _cuts(own["dispersion"], "p5", "p50", "p95")},
-            **{("separation", p): value for p, value in _cuts(own["separation"], "p5", "p50", "p95")},
-            **{("xi_local", p): value for p, value in _cuts(own["xi_local"], "p50", "p95")},
+            **{("dispersion", p): value for p, value in _cuts(clean["dispersion"], "p5", "p50", "p95")},
+            **{("separation", p): value for p, value in _cuts(clean["separation"], "p5", "p50", "p95")},
+            **{("xi_local", p): value for p, value in _cuts(clean["xi_local"], "p50", "p95")},
             **{("xi_sound", p): value for p, value in _cuts(noisy["xi_sound"], "p50", "p95")},
             ("response", "mean"): float(noisy["weight_change"].mean()),
-            ("gamma", "max"): _gamma(found.constants, layer),
-            ("query_key_gradient", "share"): query_key_share(found.parameters, layer),
+            ("gamma", "max"): _gamma(measured.constants, layer),
+            ("query_key_gradient", "share"): query_key_share(measured.parameters, layer),
         }
         rows += [{"layer": layer, "quantity": q, "statistic": s, "value": v} for (q, s), v in described.items()]
     return rows

@@ -20,7 +20,7 @@ _HEADINGS = (
             ),
         ),
         (
-            "Between two snapshots nothing was measured; lines only guide the eye. Runs keep the initialisation, "
+            "Between snapshots nothing was measured; lines only guide the eye. Runs keep the initialisation, "
             "the last epoch and the epochs named by --snapshots.",
             "At most 50 held-out samples; gradients are of the mean loss on them, not on training batches.",
         ),

@@ -7,26 +7,22 @@ from semdiag.questions.convergence.answer.epochs import arrivals
 
 
 def along_sentences(findings: Findings) -> list[str]:
-    """Say of every run how its numbers moved from its first to its last snapshot.
-
-    Args:
-        findings: with snapshots.
-    """
-    found = findings(arrivals).set_index("model")
-    said = []
+    """Return a sentence for each run on how its numbers moved from its first to its last snapshot."""
+    runs = findings(arrivals).set_index("model")
+    sentences = []
     pooled = findings.measurements.along[findings.measurements.along["layer"] == ALL]
     for model, rows in pooled.groupby("model", sort=False):
-        if model not in found.index:
+        if model not in runs.index:
             continue
-        run, epochs = found.loc[model], sorted(rows["epoch"].unique())
+        run, epochs = runs.loc[model], sorted(rows["epoch"].unique())
         value = rows.set_index(["epoch", "quantity", "statistic"])["value"]
         parts = [
             f"{name} " + " → ".join(number_words(value[epochs[end], quantity, statistic]) for end in (0, -1))
             for name, quantity, statistic in _ALONG
         ]
         when = f"epoch {epochs[0]} → {epochs[-1]}, {len(epochs)} snapshot{'s' * (len(epochs) != 1)}"
-        said.append(f"{run['group']}, {run['attention']}, seed {run['seed']} ({when}): {', '.join(parts)}.")
-    return said
+        sentences.append(f"{run['group']}, {run['attention']}, seed {run['seed']} ({when}): {', '.join(parts)}.")
+    return sentences
 
 
 _ALONG = (

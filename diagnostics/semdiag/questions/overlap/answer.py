@@ -19,10 +19,7 @@ _COLUMNS = [
 def overlap_table(findings: Findings) -> pd.DataFrame:
     """Return the mean Jaccard index between layers, between heads of a layer, and between successive queries.
 
-    Every sample counts alike. Intervals (95%) resample whole sequences; they speak about other inputs.
-
-    Args:
-        findings: with the table overlap.
+    Every sample counts alike. Intervals (95%) resample whole sequences; they are about other inputs.
 
     Returns:
         One row per model and: two layers (``layers``, over all pairs of their heads), a layer with several heads
@@ -31,16 +28,16 @@ def overlap_table(findings: Findings) -> pd.DataFrame:
     """
     rows = [
         {"model": model, **row}
-        for model, own in findings.measurements.overlap.groupby("model", sort=False)
-        for row in _of_model(own)
+        for model, pairs in findings.measurements.overlap.groupby("model", sort=False)
+        for row in _of_model(pairs)
     ]
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def _of_model(own: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    pair = own["kind"] == "pair"
-    same = own["layer"] == own["other_layer"]
-    parts = {"layers": own[pair & ~same], "heads": own[pair & same], "previous": own[~pair]}
+def _of_model(pairs: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    pair = pairs["kind"] == "pair"
+    same = pairs["layer"] == pairs["other_layer"]
+    parts = {"layers": pairs[pair & ~same], "heads": pairs[pair & same], "previous": pairs[~pair]}
     for what, rows in parts.items():
         if rows.empty:
             continue
@@ -62,15 +59,12 @@ def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[st
 def overlap_summary(findings: Findings) -> Summary:
     """Return the overlap of every model's masks.
 
-    Args:
-        findings: with the table overlap.
-
     Returns:
         A JSON-ready dictionary, schema ``semdiag.overlap/2``.
     """
     table = findings(overlap_table)
     results = []
     for row in findings.measurements.models.to_dict("records"):
-        own = table[table["model"] == row["model"]].drop(columns="model")
-        results.append({key: row[key] for key in MODEL_FACTS} | {"overlap": own.to_dict("records")})
+        of_model = table[table["model"] == row["model"]].drop(columns="model")
+        results.append({key: row[key] for key in MODEL_FACTS} | {"overlap": of_model.to_dict("records")})
     return json_object("overlap", findings, k=findings.measurements.provenance.get("overlap_k"), results=results)

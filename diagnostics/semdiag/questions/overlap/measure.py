@@ -26,7 +26,7 @@ from semdiag_models import InputError
 OVERLAP = Table(
     "overlap",
     "One row per sample and pair of places: two heads of one or of two layers for the same query (kind pair), or "
-    "one head for a query and the one before it (kind previous). queries: that drop a key at both places.",
+    "one head for a query and the one before it (kind previous). queries: how many drop a key at both places.",
     {
         "model": "str",
         "kind": "str",
@@ -46,7 +46,7 @@ class OverlapPlan:
         InputError: if k is illegal.
     """
 
-    k: int = SUPPOSED_K  # of the mask that a model without a selection of its own would choose
+    k: int = SUPPOSED_K  # of the mask that top-k would choose in a model without a selection of its own
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -64,14 +64,14 @@ def mask_overlap(
     """Compare the kept keys of every two heads, and of every query with those of the query before.
 
     Jaccard index |S ∩ S'| / |S ∪ S'| of two sets of kept keys, averaged over the queries of a sample that drop a
-    key at both places. ``chance`` is its expectation if both sets were drawn at random, of the same sizes, each
-    from the keys that its own query may attend to at its own place (:func:`expected_jaccard`): what two unrelated
-    heads would have in common.
+    key at both places. ``chance`` is its expectation for random sets of the same sizes, each drawn from the keys
+    that its query may attend to (:func:`expected_jaccard`): what two unrelated heads would have in common.
 
-    Source: not in the paper; asked for by designs that share one selection among several layers.
+    Source: not in the paper; some designs share one selection among several layers.
 
     Args:
-        model: from :func:`semdiag.load`, or any module; one that keeps every key is asked what top-k would keep.
+        model: from :func:`semdiag.load`, or any module. For one that keeps every key, the keys that top-k would
+            keep are compared.
         inputs: what :func:`~semdiag.measuring.measure.measure` takes.
         plan: k of such a model.
         batch_size: samples at a time.
@@ -112,12 +112,16 @@ def mask_overlap(
 
 @dataclass
 class _Kept:
-    """The kept keys of every layer of one forward pass: (B, H, L, Lk) bool, queries that drop none empty."""
+    """The kept keys of every layer of one forward pass, (B, H, L, Lk) bool; none for queries that drop no key."""
 
     k: int | None
     samples: int = 0  # of the running batch
-    calls: dict[int, tuple[Tensor, list[int]]] = field(default_factory=dict)  # with what each head sees
-    allowed: list[Tensor] = field(default_factory=list)  # (B, L, Lk) bool, what heads see, each once
+    calls: dict[int, tuple[Tensor, list[int]]] = field(
+        default_factory=dict
+    )  # kept keys; index in allowed, by head
+    allowed: list[Tensor] = field(
+        default_factory=list
+    )  # (B, L, Lk) bool: keys that heads may attend to, each once
 
     def add(self, call: AttentionCall) -> None:
         check_rows(call, self.samples)
@@ -157,16 +161,19 @@ def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
         known = sorted(set(seen_by))
         views = [known.index(view) for view in seen_by]
         allowed = torch.stack([kept.allowed[at] for at in known], 1)  # (B, U, L, Lk)
-        for sample, (own, seen) in enumerate(zip(masks, allowed, strict=True)):
-            sizes = own.sum(-1)  # (P, L); 0 where nothing is dropped
-            for table in (_pairs(own, sizes, seen, views, places), _previous(own, sizes, seen, views, places)):
+        for sample, (kept_keys, allowed_keys) in enumerate(zip(masks, allowed, strict=True)):
+            sizes = kept_keys.sum(-1)  # (P, L); 0 where nothing is dropped
+            for table in (
+                _pairs(kept_keys, sizes, allowed_keys, views, places),
+                _previous(kept_keys, sizes, allowed_keys, views, places),
+            ):
                 yield table[table["queries"] > 0].assign(sample=before + sample)
 
 
 def _pairs(
     masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
 ) -> pd.DataFrame:
-    """Return, for every two heads, number of queries, mean Jaccard index, and that of random sets."""
+    """Return the number of queries, the mean Jaccard index and that of random sets, for every two heads."""
     count, length, width = masks.shape
     total = torch.zeros(count, count, dtype=torch.float64)
     queries = torch.zeros(count, count, dtype=torch.int64)
@@ -180,7 +187,7 @@ def _pairs(
         total += (index * counted).double().sum(0).cpu()
         queries += counted.sum(0).cpu()
     at, to = torch.triu_indices(count, count, 1)
-    # Mostly all places see the same keys and keep as many: chance is worked out once for all of these.
+    # Most places have the same allowed keys and keep as many: chance is computed once for all of these.
     numbers, sizes = allowed.sum(-1).cpu(), sizes.cpu()
     shared = [[(one & other).sum(-1).cpu() for other in allowed] for one in allowed]
     kinds, kind = torch.cat([sizes, torch.tensor(views)[:, None]], 1).unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
@@ -198,15 +205,15 @@ def _pairs(
 def _previous(
     masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
 ) -> pd.DataFrame:
-    """Return, for every head, each query against the one before it."""
+    """Return the same for each query and the one before it, for every head."""
     common = (masks[:, 1:] & masks[:, :-1]).sum(-1)
     counted = (sizes[:, 1:] > 0) & (sizes[:, :-1] > 0)
     index = (common / (sizes[:, 1:] + sizes[:, :-1] - common).clamp(min=1)).double()
     queries = counted.sum(1)
     numbers, shared = allowed.sum(-1), (allowed[:, 1:] & allowed[:, :-1]).sum(-1)
     chance = [
-        _chance(own[1:], own[:-1], numbers[at, 1:], numbers[at, :-1], shared[at])
-        for own, at in zip(sizes, views, strict=True)
+        _chance(kept_count[1:], kept_count[:-1], numbers[at, 1:], numbers[at, :-1], shared[at])
+        for kept_count, at in zip(sizes, views, strict=True)
     ]
     mean = (index * counted).sum(1) / queries.clamp(min=1)
     return _table("previous", places, places, queries.cpu(), mean.cpu(), torch.tensor(chance, dtype=torch.float64))
@@ -235,10 +242,10 @@ def _table(
 
 def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared: Tensor) -> float:
     """Return the mean expected Jaccard index of random sets of these sizes; NaN if no query counts."""
-    some = (first > 0) & (second > 0)
-    if not bool(some.any()):
+    counted = (first > 0) & (second > 0)
+    if not bool(counted.any()):
         return math.nan
-    numbers = torch.stack([values[some] for values in (first, second, keys, others, shared)]).cpu()
+    numbers = torch.stack([values[counted] for values in (first, second, keys, others, shared)]).cpu()
     kinds, counts = numbers.unique(dim=1, return_counts=True)  # type: ignore[no-untyped-call]
     means = [expected_jaccard(*map(int, kind)) for kind in kinds.T]
     return float(torch.tensor(means, dtype=torch.float64) @ counts.double() / counts.sum())
@@ -248,7 +255,7 @@ def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared:
 def expected_jaccard(
     first: int, second: int, keys: int, others: int | None = None, shared: int | None = None
 ) -> float:
-    """E |S ∩ S'| / |S ∪ S'| of two sets drawn at random, S from the keys A and S' from the keys A'.
+    """Return E |S ∩ S'| / |S ∪ S'| of two random sets, S drawn from the keys A and S' from the keys A'.
 
     |S ∩ A'| is hypergeometric (of |A| keys, |A ∩ A'|, drawn |S|); where it is x, |S ∩ S'| is hypergeometric (of
     |A'| keys, x, drawn |S'|).

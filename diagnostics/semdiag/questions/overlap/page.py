@@ -29,32 +29,25 @@ def _interval(row: Mapping[Any, Any]) -> str:
 
 
 def overlap_sentences(findings: Findings) -> list[str]:
-    """Say of every model how much of their masks layers, heads and successive queries have in common.
-
-    Args:
-        findings: with the table overlap.
-
-    Returns:
-        One sentence per model.
-    """
+    """Return a sentence for each model on how much the masks of layers, heads and successive queries overlap."""
     table, models = findings(overlap_table), findings.measurements.models
     kinds = dict(zip(models["model"], models["attention"], strict=True))
-    said = []
+    sentences = []
     for model, label in model_labels(models).items():
-        own = table[(table["model"] == model) & (table["layer"] == ALL)]
+        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
         parts = [
             f"{_BETWEEN[row['what']]} {row['jaccard']:.2f} ({_interval(row)}; at random "
             f"{row['chance']:.2f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
-            for row in own.to_dict("records")
+            for row in rows.to_dict("records")
         ]
         k = findings.measurements.provenance.get("overlap_k")
         supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
-        said.append(
+        sentences.append(
             f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
             if parts
             else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
         )
-    return said
+    return sentences
 
 
 _HEADINGS = (

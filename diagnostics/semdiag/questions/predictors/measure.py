@@ -120,13 +120,13 @@ def candidates_at(
     return {name: logarithms[name] for name in wanted}
 
 
-def _network_constant(found: Measurements, form: str) -> float:
-    rows = found.constants[(found.constants["quantity"] == "network") & (found.constants["form"] == form)]
+def _network_constant(measured: Measurements, form: str) -> float:
+    rows = measured.constants[(measured.constants["quantity"] == "network") & (measured.constants["form"] == form)]
     return float(rows["ln_value"].max())
 
 
 def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Conditions) -> dict[str, float]:
-    """Return means over queries, heads and layers of what attention weights and outputs look like."""
+    """Return statistics of attention weights and outputs over queries, heads and layers."""
     collected: dict[str, list[Tensor]] = {"dispersion_share": [], "entropy": [], "output_spread": []}
 
     def collect(call: AttentionCall) -> None:
@@ -155,7 +155,7 @@ def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Cond
 def _loss_secant(snapshot: LoadedModel, tokens: Tensor, labels: Tensor, conditions: Conditions) -> float:
     """Return the median slope of the loss between the snapshot and points on circles around it."""
     device = find_device(conditions.device)
-    device = torch.device("cpu") if device.type == "mps" else device  # which does not know float64
+    device = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
     moved = MovableEncoder(snapshot.encoder, device=device, dtype=torch.float64)
     tokens, labels = usable_samples(moved.encoder, tokens, labels, device)
 

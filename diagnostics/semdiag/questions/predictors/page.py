@@ -25,8 +25,8 @@ _HEADINGS = (
                 "Rank of the area under the training-loss curve against the rank of each candidate at the "
                 "initialisation, one panel per candidate: {shown}.",
                 "A candidate that predicts slowness orders the points along the rising diagonal, one that "
-                "predicts speed along the falling one. One that only sets one kind of attention apart tells which "
-                "mask it is, not how fast it learns.",
+                "predicts speed along the falling one. A candidate that only sets one kind of attention apart "
+                "tells which mask it is, not how fast it learns.",
             ),
         ),
         (

@@ -1,4 +1,4 @@
-"""What goes with faster learning, in words: correlations that remain, and tasks predicted from the others."""
+"""What goes with faster learning, in words: significant correlations, and tasks predicted from the others."""
 
 import math
 from collections.abc import Mapping
@@ -20,30 +20,27 @@ from semdiag.questions.predictors.answer.prediction import (
 
 
 def predictor_sentences(findings: Findings) -> list[str]:
-    """Say which candidates go with learning after correction, and how well a task is predicted from the others.
-
-    Args:
-        findings: with runs and predictors.
+    """Return which candidates go with learning after correction, and how well other tasks predict a task.
 
     Returns:
         For each outcome a sentence on the correlations, one on the strongest of them, and those on held-out tasks;
         last, where runs are left out, one on how many and why.
     """
-    said = []
+    sentences = []
     for outcome, words in OUTCOMES.items():
         table = findings(predictor_table)
         table = table[table["outcome"] == outcome].dropna(subset="rho")
-        said += _sentences(table, words) if len(table) else [_unknown(findings, outcome)]
+        sentences += _sentences(table, words) if len(table) else [_unknown(findings, outcome)]
         rows = findings(held_out_tasks)
-        said += _held_out(rows[rows["outcome"] == outcome], words)
-    return said + _left_out(findings)
+        sentences += _held_out(rows[rows["outcome"] == outcome], words)
+    return sentences + _left_out(findings)
 
 
 def predictors_in_short(findings: Findings) -> list[str]:
     """Return sentences on the correlations with the primary outcome, the strongest, and omitted runs."""
     left_out = _left_out(findings)
-    said = predictor_sentences(findings)
-    return said[: len(said) - len(left_out)][:2] + left_out
+    sentences = predictor_sentences(findings)
+    return sentences[: len(sentences) - len(left_out)][:2] + left_out
 
 
 def _left_out(findings: Findings) -> list[str]:
@@ -69,7 +66,7 @@ def _sentences(table: pd.DataFrame, words: str) -> list[str]:
     kept = table[table["p_corrected"] < SIGNIFICANCE]
     first = table.iloc[0]
     count, tried, tasks = int(first["relabellings"]), int(first["tried"]), int(first["tasks"])
-    said = (
+    sentence = (
         f"Of {len(table)} rank correlations with the {words} ({table['candidate'].nunique()} candidates, "
         f"{table['stage'].nunique()} stages) within {tasks} task{'s' * (tasks != 1)}, over "
         f"{first['cells']} cells of task × mask ({first['left_out']} left out, where something is unknown or "
@@ -81,8 +78,8 @@ def _sentences(table: pd.DataFrame, words: str) -> list[str]:
     shown = shown.reindex(shown["rho"].abs().sort_values(ascending=False, kind="stable").index).head(3)
     names = "; ".join(correlation_words(row) for row in shown.to_dict("records"))
     none = " No interval: fewer than 8 masks, or tasks of so unlike numbers of them that resamples lose some."
-    said += none * bool(table["low"].isna().all())
-    return [said, f"{'Strongest' if len(kept) else 'Strongest, none of them beyond chance'}: {names}."]
+    sentence += none * bool(table["low"].isna().all())
+    return [sentence, f"{'Strongest' if len(kept) else 'Strongest, none of them beyond chance'}: {names}."]
 
 
 def _number(count: int) -> str:
@@ -91,9 +88,6 @@ def _number(count: int) -> str:
 
 def correlation_words(row: Mapping[Any, Any]) -> str:
     """Return a row of :func:`~semdiag.questions.predictors.answer.prediction.predictor_table` in words.
-
-    Args:
-        row: of the table.
 
     Returns:
         Like ``sound ξ, initialisation: ρ = -0.62 (-0.81 to -0.30), p = 0.002, corrected 0.04``.
@@ -106,7 +100,7 @@ def correlation_words(row: Mapping[Any, Any]) -> str:
 
 
 def _held_out(table: pd.DataFrame, words: str) -> list[str]:
-    said = []
+    sentences = []
     for choice, rows in table.groupby("choice", sort=False):
         by = (
             "the candidate that was strongest" if choice == "strongest elsewhere" else "the mean rank of each mask"
@@ -116,11 +110,11 @@ def _held_out(table: pd.DataFrame, words: str) -> list[str]:
             + (f" (by {short(row['candidate'])}, {row['stage']})" if isinstance(row["candidate"], str) else "")
             for row in rows.to_dict("records")
         ]
-        said.append(
+        sentences.append(
             f"Each task predicted by {by} on the others, ρ between prediction and {words}: {'; '.join(parts)}; "
             f"mean {_rho(float(rows['rho'].mean()))}."
         )
-    return said
+    return sentences
 
 
 def short(candidate: str) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from semdiag.questions.selections.measure.own import OwnSelections
     from semdiag.questions.selections.measure.saved import Saving
 
-_ASKED = "What is asked"
+_PANEL = "What is asked"
 _OF_MODELS = (
     "inputs",
     "max_length",
@@ -62,7 +62,7 @@ def selections(
             help="The precision in which the engine computed its scores: float32, bfloat16, float16, "
             "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains; of a model, which choices are "
             "certified (bfloat16 if it is left out).",
-            rich_help_panel=_ASKED,
+            rich_help_panel=_PANEL,
         ),
     ] = "float32",
     causal: Annotated[
@@ -71,13 +71,13 @@ def selections(
             "--causal",
             help="Keys after the query may not be chosen. The last dimension before the keys is the query's, and "
             "queries are the last tokens.",
-            rich_help_panel=_ASKED,
+            rich_help_panel=_PANEL,
         ),
     ] = False,
     keys: Annotated[
         int | None,
         typer.Option(
-            help="How many keys there are, if the file has no scores.", rich_help_panel=_ASKED, show_default=False
+            help="How many keys there are, if the file has no scores.", rich_help_panel=_PANEL, show_default=False
         ),
     ] = None,
     layout: Annotated[
@@ -87,7 +87,7 @@ def selections(
             help="With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
             "second file behind a colon if they are others. Default: tokens; tokens,layers; "
             "batch,sequence,layers; batch,sequence,layers,heads.",
-            rich_help_panel=_ASKED,
+            rich_help_panel=_PANEL,
             show_default=False,
         ),
     ] = "",
@@ -96,7 +96,7 @@ def selections(
         typer.Option(
             "--align",
             help="With two files: compare tokens under the shift or the permutation that fits best.",
-            rich_help_panel=_ASKED,
+            rich_help_panel=_PANEL,
         ),
     ] = False,
     forecast: Annotated[
@@ -105,7 +105,7 @@ def selections(
             "--forecast",
             help="Of a model: also forecast how many choices change where it runs in the format throughout, and "
             "run it so.",
-            rich_help_panel=_ASKED,
+            rich_help_panel=_PANEL,
         ),
     ] = False,
     save: Annotated[
@@ -159,7 +159,7 @@ def selections(
         raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
     if idle:
         raise InputError(
-            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is none. Leave it out."
+            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is not one. Leave it out."
         )
     if of_model:
         if "figures" in shared.typed and out is None:
@@ -175,7 +175,7 @@ def selections(
 
 
 def _option(name: str) -> str:
-    """An argument as the user typed it."""
+    """Return an argument as the user typed it."""
     return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
@@ -213,19 +213,19 @@ def _own(
         batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
     dtype = conditions.decided([loaded], device).dtype
     changes = _changes(loaded, batches, kind, device) if forecast else None  # before the model is converted
-    found = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
+    measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
     formats = [name for name in names(shared.values["figures"]) if name != "none"]
-    written = _write(found, saving, out, formats)
+    written = _write(measured, saving, out, formats)
     if written and not shared.values["quiet"]:
         tell(f"Written: {', '.join(map(str, written))}")
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
-    _deliver(own_summary(found, str(model), kind.name, options, changes), shared, print_own)
+    _deliver(own_summary(measured, str(model), kind.name, options, changes), shared, print_own)
 
 
 def _changes(
     loaded: "LoadedModel", batches: "Sequence[Batch]", kind: "NumberFormat", device: "torch.device"
 ) -> "pd.DataFrame | str":
-    """Which choices change where the model runs in the format throughout, or why that is not known."""
+    """Return which choices change where the model runs in the format throughout, or why that is unknown."""
     from semdiag.measuring.calls.scored_rows import NotAvailableError
     from semdiag.questions.selections.measure.propagated import propagated_selections
 
@@ -236,9 +236,9 @@ def _changes(
 
 
 def _write(
-    found: "OwnSelections", saving: "Saving | None", out: Path | None, formats: Sequence[str]
+    measured: "OwnSelections", saving: "Saving | None", out: Path | None, formats: Sequence[str]
 ) -> list[Path]:
-    """Write what a model chose into files, and the figure of its first sample: also for a telephone."""
+    """Write what a model chose into files, and the figure of its first sample, also narrow for telephones."""
     from semdiag.presenting.drawing.panels import NothingToDrawError
     from semdiag.presenting.drawing.save import save_figure
     from semdiag.presenting.drawing.style import stacked
@@ -249,9 +249,9 @@ def _write(
     if out is None or not formats:
         return written
     try:
-        written += save_figure(selection_maps(found.maps), out / "selections", formats)
+        written += save_figure(selection_maps(measured.maps), out / "selections", formats)
         with stacked():
-            narrow = selection_maps(found.maps)
+            narrow = selection_maps(measured.maps)
         return written + save_figure(narrow, out / "selections-narrow", formats[:1])
     except NothingToDrawError as reason:
         raise InputError(f"There is no figure to write to {out}. {reason}") from None
@@ -270,10 +270,10 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shar
     read = read_selection(file)
     rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys}
     try:
-        found = check_selection(read.scores, read.indices, read.lengths, causal, format, **rules)
+        checked = check_selection(read.scores, read.indices, read.lengths, causal, format, **rules)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-    summary = check_summary(found, str(file), _provenance(format=found.format, causal=causal))
+    summary = check_summary(checked, str(file), _provenance(format=checked.format, causal=causal))
     _deliver(summary, shared, print_check)
 
 
@@ -284,15 +284,15 @@ def _compare(first: Path, second: Path, format: str, layout: str, align: bool, s
     from semdiag.questions.selections.measure.files import read_selection
     from semdiag.questions.selections.terminal import print_comparison
 
-    own, colon, other = layout.partition(":")
-    layouts = own, other if colon else own
-    found = compare_selections(read_selection(first), read_selection(second), format, layouts, align)
-    options = _provenance(format=found.format, layout=layout, align=align)
-    _deliver(comparison_summary(found, str(first), str(second), options), shared, print_comparison)
+    of_first, colon, of_second = layout.partition(":")
+    layouts = of_first, of_second if colon else of_first
+    compared = compare_selections(read_selection(first), read_selection(second), format, layouts, align)
+    options = _provenance(format=compared.format, layout=layout, align=align)
+    _deliver(comparison_summary(compared, str(first), str(second), options), shared, print_comparison)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:
-    """Versions, the command and its options."""
+    """Return versions, the command and its options."""
     import sys
     from importlib.metadata import version
 

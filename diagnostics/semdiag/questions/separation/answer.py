@@ -8,9 +8,6 @@ from semdiag.measuring.findings.strict_json import Summary
 def separation_summary(findings: Findings) -> Summary:
     """Return percentiles of Δ and of the raw key loads per layer and head, and pooled.
 
-    Args:
-        findings: of one or more models.
-
     Returns:
         A JSON-ready dictionary, schema ``semdiag.separation/2``.
     """

@@ -16,11 +16,11 @@ def separation_in_short(findings: Findings) -> list[str]:
     models = models[~models["attention"].isin(DENSE)]
     models = models[models["snapshot"] == "last"] if (models["snapshot"] == "last").any() else models
     models = models[models["attention"] == "topk"] if (models["attention"] == "topk").any() else models
-    said = []
+    sentences = []
     for panel in panels_of(models) if len(models) else []:
         for series in panel.series:
-            said.append(f"{panel.title}, {series.label}: {_separation(findings, series.model)}")
-    return said or ["No model drops a key: separation is undefined for full attention."]
+            sentences.append(f"{panel.title}, {series.label}: {_separation(findings, series.model)}")
+    return sentences or ["No model drops a key: separation is undefined for full attention."]
 
 
 def _separation(findings: Findings, model: str) -> str:
@@ -28,13 +28,13 @@ def _separation(findings: Findings, model: str) -> str:
     if diverged(findings, model):
         return "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
     table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))
-    said = "no query drops a key, so the separation Δ is undefined"
+    words = "no query drops a key, so the separation Δ is undefined"
     if table["undefined"] < table["queries"]:
-        said = (
+        words = (
             f"the separation Δ has the median {table['p50']:.2g} nats, 5% of the queries lie below "
             f"{table['p5']:.2g}, and {table['not_positive']:,} of {table['queries']:,} are not positive"
         )
     if math.isnan(loads["p100"]):
-        return f"{said}."
+        return f"{words}."
     busiest = f"{loads['p100']:g} quer{'y' if loads['p100'] == 1 else 'ies'}"
-    return f"{said}. The busiest key is kept by {busiest}{f', {SAMPLED}' if model in drawn(findings) else ''}."
+    return f"{words}. The busiest key is kept by {busiest}{f', {SAMPLED}' if model in drawn(findings) else ''}."

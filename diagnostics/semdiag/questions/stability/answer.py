@@ -1,4 +1,4 @@
-"""Does ξ bound what softmax rows do? Sound and paper form against measured secants and local constants."""
+"""Does ξ bound the changes of softmax rows? Both forms against measured secants and local constants."""
 
 import math
 from collections.abc import Iterator
@@ -32,16 +32,13 @@ _LOG_HALF = math.log(0.5)
 _SLACK = 1e-9  # relative, of quantities in float64
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against ξ* from rounded scores
 
-_HALF = 1e-2  # of models in half precision
+_HALF = 1e-2  # the same for models in half precision
 
 
 def stability_findings(findings: Findings) -> list[Finding]:
-    """Judge every form of ξ on every measured model.
+    """Judge every form of ξ on every measured model; without secants, the local constants alone.
 
     Source: docs/theory.md#secants. Deviation: none.
-
-    Args:
-        findings: with secants, or without: then only the local constants are judged.
 
     Returns:
         Findings per model. A violated ``sound`` form is a bug of semdiag; a violated ``paper`` form is not.
@@ -50,20 +47,20 @@ def stability_findings(findings: Findings) -> list[Finding]:
     tolerance = _TOLERANCE.get(measurements.provenance.get("dtype", "float32"), _HALF)
     results = []
     for row in measurements.models.to_dict("records"):
-        own = measurements.of(row["model"])
-        results.append(_local(row["model"], own.queries, tolerance))
-        if own.secants.empty:
+        measured = measurements.of(row["model"])
+        results.append(_local(row["model"], measured.queries, tolerance))
+        if measured.secants.empty:
             continue
         if row["attention"] not in BOUNDED:
             note = f"no ξ is known for {row['attention']} attention but of pairs that keep their set; secants and "
             note += "response are still given"
             results.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
-            rows = with_bounds(own.secants, row["attention"])
+            rows = with_bounds(measured.secants, row["attention"])
             of_pair = _secants(row["model"], rows, OF_PAIR, "ln_pair", "score_change")
             note = "where noise changed the set, none is known" if of_pair.numbers["not_met"] else ""
             results.append(replace(of_pair, note=note))
             continue
-        rows = with_bounds(own.secants, row["attention"])
+        rows = with_bounds(measured.secants, row["attention"])
         distances = ((OF_PAIR, "ln_pair"), ("sound", "ln_sound"), ("paper", "ln_paper"))
         results += [_secants(row["model"], rows, form, bound, "score_change") for form, bound in distances]
         results.append(_secants(row["model"], rows, "sound, row form", "ln_row", "score_change_max"))
@@ -123,7 +120,7 @@ def _not_met(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
 
 
 def _fixed(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
-    """Of which pairs a form speaks as of a fixed set: for those of a pair, wherever both rows have the same."""
+    """Return for which pairs a form takes the set as fixed: that of a pair does wherever the sets are equal."""
     fixed: NDArray[np.bool_] = rows["fixed_set"].to_numpy(bool)
     return fixed | rows["same_set"].to_numpy(bool) if bound in ("ln_pair", "ln_row") else fixed
 
@@ -159,9 +156,6 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
 def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFrame]:
     """Return percentiles of ‖p − p'‖₁ in every layer, heads pooled.
 
-    Args:
-        findings: with secants.
-
     Returns:
         By noise level and model a row per layer, in their order.
     """
@@ -175,9 +169,6 @@ def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFram
 def stability_table(findings: Findings) -> pd.DataFrame:
     """Return percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
 
-    Args:
-        findings: with the table secants.
-
     Returns:
         model, noise, layer, head (ALL where pooled), quantity (local, secant, response,
         ln_pair, ln_sound, ln_paper, ln_row), then the columns of
@@ -185,12 +176,12 @@ def stability_table(findings: Findings) -> pd.DataFrame:
     """
     rows: list[dict[Any, Any]] = []
     for facts in findings.measurements.models[["model", "attention"]].to_dict("records"):
-        own, model = findings.measurements.of(facts["model"]), {"model": facts["model"]}
-        local = own.queries.assign(local=local_stability(own.queries))
+        measured, model = findings.measurements.of(facts["model"]), {"model": facts["model"]}
+        local = measured.queries.assign(local=local_stability(measured.queries))
         rows += [{**model, "noise": None, **row} for row in _by_place(local, {"local": "local"})]
         named = {"secant": "secant", "response": "weight_change"}
         named |= {name: name for name in ("ln_pair", "ln_sound", "ln_paper", "ln_row")}
-        for noise, secants in with_bounds(own.secants, str(facts["attention"])).groupby("level"):
+        for noise, secants in with_bounds(measured.secants, str(facts["attention"])).groupby("level"):
             rows += [{**model, "noise": noise, **row} for row in _by_place(secants, named)]
     return pd.DataFrame(rows)
 
@@ -206,9 +197,6 @@ def _by_place(rows: pd.DataFrame, columns: dict[str, str]) -> Iterator[dict[str,
 
 def response_table(findings: Findings) -> pd.DataFrame:
     """Return whose attention weights move more under the same noise.
-
-    Args:
-        findings: with secants.
 
     Returns:
         One row per compared pair and noise level: pair, level, mean and full_mean (of ‖p − p'‖₁), ratio of the
@@ -236,9 +224,6 @@ def response_table(findings: Findings) -> pd.DataFrame:
 def stability_summary(findings: Findings) -> Summary:
     """Return percentiles of local constant, secants, response and both forms of ξ, by layer and head and pooled.
 
-    Args:
-        findings: of one or more models, with secants.
-
     Returns:
         A JSON-ready dictionary, schema ``semdiag.stability/2``. Of several noise levels secants, ln ξ and the
         share of same sets are of all together, and by level in ``by_noise``.
@@ -247,14 +232,14 @@ def stability_summary(findings: Findings) -> Summary:
     judged = findings(stability_findings)
     results = []
     for row in measurements.models.to_dict("records"):
-        own = measurements.of(row["model"])
-        secants = with_bounds(own.secants, str(row["attention"]))
+        measured = measurements.of(row["model"])
+        secants = with_bounds(measured.secants, str(row["attention"]))
         layers = []
-        for layer, head in sorted({*zip(own.queries["layer"], own.queries["head"], strict=True)}):
-            parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (own.queries, secants))
+        for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
+            parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
             layers.append({"layer": int(layer), "head": int(head), **_describe(*parts)})
         result = {key: row[key] for key in MODEL_FACTS} | {"unit": "per nat", "layers": layers}
-        result |= {"all": _describe(own.queries, secants), "verdicts": verdicts_of(judged, row["model"])}
+        result |= {"all": _describe(measured.queries, secants), "verdicts": verdicts_of(judged, row["model"])}
         results.append(result)
     return json_object("stability", findings, results=results)
 
@@ -273,8 +258,8 @@ def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
 
 
 def _moved(secants: pd.DataFrame) -> Summary:
-    found = {name: _percentiles(secants, name) for name in ("secant", "ln_pair", "ln_sound", "ln_paper")}
-    return {**found, "same_set": float(secants["same_set"].mean())}
+    described = {name: _percentiles(secants, name) for name in ("secant", "ln_pair", "ln_sound", "ln_paper")}
+    return {**described, "same_set": float(secants["same_set"].mean())}
 
 
 def _percentiles(rows: pd.DataFrame, name: str) -> Summary:

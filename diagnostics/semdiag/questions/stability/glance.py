@@ -13,7 +13,7 @@ def stability_glance(findings: Findings) -> Glance:
         return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known", claim=True)
     paper, pair = exceeded["paper"], exceeded[OF_PAIR]
     mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
-    # That no pair exceeds it does not make it a bound: the paper's form is none for every row (docs/theory.md).
+    # Even if no pair exceeds it, the paper's form is not a bound for every row (docs/theory.md).
     answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.MEASURED
     return Glance(
         answer, f"{paper['violated']:,} of {paper['rows']:,}",
@@ -25,23 +25,19 @@ def stability_glance(findings: Findings) -> Glance:
 
 
 def _of_fixed(paper: dict[str, int]) -> str:
-    """Say it where every pair that exceeds the bound is one of a mask that ignores the scores."""
+    """Return a remark if every pair that exceeds the bound belongs to a mask that ignores the scores."""
     return ", all of fixed masks" if 0 < paper["violated"] == paper["fixed"] else ""
 
 
 def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:
-    """By form of ξ: pairs of rows that it speaks about, that exceed it, and that cannot; those of fixed masks.
-
-    Args:
-        findings: with or without secants.
-    """
+    """Return counts of pairs of rows by form of ξ: judged, exceeding, vacuous, exceeding ones of fixed masks."""
     models = findings.measurements.models
     fixed = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
-    found = {}
+    exceeding = {}
     for form in (OF_PAIR, "sound", "paper"):
-        own = [f for f in findings(stability_findings) if f.claim == SECANTS and f.form == form]
-        if own:
-            counts = {n: int(sum(f.numbers[n] for f in own)) for n in ("violated", "vacuous", "holds")}
-            of_fixed = int(sum(f.numbers["violated"] for f in own if f.subject in fixed))
-            found[form] = {**counts, "rows": sum(counts.values()), "fixed": of_fixed}
-    return found
+        judged = [f for f in findings(stability_findings) if f.claim == SECANTS and f.form == form]
+        if judged:
+            counts = {n: int(sum(f.numbers[n] for f in judged)) for n in ("violated", "vacuous", "holds")}
+            of_fixed = int(sum(f.numbers["violated"] for f in judged if f.subject in fixed))
+            exceeding[form] = {**counts, "rows": sum(counts.values()), "fixed": of_fixed}
+    return exceeding

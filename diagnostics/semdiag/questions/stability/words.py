@@ -1,4 +1,4 @@
-"""What became of ξ, and whose attention moves more, in sentences."""
+"""Whether ξ bounds the measured changes, and whose attention moves more, in sentences."""
 
 import math
 from collections.abc import Mapping
@@ -31,23 +31,20 @@ def stability_in_short(findings: Findings) -> list[str]:
 
 
 def stability_sentences(findings: Findings) -> list[str]:
-    """Say whether ξ bounds what was measured, form by form, and whose attention moves more.
-
-    Args:
-        findings: with secants.
+    """Return whether ξ bounds the measured changes, form by form, and whose attention moves more.
 
     Returns:
         Sentences per model, then one per pair and noise level.
     """
-    said = []
+    sentences = []
     for model, label in model_labels(findings.measurements.models).items():
-        own = [f for f in findings(stability_findings) if f.subject == model]
-        parts = [part for f in own for part in (_softmax(f),) if part]
+        judged = [f for f in findings(stability_findings) if f.subject == model]
+        parts = [part for f in judged for part in (_softmax(f),) if part]
         if parts:
-            said.append(f"{label}: {' '.join(parts)}")
+            sentences.append(f"{label}: {' '.join(parts)}")
     samples = findings.measurements.secants.groupby("model")["sample"].nunique().min()
-    said += [_response(row, int(samples)) for row in findings(response_table).to_dict("records")]
-    return said or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
+    sentences += [_response(row, int(samples)) for row in findings(response_table).to_dict("records")]
+    return sentences or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
 
 
 def _softmax(finding: Finding) -> str:

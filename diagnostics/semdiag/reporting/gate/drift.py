@@ -77,9 +77,6 @@ class Drift:
 def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
     """Return the numbers with which a later check is compared.
 
-    Args:
-        findings: of one or more models.
-
     Returns:
         Per model: model, sha256, samples, facts that identify its content, numbers (accuracy if known, and δ at
         p50, p75, p90, p95).
@@ -100,9 +97,6 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
 
 def read_baseline(path: Path) -> list[dict[str, Any]]:
     """Read the models from the output of ``semdiag check --json``.
-
-    Args:
-        path: a JSON file.
 
     Returns:
         The result of :func:`tracked_numbers`.
@@ -160,7 +154,7 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
         InputError: if a model was measured on another number of samples.
     """
     matches = match(baseline, findings(tracked_numbers))
-    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in matches.gone]
+    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in matches.missing]
     for entry, several in matches.unclear:
         moved.append(Drift(entry["model"], "model", math.nan, math.nan, tuple(m["model"] for m in several)))
     for entry, current in matches.pairs:

@@ -26,9 +26,6 @@ class Invariant:
 def invariants(findings: Findings) -> list[Invariant]:
     """Check the residual of every capture, its completeness, the scores, and certified masks under noise.
 
-    Args:
-        findings: of one or more models; with masks, certificates are also checked.
-
     Returns:
         Three or four statements. The mask of a certified row provably cannot change under the added noise
         (docs/theory.md#mask-stability); if one does, it is an error of semdiag.
@@ -36,7 +33,7 @@ def invariants(findings: Findings) -> list[Invariant]:
     measurements = findings.measurements
     models = measurements.models
     answers = {completeness(row): row for row in records(models)}
-    found, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
+    layers, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
     bad = int(measurements.non_finite["scores"].sum())
     # The deviation is rounding and differs between processors: its digits are meaningless while it is allowed.
     deviation = "is what the model computed, within rounding"
@@ -54,7 +51,7 @@ def invariants(findings: Findings) -> list[Invariant]:
         Invariant(
             "captured",
             bool((models["attention_found"] == models["attention_captured"]).all()),
-            f"attention layers found {found}, captured {captured}",
+            f"attention layers found {layers}, captured {captured}",
         ),
         Invariant("finite", bad == 0, f"scores that are NaN or infinite: {bad:,}"),
     ]

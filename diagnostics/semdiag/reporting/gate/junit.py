@@ -14,21 +14,18 @@ def junit_xml(result: Verification) -> str:
 
     Models without an entry in the baseline are skipped cases.
 
-    Args:
-        result: of the check.
-
     Returns:
         XML, without characters that XML does not allow.
     """
     cases = list(_cases(result))
-    failures = sum(said is not None for _, _, said in cases)
+    failures = sum(failure is not None for _, _, failure in cases)
     new = result.compared.new if result.compared else ()
     counts = {"tests": str(len(cases) + len(new)), "failures": str(failures), "skipped": str(len(new))}
     suite = ElementTree.Element("testsuite", {"name": "semdiag check", **counts})
-    for group, name, said in cases:
+    for group, name, failure in cases:
         case = ElementTree.SubElement(suite, "testcase", classname=f"semdiag.{group}", name=_clean(name))
-        if said is not None:
-            ElementTree.SubElement(case, "failure", message=_clean(said))
+        if failure is not None:
+            ElementTree.SubElement(case, "failure", message=_clean(failure))
     for model in new:
         case = ElementTree.SubElement(suite, "testcase", classname="semdiag.baseline", name=_clean(model))
         ElementTree.SubElement(case, "skipped", message="not in the baseline")

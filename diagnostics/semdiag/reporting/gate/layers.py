@@ -40,11 +40,11 @@ class LayerGate:
     @property
     def fault(self) -> str:
         """Return the layers in which it does not hold or is unknown, in words; empty if there are none."""
-        told = [layer for layer in self.failing if layer not in self.unknown]
+        failed = [layer for layer in self.failing if layer not in self.unknown]
         parts = []
-        if told:
-            many = f"{len(told)} of {len(self.full)} layers"
-            parts.append(f"δ_h < δ_s fails at the median of {many} ({', '.join(map(str, told))})")
+        if failed:
+            many = f"{len(failed)} of {len(self.full)} layers"
+            parts.append(f"δ_h < δ_s fails at the median of {many} ({', '.join(map(str, failed))})")
         if self.unknown:
             many = f"{len(self.unknown)} of {len(self.full)} layers ({', '.join(map(str, self.unknown))})"
             parts.append(f"δ_h < δ_s cannot be judged at the median of {many}, {NO_NUMBER}")
@@ -74,8 +74,8 @@ def layer_gate(findings: Findings, results: list[GateResult], every: bool = Fals
 
     def medians(model: str) -> tuple[float, ...]:
         layers = sorted(int(layer) for layer in rows_of(findings.measurements.queries, model)["layer"].unique())
-        own = (known_rows(findings, model, "dispersion", layer)["dispersion"] for layer in layers)
-        return tuple(float(percentiles(values)["p50"]) for values in own)
+        dispersions = (known_rows(findings, model, "dispersion", layer)["dispersion"] for layer in layers)
+        return tuple(float(percentiles(values)["p50"]) for values in dispersions)
 
     pairs = [result.pair for result in results]
     return [LayerGate(pair.label, medians(pair.full), medians(pair.other), every) for pair in pairs]

@@ -24,13 +24,13 @@ class Match:
 
     Attributes:
         pairs: entries of the baseline and the models that they are now.
-        gone: entries without a model.
+        missing: entries without a model.
         unclear: entries with several possible models, or whose model may belong to another entry.
         new: models without an entry.
     """
 
     pairs: list[tuple[Entry, Entry]]
-    gone: list[Entry]
+    missing: list[Entry]
     unclear: list[tuple[Entry, list[Entry]]]
     new: list[Entry]
 
@@ -55,7 +55,7 @@ def match(baseline: list[Entry], now: list[Entry]) -> Match:
     taken = [model["model"] for several in could for model in several]
     return Match(
         pairs=[(baseline[e], now[m]) for e, m in sorted(matches.items())],
-        gone=[entry for entry, several in zip(left, could, strict=True) if not several],
+        missing=[entry for entry, several in zip(left, could, strict=True) if not several],
         unclear=[(entry, several) for entry, several in zip(left, could, strict=True) if several],
         new=[model for model in free if model["model"] not in taken],
     )
@@ -63,17 +63,17 @@ def match(baseline: list[Entry], now: list[Entry]) -> Match:
 
 def _pairs(baseline: list[Entry], now: list[Entry]) -> dict[int, int]:
     """Return which model each entry is, by position, if that is unambiguous."""
-    found: dict[int, int] = {}
-    for names in (*(some for known in _KNOWN_BY for some in ((*known, "model"), known)), _PLACE):
-        free = [m for m in range(len(now)) if m not in found.values()]
+    matched: dict[int, int] = {}
+    for names in (*(facts for known in _KNOWN_BY for facts in ((*known, "model"), known)), _PLACE):
+        free = [m for m in range(len(now)) if m not in matched.values()]
         agreeing = {
             e: [m for m in free if _agree(baseline[e], now[m], names)]
             for e in range(len(baseline))
-            if e not in found
+            if e not in matched
         }
         claims = [m for several in agreeing.values() for m in several]
-        found |= {e: m[0] for e, m in agreeing.items() if len(m) == 1 and claims.count(m[0]) == 1}
-    return found
+        matched |= {e: m[0] for e, m in agreeing.items() if len(m) == 1 and claims.count(m[0]) == 1}
+    return matched
 
 
 def _agree(entry: Entry, model: Entry, names: tuple[str, ...]) -> bool:

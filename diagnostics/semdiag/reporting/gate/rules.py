@@ -78,8 +78,8 @@ class RuleResult:
         if self.passed:
             return ""
         name = ".".join(filter(None, (self.rule.metric, self.rule.statistic)))
-        said = f"fails, {self.value:.4g}" if self.known else f"cannot be judged: {name} is not a number"
-        return f"{self.rule.text} {said}"
+        outcome = f"fails, {self.value:.4g}" if self.known else f"cannot be judged: {name} is not a number"
+        return f"{self.rule.text} {outcome}"
 
 
 def parse_rule(text: str) -> Rule:
@@ -87,9 +87,6 @@ def parse_rule(text: str) -> Rule:
 
     Args:
         text: one rule.
-
-    Returns:
-        The rule.
 
     Raises:
         InputError: if it is not of this form, or names something unknown; the message says what would work.
@@ -194,5 +191,5 @@ def _value(findings: Findings, rule: Rule, row: dict[Any, Any]) -> float:
         return math.nan if value is None else float(value)
     if rule.layer is not None and rule.layer >= row["blocks"]:
         raise InputError(f"The rule {rule.text!r}: {row['model']} has the layers 0 to {row['blocks'] - 1}.")
-    own = known_rows(findings, row["model"], rule.metric, ALL if rule.layer is None else rule.layer)
-    return float(percentiles(own[rule.metric])[rule.statistic])
+    rows = known_rows(findings, row["model"], rule.metric, ALL if rule.layer is None else rule.layer)
+    return float(percentiles(rows[rule.metric])[rule.statistic])

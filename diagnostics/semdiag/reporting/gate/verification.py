@@ -22,7 +22,7 @@ class Expectations:
 
     Attributes:
         rules: that every model must satisfy.
-        baseline: numbers of an earlier check; None if there is none.
+        baseline: numbers of an earlier check; None: there is no baseline.
         tolerance: relative change allowed.
         every_layer: whether a single layer without δ_h < δ_s at its median is a failure.
     """
@@ -58,11 +58,13 @@ class Verification:
     @property
     def failures(self) -> list[str]:
         """Return all failures, one statement each."""
-        said = [f"{result.pair.label}: {result.fault}" for result in self.pairs if not result.passed]
-        said += [f"{gate.label}: {gate.fault}" for gate in self.layers if not gate.passed]
-        said += [f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed]
-        said += [f"{result.model}: {result.fault}" for result in self.rules if not result.passed]
-        return said + [moved.words for moved in self.drifts]
+        statements = [f"{result.pair.label}: {result.fault}" for result in self.pairs if not result.passed]
+        statements += [f"{gate.label}: {gate.fault}" for gate in self.layers if not gate.passed]
+        statements += [
+            f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed
+        ]
+        statements += [f"{result.model}: {result.fault}" for result in self.rules if not result.passed]
+        return statements + [moved.words for moved in self.drifts]
 
     def summary(self) -> dict[str, Any]:
         """Return the verdicts as plain values, schema ``semdiag.check/2``."""
@@ -105,13 +107,6 @@ class Verification:
 def verify(findings: Findings, expected: Expectations) -> Verification:
     """Judge pairs, layers, invariants, rules and drift.
 
-    Args:
-        findings: of the models, with masks.
-        expected: rules, baseline.
-
-    Returns:
-        The verdicts.
-
     Raises:
         InputError: if a model has no partner or there is none to pair, and neither rules nor a baseline are
             given; or a rule chooses nothing, or the baseline was measured on other samples.
@@ -122,8 +117,8 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
     if expected.rules or expected.baseline is not None:
         pairs, _ = find_pairs(measurements.models)
         paired = {path for pair in pairs for path in (pair.full, pair.other)}
-        own = measurements.models[measurements.models["model"].isin(paired)]
-        judged = Findings(measurements.replace(models=own))
+        paired_models = measurements.models[measurements.models["model"].isin(paired)]
+        judged = Findings(measurements.replace(models=paired_models))
     require_one_partner(judged)
     gates = dispersion_gate(judged) if len(judged.measurements.models) else []
     known = expected.baseline

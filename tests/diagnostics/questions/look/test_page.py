@@ -73,7 +73,7 @@ def test_a_page_replaces_a_page_and_nothing_else(encoder, tmp_path, monkeypatch)
     first = semdiag.look(encoder, ids, "look.html").read_text(encoding="utf-8")
     assert semdiag.look(encoder, ids, "look.html").read_text(encoding="utf-8") == first
     (tmp_path / "mine.html").write_text("<p>mine", encoding="utf-8")
-    with pytest.raises(InputError, match=r"^mine\.html is no page of semdiag look, and is kept\. Name another"):
+    with pytest.raises(InputError, match=r"^mine\.html is not a page of semdiag look and is not replaced\. Name"):
         semdiag.look(encoder, ids, "mine.html")
     assert (tmp_path / "mine.html").read_text(encoding="utf-8") == "<p>mine"
     with pytest.raises(InputError, match=r"^--out takes the name of an \.html file\. Got look\.pdf\.$"):
@@ -99,7 +99,7 @@ def test_the_pages_of_two_models_of_one_name_lie_beside_each_other(encoder, tmp_
 
 
 def test_tokens_are_as_many_as_the_model_has(encoder, tmp_path):
-    with pytest.raises(InputError, match=r"^tokens are 5 words: no attention of model has as many"):
+    with pytest.raises(InputError, match=r"^Got 5 tokens, but no attention of model has that many"):
         semdiag.look(encoder, torch.arange(6)[None], tmp_path / "look.html", tokens="abcde")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(InputError, match=r"of a text the tokenizer says it"):

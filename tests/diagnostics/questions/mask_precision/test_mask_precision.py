@@ -219,7 +219,7 @@ def test_what_is_said_of_each_model(by_hand):
     full, topk, banded = precision_sentences(Findings(by_hand))
     assert "top-3 would choose" in full
     assert (
-        "In float8_e4m3fn 45.0% of the masks change whatever ties do (no interval), 20.0% "
+        "In float8_e4m3fn 45.0% of the masks change however ties are broken (no interval), 20.0% "
         "have a tie at the boundary, 55.0% either; certified 30.0%. A changed row loses 0.2 of its weight "
         "(median; mean 0.3). Certified rows that changed: 0 of 36. Not covered: 24 of 144 rows (scores with a "
         "bias)."
@@ -237,7 +237,7 @@ def test_a_certified_row_that_changed_is_called_a_fault(by_hand):
     full, topk, _ = precision_sentences(findings)
     (short,) = precision_in_short(findings)
     assert short.startswith(
-        "Masks that change in a number format, whatever ties do, of the rows that are covered: "
+        "Masks that change in a number format, however ties are broken, of the rows that are covered: "
     )
     assert short.endswith("float8_e4m3fn 45.0%. Certified rows that changed: 1, an error of semdiag.")
     assert "Certified rows that changed: 1 of 36, which is an error of semdiag." in full

@@ -161,7 +161,7 @@ def test_why_there_is_no_forecast_is_said_and_the_rest_is_measured(module):
     assert found.propagated_masks.empty
     assert not found.rounded_masks.empty
     (said,) = found.remarks.loc[found.remarks["code"] == "no-mask-forecast", "text"]
-    assert "its attention is not seen alike in float64 and where it is rounded" in said
+    assert "its attention calls in float64 are not those of its rounded run" in said
 
 
 def test_scores_that_overflow_count_as_changed():

@@ -27,7 +27,7 @@ UNIT = 2.0**-24
 def selected(model, *batches, format="bfloat16"):
     """Its own selections."""
     loaded = LoadedModel("tiny", "", model, "hugging face", "unknown")
-    return own_selections(loaded, batches, FORMATS[format], torch.device("cpu"), torch.float32).found
+    return own_selections(loaded, batches, FORMATS[format], torch.device("cpu"), torch.float32).selections
 
 
 def by_hand(router, hidden, k, config):
@@ -339,11 +339,11 @@ def test_padding_that_does_not_fit_the_rows_is_told(length, left, unknown):
     loaded = LoadedModel("tiny", "", model, "factory", "unknown")
     batch = {"x": IDS, "attention_mask": mask}
     found = own_selections(loaded, [batch], FORMATS["bfloat16"], torch.device("cpu"), torch.float32)
-    (part,) = found.found[0].parts
+    (part,) = found.selections[0].parts
     assert (len(part.margin), part.unmatched) == (left, unknown)
     said = own_sentences(own_summary(found, "tiny", "bfloat16", {})["results"][0])
-    assert ("Padding is not told apart, all rows count: router." in said) == unknown
-    assert "Not measured, as their rows are no tokens: router (3, 4, 8)." in said
+    assert ("All rows count, as it is unknown which are padding: router." in said) == unknown
+    assert "Not measured, as their rows are not tokens: router (3, 4, 8)." in said
 
 
 def test_scores_that_are_not_numbers_are_refused():
@@ -356,7 +356,7 @@ def test_a_selection_outside_all_parts_is_none_of_a_layer(tiny, batch):
     model.config.output_router_logits = True  # then the loss selects once more
     loaded = LoadedModel("tiny", "", model, "hugging face", "unknown")
     found = own_selections(loaded, [batch], FORMATS["bfloat16"], torch.device("cpu"), torch.float32)
-    assert [entry.module for entry in found.found] == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert [entry.module for entry in found.selections] == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     assert all(not module for module, _ in found.others)
 
 

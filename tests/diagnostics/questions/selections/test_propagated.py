@@ -158,7 +158,7 @@ class Drawing(Fickle):
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [(Fickle(), "does not select alike"), (Drawing(), "draws random numbers")],
+    [(Fickle(), "are not those of its rounded run"), (Drawing(), "draws random numbers")],
     ids=["fickle", "drawing"],
 )
 def test_why_there_is_no_forecast(model, said):

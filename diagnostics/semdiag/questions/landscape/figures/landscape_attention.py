@@ -13,9 +13,6 @@ from semdiag.questions.landscape.measure import DISPERSION_SAMPLES
 def landscape_attention(findings: Findings) -> Figure:
     """Draw median and 95th percentile of δ and, where a mask drops keys, the median Δ on every plane.
 
-    Args:
-        findings: with the table landscape.
-
     Returns:
         Two or three panels per plane and model; one colour scale per quantity.
 

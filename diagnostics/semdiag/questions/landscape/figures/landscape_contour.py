@@ -21,15 +21,12 @@ from semdiag.questions.landscape.figures.panels import (
 
 _LEVELS = 8
 _OTHER_MARKERS = ("o", "^")
-_LETTERS = "AB"  # of the two snapshots, towards and beside which a plane goes
+_LETTERS = "AB"  # of the two snapshots that a plane passes through
 
 
 @paper_style
 def landscape_contour(findings: Findings) -> Figure:
     """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss.
-
-    Args:
-        findings: with the table landscape.
 
     Returns:
         Two panels per plane and model; one colour scale per quantity.
@@ -47,16 +44,7 @@ def landscape_contour(findings: Findings) -> Figure:
 
 
 def draw_planes(cells: list[PlaneCells], quantities: dict[str, tuple[str, str]], note: str) -> Figure:
-    """Draw quantities of planes side by side.
-
-    Args:
-        cells: the planes, one row of panels each.
-        quantities: label and colour map by column of the table.
-        note: below the panels.
-
-    Returns:
-        The figure.
-    """
+    """Draw quantities of planes side by side."""
     figure, axes = panel_grid(len(cells) * len(quantities), height=3.2, columns=len(quantities), sharey=False)
     figure.set_layout_engine("constrained", h_pad=0.1)  # inches; square cells let two rows meet
     scales = {name: common_scale(cells, name) for name in quantities}

@@ -18,9 +18,6 @@ from semdiag.questions.landscape.figures.panels import PlaneCells, common_scale,
 def landscape_cuts(findings: Findings) -> Figure:
     """Draw loss and accuracy along both axes of every plane, models of a task and seed on the same axes.
 
-    Args:
-        findings: with the table landscape.
-
     Returns:
         A panel for the loss and one for the accuracy per task, seed and size.
 
@@ -32,11 +29,11 @@ def landscape_cuts(findings: Findings) -> Figure:
     logarithmic = isinstance(common_scale(cells, "loss"), LogNorm)
     figure, axes = panel_grid(2 * len(titles), height=2.7, columns=2, sharey=False)
     for place, title in enumerate(titles):
-        own = [c for c in cells if _panel(c) == title]
+        planes = [c for c in cells if _panel(c) == title]
         for ax, quantity in zip(axes[2 * place : 2 * place + 2], ("loss", "accuracy"), strict=True):
-            _draw(ax, own, quantity)
-            title_with_facts(ax, f"{title}, {quantity}", [_count(own)])
-            ax.set_xlabel("way from the checkpoint, in ‖θ‖")
+            _draw(ax, planes, quantity)
+            title_with_facts(ax, f"{title}, {quantity}", [_count(planes)])
+            ax.set_xlabel("distance from the checkpoint, in ‖θ‖")
             ax.xaxis.set_major_locator(MaxNLocator(6))
         axes[2 * place].set_ylabel("cross-entropy (nats)")
         axes[2 * place + 1].set_ylabel("accuracy")
@@ -52,29 +49,29 @@ def _panel(cells: PlaneCells) -> str:
     return cells.title.removesuffix(f", {cells.series.label}")
 
 
-def _count(own: list[PlaneCells]) -> str:
-    cuts = len([cut for c in own for cut in _cuts(c)]) // len({c.series.model for c in own})
-    return f"{cuts} cuts per model, {own[0].samples} samples"
+def _count(planes: list[PlaneCells]) -> str:
+    cuts = len([cut for c in planes for cut in _cuts(c)]) // len({c.series.model for c in planes})
+    return f"{cuts} cuts per model, {planes[0].samples} samples"
 
 
-def _draw(ax: Axes, own: list[PlaneCells], quantity: str) -> None:
+def _draw(ax: Axes, planes: list[PlaneCells], quantity: str) -> None:
     named: set[str] = set()
-    for plane in own:
+    for plane in planes:
         style = plane.series.style
-        for way, rows in _cuts(plane):
+        for distances, rows in _cuts(plane):
             values = rows[quantity].to_numpy(float)
             label = plane.series.label if plane.series.label not in named else "_again"
             named.add(plane.series.label)
+            values = np.where(values > 0, values, np.nan) if quantity == "loss" else values
             ax.plot(
-                way, np.where(values > 0, values, np.nan) if quantity == "loss" else values, color=style.color,
-                linestyle=style.line, linewidth=0.8 * style.width, marker=style.marker, markersize=2.5,
-                label=label,
+                distances, values, color=style.color, linestyle=style.line, linewidth=0.8 * style.width,
+                marker=style.marker, markersize=2.5, label=label,
             )  # fmt: skip
     ax.axvline(0, color="#bbbbbb", linewidth=0.7, zorder=0)
 
 
 def _cuts(plane: PlaneCells) -> Iterator[tuple[np.ndarray, pd.DataFrame]]:
     """Yield distances from the checkpoint and rows along both axes; exact, since every grid contains 0."""
-    for along, across in (("x", "y"), ("y", "x")):
-        rows = plane.rows[plane.rows[across] == 0].sort_values(along)
-        yield rows[along].to_numpy(float), rows
+    for axis, fixed in (("x", "y"), ("y", "x")):
+        rows = plane.rows[plane.rows[fixed] == 0].sort_values(axis)
+        yield rows[axis].to_numpy(float), rows

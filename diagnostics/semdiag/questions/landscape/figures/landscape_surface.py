@@ -24,9 +24,6 @@ from semdiag.questions.landscape.figures.panels import (
 def landscape_surface(findings: Findings) -> Figure:
     """Draw the loss of every plane as a surface with one corner per evaluated cell, all on one scale.
 
-    Args:
-        findings: with the table landscape.
-
     Returns:
         One panel per plane and model.
 

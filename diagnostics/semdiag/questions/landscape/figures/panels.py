@@ -24,7 +24,7 @@ class PlaneCells:
         plane: its number.
         kind: random or through.
         x: (columns,) coordinates of the cells.
-        y: (rows,) likewise.
+        y: (rows,) coordinates of the cells.
         rows: the table's rows of the grid, y by y.
         marks: the rows of the checkpoint and the snapshots.
         samples: behind every value.
@@ -49,18 +49,11 @@ class PlaneCells:
 def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
     """Return every plane of every model on which a quantity was measured, full attention first.
 
-    Args:
-        findings: with the table landscape.
-        quantity: a column of it.
-
-    Returns:
-        At least one.
-
     Raises:
         NothingToDrawError: if there is none.
     """
     table = findings.measurements.landscape
-    found = []
+    planes = []
     for panel in panels_of(findings.measurements.models):
         for series in panel.series:
             for number, rows in table[table["model"] == series.model].groupby("plane", sort=True):
@@ -68,7 +61,7 @@ def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
                 x, y = (np.unique(grid[name]) for name in ("x", "y"))
                 if not np.isfinite(grid[quantity]).any():
                     continue
-                found.append(
+                planes.append(
                     PlaneCells(
                         title=f"{panel.title}, {series.label}",
                         series=series,
@@ -81,18 +74,13 @@ def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
                         samples=int(rows["samples"].iloc[0]),
                     )
                 )
-    if not found:
+    if not planes:
         raise NothingToDrawError(f"The {quantity.split('_')[0]} was not measured on any plane.")
-    return found
+    return planes
 
 
 def common_scale(cells: list[PlaneCells], quantity: str) -> Normalize:
-    """Return one scale for a quantity on all planes; logarithmic if it spans more than a factor of 30.
-
-    Args:
-        cells: the planes.
-        quantity: a column of the table.
-    """
+    """Return one scale for a quantity on all planes; logarithmic if it spans more than a factor of 30."""
     values = np.concatenate([c.values(quantity).ravel() for c in cells])
     values = values[np.isfinite(values)]
     if not values.size:
@@ -105,35 +93,21 @@ def common_scale(cells: list[PlaneCells], quantity: str) -> Normalize:
 
 
 def axis_names(kind: str) -> tuple[str, str]:
-    """Return labels of abscissa and ordinate.
-
-    Args:
-        kind: random or through.
-    """
+    """Return labels of abscissa and ordinate."""
     if kind == "through":
         return "towards A, in ‖θ‖", "across, in ‖θ‖"
     return "first direction, in ‖θ‖", "second direction, in ‖θ‖"
 
 
 def name_axes(ax: Axes, cells: PlaneCells) -> None:
-    """Label the axes of a plane.
-
-    Args:
-        ax: the panel.
-        cells: the plane.
-    """
+    """Label the axes of a plane."""
     across, up = axis_names(cells.kind)
     ax.set_xlabel(across)
     ax.set_ylabel(up)
 
 
 def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
-    """Return the conditions of the cells, in words for a figure.
-
-    Args:
-        findings: for the seed.
-        cells: the planes that are shown.
-    """
+    """Return the conditions of the cells, in words for a figure."""
     first = cells[0]
     grid = f"{len(first.x)} × {len(first.y)} cells"
     samples = f"{min(c.samples for c in cells)} samples"

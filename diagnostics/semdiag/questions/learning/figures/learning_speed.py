@@ -26,15 +26,12 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        """Epochs trained so far."""
+        """Return the number of epochs trained so far."""
         return int(self.history["epoch"].max())
 
 
 def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
-    """Group the training histories by task, seed and size; snapshots of one run count once.
-
-    Args:
-        findings: of any number of models; those without a history are left out.
+    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once.
 
     Returns:
         Panels with their runs, full attention first.
@@ -60,11 +57,6 @@ def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
 
 def runs_by_setting(findings: Findings, models: pd.Series, *, seeds_apart: bool) -> list[tuple[str, pd.DataFrame]]:
     """Group the arrivals of runs by setting.
-
-    Args:
-        findings: with runs.
-        models: paths of those that count.
-        seeds_apart: whether every seed is a group of its own.
 
     Returns:
         A title and the runs of each group; nothing if no run counts.

@@ -22,9 +22,6 @@ _NUMBER = 0.3  # inches that the number of an epoch takes
 def training_curves(findings: Findings) -> Figure:
     """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy.
 
-    Args:
-        findings: of any number of models with training histories.
-
     Returns:
         Three panels per task, seed and size: training accuracy, held-out accuracy, training loss.
 
@@ -37,7 +34,7 @@ def training_curves(findings: Findings) -> Figure:
     figure, axes = panel_grid(len(_COLUMNS) * len(groups), height=2.3, sharey=False, columns=len(_COLUMNS))
     for place, (panel, runs) in enumerate(groups):
         row = axes[len(_COLUMNS) * place : len(_COLUMNS) * (place + 1)]
-        for ax, (column, what) in zip(row, _COLUMNS.items(), strict=True):
+        for ax, (column, name) in zip(row, _COLUMNS.items(), strict=True):
             for run in runs:
                 _draw_curve(ax, run, column)
             if "accuracy" in column:
@@ -45,7 +42,7 @@ def training_curves(findings: Findings) -> Figure:
                 ax.set_ylim(top=1.03)
             elif decades(ax) > 1:
                 ax.set_yscale("log")
-            ax.set_title(what)
+            ax.set_title(name)
             ax.set_xlabel("epoch")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         _mark_arrivals(row[0], runs)
@@ -71,7 +68,7 @@ def _draw_curve(ax: Axes, run: Run, column: str) -> None:
     ax.plot(
         [], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=run.series.label
     )
-    marker = "." if len(rows) == 1 else ""  # a line of one point is nothing
+    marker = "." if len(rows) == 1 else ""  # a line through one point is invisible
     ax.plot(
         rows["epoch"], rows[column], color=style.color, linestyle=style.line, linewidth=1.3, marker=marker,
     )  # fmt: skip

@@ -29,9 +29,6 @@ _SHOWN = (
 def length_generalisation(findings: Findings) -> Figure:
     """Draw accuracy with its interval, δ and Δ against the length of the inputs.
 
-    Args:
-        findings: with lengths.
-
     Returns:
         One row of panels per setting and seed.
 
@@ -46,11 +43,11 @@ def length_generalisation(findings: Findings) -> Figure:
     trained = measurements.models.set_index("model")["length"]
     figure, axes = panel_grid(3 * len(groups), height=2.5, sharey=False, columns=3)
     for place, (title, runs) in enumerate(groups):
-        own = axes[3 * place : 3 * place + 3]
-        for ax, shown in zip(own, _SHOWN, strict=True):
+        row = axes[3 * place : 3 * place + 3]
+        for ax, shown in zip(row, _SHOWN, strict=True):
             _draw(ax, runs, pooled, *shown)
             ax.axvline(int(trained[runs["model"].iloc[0]]), color=FAINT, linewidth=1.0, linestyle=(0, (1, 2)))
-        own[0].set_title(title)
+        row[0].set_title(title)
     return finished(
         figure,
         f"{int(pooled['samples'].max())} fresh samples of each length, no padding; bars: 95% Wilson intervals; "
@@ -70,11 +67,12 @@ def _draw(
         for statistic, width in ((main, 1.5), (second, 0.6)):
             if statistic not in wide:
                 continue
-            own = wide[wide[statistic].notna() & ((wide[statistic] > 0) | (quantity == "accuracy"))]
-            drawn |= len(own) > 0
-            errors = [own["value"] - own["low"], own["high"] - own["value"]] if quantity == "accuracy" else None
+            points = wide[wide[statistic].notna() & ((wide[statistic] > 0) | (quantity == "accuracy"))]
+            drawn |= len(points) > 0
+            value = points[statistic]
+            errors = [value - points["low"], points["high"] - value] if quantity == "accuracy" else None
             ax.errorbar(
-                own.index, own[statistic], yerr=errors, color=style.color, linestyle=style.line, linewidth=width,
+                points.index, value, yerr=errors, color=style.color, linestyle=style.line, linewidth=width,
                 elinewidth=0.9, capsize=2, marker=style.marker, markersize=4.5 if statistic == main else 2,
                 label=run["attention"] if statistic == main else None,
             )  # fmt: skip

@@ -24,10 +24,6 @@ def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
 
     Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals.
 
-    Args:
-        findings: with the table loss_secants.
-        seed: of the resampling.
-
     Returns:
         One row per model, radius and percentile: distance (median of the pairs'), pairs, planes, estimate, low
         and high (95%).
@@ -53,11 +49,6 @@ def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame
     of a ratio use the same draw of planes.
 
     Source: docs/theory.md#empirical. Deviation: not in the paper.
-
-    Args:
-        findings: with the table loss_secants.
-        pair: two of its models.
-        seed: of the resampling.
 
     Returns:
         One row per radius and percentile: planes, estimate, low, high (95%); NaN where the full model's is 0.

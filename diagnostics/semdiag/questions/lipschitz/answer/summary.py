@@ -28,36 +28,37 @@ _SLACK = 1e-9
 
 
 def estimate_findings(findings: Findings) -> list[Finding]:
-    """Hold every empirical estimate against the sound bound.
+    """Compare every empirical estimate with the sound bound.
 
-    Secants and end points are held against the largest constant at the drawn parameters, the checkpoint
-    included: that is the set the bound speaks about; what lies between the draws is not in it.
+    Secants and end points are compared with the largest constant at the drawn parameters, the checkpoint
+    included: the bound holds for these parameters, not for what lies between them.
 
-    An end point is no measurement but an extrapolation without an interval: beyond the bound it is nothing
-    conclusive, and contradicts nothing.
+    An end point is an extrapolation without an interval, not a measurement: if it lies beyond the bound, nothing
+    is contradicted.
 
     Source: docs/theory.md#empirical. Deviation: none.
-
-    Args:
-        findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
 
     Returns:
         Five findings per model. A violated one is a bug of semdiag.
     """
     results = []
     for model in findings.measurements.loss_gradients["model"].unique():
-        own = findings.measurements.of(model)
-        gradients = own.loss_gradients
+        measured = findings.measurements.of(model)
+        gradients = measured.loss_gradients
         scored = gradients[gradients["ln_point"].notna()]
-        slopes = pd.concat([scored["slope"], own.jacobians["norm"]])
-        near = pd.concat([scored["ln_point"], own.jacobians["ln_exact"].fillna(own.jacobians["ln_point"])])
+        slopes = pd.concat([scored["slope"], measured.jacobians["norm"]])
+        near = pd.concat(
+            [scored["ln_point"], measured.jacobians["ln_exact"].fillna(measured.jacobians["ln_point"])]
+        )
         results.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
         bounds = gradients.groupby("group")["ln_sound"].max()
         known = gradients.groupby("group")["holds"].all()
         results.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
-        groups = own.loss_secants["group"]
-        results.append(_judged(model, SECANTS, own.loss_secants["slope"], groups.map(bounds), groups.map(known)))
-        points = own.end_points[own.end_points["accepted"]]
+        groups = measured.loss_secants["group"]
+        results.append(
+            _judged(model, SECANTS, measured.loss_secants["slope"], groups.map(bounds), groups.map(known))
+        )
+        points = measured.end_points[measured.end_points["accepted"]]
         limits = points["group"].map(bounds).astype("float64")
         ends = _judged(model, END_POINTS, points["estimate"], limits, points["group"].map(known))
         if ends.numbers["violated"]:
@@ -66,7 +67,7 @@ def estimate_findings(findings: Findings) -> list[Finding]:
             note = f"extrapolated beyond the bound, which contradicts nothing: {beyond}"
             ends = replace(ends, verdict=Verdict.NOTHING, numbers=numbers, note=note)
         results.append(ends)
-        norms = own.jacobians
+        norms = measured.jacobians
         finite = norms["ln_sound"] < math.inf
         results.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
     return results
@@ -95,21 +96,17 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
 
 
 def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
-    """Is the loss around a counterpart less steep than around its full model, as the paper's Fig. 10 has it?
+    """Judge whether the loss is less steep around a counterpart than around its full model (paper, Fig. 10).
 
-    Radius by radius: lower if the whole 95% interval of the ratio lies below 1, higher if above.
+    At each radius: lower if the whole 95% interval of the ratio lies below 1, higher if it lies above.
 
     Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals by resampled planes.
 
-    Args:
-        findings: with the table loss_secants.
-        pair: of its models.
-
     Returns:
-        One finding per percentile: it holds if every radius is lower, is violated if every one is higher,
-        and is else nothing conclusive, with the counts.
+        One finding per percentile, with the counts: it holds if every radius is lower, is violated if every one
+        is higher, and is inconclusive otherwise.
     """
-    found, ratios = [], findings(secant_ratios, pair)
+    judged, ratios = [], findings(secant_ratios, pair)
     for percentile in PERCENTILES:
         rows = ratios[ratios["percentile"] == percentile]
         if rows.empty:
@@ -124,16 +121,12 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
         numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
         few = numbers["planes"] < FEWEST
         note = f"random planes: {numbers['planes']}, too few for an interval" if few else ""
-        found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, note, percentile))
-    return found
+        judged.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, note, percentile))
+    return judged
 
 
 def lipschitz_findings(findings: Findings) -> list[Finding]:
-    """Return sentences on the estimates of every model, then on the paper's ordering of every pair.
-
-    Args:
-        findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
-    """
+    """Return sentences on the estimates of every model, then on the paper's ordering of every pair."""
     pairs = findings(compared_pairs)
     return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
 
@@ -152,17 +145,19 @@ def lipschitz_summary(findings: Findings) -> Summary:
     judged, curves = findings(estimate_findings), findings(secant_percentiles)
     results = []
     for row in measurements.models.to_dict("records"):
-        own = measurements.of(row["model"])
-        gradients = own.loss_gradients.groupby("group", sort=False)
+        measured = measurements.of(row["model"])
+        gradients = measured.loss_gradients.groupby("group", sort=False)
         groups = [
             {
                 "group": group,
                 "gradient": percentiles(rows["slope"]),
                 "at_checkpoint": float(rows.loc[rows["draw"] == 0, "slope"].iloc[0]),
-                "largest_secant": own.loss_secants.loc[own.loss_secants["group"] == group, "slope"].max(),
+                "largest_secant": measured.loss_secants.loc[
+                    measured.loss_secants["group"] == group, "slope"
+                ].max(),
                 "ln_sound": rows["ln_sound"].max(),
                 "ln_point": rows["ln_point"].max(),
-                "end_point": own.end_points[own.end_points["group"] == group]
+                "end_point": measured.end_points[measured.end_points["group"] == group]
                 .drop(columns=["model", "group"])
                 .to_dict("records")[0],
             }
@@ -176,7 +171,7 @@ def lipschitz_summary(findings: Findings) -> Summary:
         result["blocks"] = [
             {"layer": layer, "stretch": percentiles(rows["norm"])}
             | {name: rows[name].max() for name in ("ln_sound", "ln_point", "ln_exact")}
-            for layer, rows in own.jacobians.groupby("layer", sort=True)
+            for layer, rows in measured.jacobians.groupby("layer", sort=True)
         ]
         results.append(result | {"verdicts": verdicts_of(judged, row["model"])})
     pairs = [

@@ -16,9 +16,6 @@ _HIGHEST = 600.0  # logarithm of what still fits an axis
 def block_stretch(findings: Findings) -> Figure:
     """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X.
 
-    Args:
-        findings: with the table jacobians.
-
     Returns:
         One panel per task, seed, size, setting and snapshot.
 

@@ -14,9 +14,6 @@ from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, R
 def lipschitz_percentiles(findings: Findings) -> Figure:
     """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands.
 
-    Args:
-        findings: with the table loss_secants.
-
     Returns:
         A row per task, seed, size, setting and snapshot; a panel per percentile.
 
@@ -73,5 +70,5 @@ def _note(findings: Findings, table: pd.DataFrame) -> str:
         f"{planes} random planes (seed {seed}), each tensor's direction as long as the tensor; per radius {pairs} "
         "pairs of the checkpoint and points on circles, each divided by the true distance of its parameters; loss "
         f"over {samples} samples.\n{bands} "
-        "Where the loss is near 0 its secants are, too."
+        "Where the loss is near 0, so are its secants."
     )

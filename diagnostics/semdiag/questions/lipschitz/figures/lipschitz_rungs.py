@@ -26,12 +26,6 @@ _NAMES = {
 def lipschitz_rungs(findings: Findings) -> Figure:
     """Draw log10 of the largest secant, the largest gradient, the end point and the bounds of each group.
 
-    Args:
-        findings: with the tables of lipschitz.
-
-    Returns:
-        One panel per model.
-
     Raises:
         NothingToDrawError: if no gradient was measured.
     """
@@ -51,19 +45,19 @@ def lipschitz_rungs(findings: Findings) -> Figure:
     return finished(figure, _note(findings))
 
 
-def _draw(ax: Axes, series: Series, own: Measurements) -> list[str]:
+def _draw(ax: Axes, series: Series, measured: Measurements) -> list[str]:
     groups = ["all", *GROUPS]
     tops = {
-        "largest secant": _largest(own.loss_secants, "slope", groups),
-        "largest gradient": _largest(own.loss_gradients, "slope", groups),
+        "largest secant": _largest(measured.loss_secants, "slope", groups),
+        "largest gradient": _largest(measured.loss_gradients, "slope", groups),
     }
-    points = own.end_points[own.end_points["accepted"]].set_index("group")
+    points = measured.end_points[measured.end_points["accepted"]].set_index("group")
     x = np.arange(len(groups))
-    bounds = own.loss_gradients.groupby("group")["ln_sound"].max()
+    bounds = measured.loss_gradients.groupby("group")["ln_sound"].max()
     high = [log10(float(bounds[g])) if g in bounds and math.isfinite(bounds[g]) else math.nan for g in groups]
     dash: dict[str, Any] = {"marker": "_", "markersize": 14, "linestyle": "none"}
     ax.plot(x, high, color=INK, markeredgewidth=2, label="sound bound", **dash)
-    at_point = own.loss_gradients[own.loss_gradients["ln_point"].notna()].set_index("group")
+    at_point = measured.loss_gradients[measured.loss_gradients["ln_point"].notna()].set_index("group")
     places = [groups.index(str(group)) for group in at_point.index]
     ax.plot(
         places, at_point["ln_point"].map(log10), color=_POINT, markeredgewidth=2,
@@ -85,9 +79,9 @@ def _draw(ax: Axes, series: Series, own: Measurements) -> list[str]:
             ax.plot(place + 0.18, end, marker="D", markersize=4, color=series.style.color, linestyle="none")
     ax.set_xticks(x, [_NAMES[g] for g in groups])
     ax.axhline(0, color=FAINT, linewidth=0.6)
-    refused = [_NAMES[str(g)] for g in own.end_points[~own.end_points["accepted"]]["group"]]
-    said = f"end point refused: {', '.join(refused)}" if refused else "every end point's fit is accepted"
-    return [said]
+    refused = [_NAMES[str(g)] for g in measured.end_points[~measured.end_points["accepted"]]["group"]]
+    fact = f"end point refused: {', '.join(refused)}" if refused else "every end point's fit is accepted"
+    return [fact]
 
 
 def _decades(value: float) -> float:

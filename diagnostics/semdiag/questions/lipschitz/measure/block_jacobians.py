@@ -22,13 +22,13 @@ from semdiag_models.attention.selected_attention import plain_selected_attention
 
 SAMPLES = 20
 _COLUMNS = 2**16  # pairs of tokens whose derivatives are taken, at most: 20 inputs of 57 tokens, one of 256
-# Torch's own forward derivatives call, once in a process, what torch deprecates; in Python 3.14 in other words.
-_TORCH_ON_ITSELF = r"`torch\.jit\.script` is (deprecated|not supported in Python 3\.14\+)"
+# Torch's forward derivatives call something that torch itself deprecates; the words depend on the Python version.
+_TORCH_DEPRECATION = r"`torch\.jit\.script` is (deprecated|not supported in Python 3\.14\+)"
 Row = dict[str, Any]
 
 
 class _PlainCore(AttentionCore):
-    """Attention in operations that have forward derivatives; the same function as the core it stands for."""
+    """Attention in operations that have forward derivatives; the same function as the core it replaces."""
 
     def __init__(self, core: AttentionCore) -> None:
         super().__init__(core.p, core.everywhere)
@@ -45,9 +45,9 @@ class _PlainCore(AttentionCore):
 def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
     """Yield every block's largest stretch found by power iteration, by sample.
 
-    In the norm of the theory, the sum over tokens of the 2-norm; a lower bound, and a derivative: where a mask
-    changes there is none, and the iteration does not see it. Beside it what bounds it at the point: the largest
-    column sum of the exact Jacobian (of short enough inputs), and its closed form.
+    The norm is that of the theory, the sum over tokens of 2-norms. The stretch is a lower bound and a derivative:
+    it does not see that a mask changes. Beside it stand two bounds at the point: the largest column sum of the
+    exact Jacobian (for short inputs), and its closed form.
 
     Source: docs/theory.md#empirical and docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -78,8 +78,8 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
 
 
 def _points(encoder: Encoder, tokens: Tensor) -> list[tuple[list[float], list[float]]]:
-    """By block and sample, the closed form and the exact column sum; NaN beyond what is affordable."""
-    found: list[tuple[list[float], list[float]]] = [([], []) for _ in encoder.blocks]
+    """Return closed form and exact column sum by block and sample; NaN where the exact one costs too much."""
+    bounds: list[tuple[list[float], list[float]]] = [([], []) for _ in encoder.blocks]
     for sample, ids in enumerate(torch.split(tokens, 1)):
         calls: list[BlockCall] = []
         with torch.no_grad(), watch_blocks(encoder, calls.append):
@@ -87,9 +87,9 @@ def _points(encoder: Encoder, tokens: Tensor) -> list[tuple[list[float], list[fl
         for call in calls:
             (at,) = blocks_at_points(encoder, call, encoder.valid(ids))
             affordable = (sample + 1) * call.tokens.shape[1] ** 2 <= _COLUMNS
-            found[call.layer][0].append(log_point_constant(at))
-            found[call.layer][1].append(log_exact_constant(at) if affordable else math.nan)
-    return found
+            bounds[call.layer][0].append(log_point_constant(at))
+            bounds[call.layer][1].append(log_exact_constant(at) if affordable else math.nan)
+    return bounds
 
 
 @contextmanager
@@ -97,10 +97,7 @@ def plain_attention(block: nn.Module) -> Iterator[None]:
     """Let a block attend in operations that have forward derivatives, inside the context.
 
     Args:
-        block: of an encoder; its core is put back when the context is left, by whatever way.
-
-    Yields:
-        Nothing.
+        block: of an encoder; its core is restored when the context is left, also by an error.
     """
     attention: Any = block.attention
     core = attention.core
@@ -112,10 +109,10 @@ def plain_attention(block: nn.Module) -> Iterator[None]:
 
 
 def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Tensor, Tensor | None]]:
-    found: list[tuple[nn.Module, Tensor, Tensor | None]] = []
+    inputs_of_blocks: list[tuple[nn.Module, Tensor, Tensor | None]] = []
 
     def keep(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> None:
-        found.append((block, inputs[0].clone(), inputs[1]))
+        inputs_of_blocks.append((block, inputs[0].clone(), inputs[1]))
 
     handles = []
     try:
@@ -126,7 +123,7 @@ def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Ten
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return inputs_of_blocks
 
 
 def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:
@@ -138,8 +135,8 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
 
     def jvp(tangent: Tensor) -> Tensor:
         with torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
-            for category in (DeprecationWarning, FutureWarning):  # which of them, torch's version decides
-                warnings.filterwarnings("ignore", _TORCH_ON_ITSELF, category)
+            for category in (DeprecationWarning, FutureWarning):  # torch's version decides which
+                warnings.filterwarnings("ignore", _TORCH_DEPRECATION, category)
             dual = forward_ad.make_dual(x, tangent)  # type: ignore[no-untyped-call]
             moved: Tensor = forward_ad.unpack_dual(block(dual, valid)).tangent  # type: ignore[no-untyped-call]
         return moved * counted

@@ -27,7 +27,7 @@ def ball_gradients(
     """Yield gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it.
 
     The sampling law: a Gaussian direction, in each tensor as long as that tensor, times a radius uniform in
-    (0, ``radius``]. The sound constants of Theorem 2 are taken at the very same parameters and inputs.
+    (0, ``radius``]. The sound constants of Theorem 2 are taken at the same parameters and inputs.
 
     Source: docs/theory.md#empirical and docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -64,7 +64,7 @@ def ball_gradients(
 
 
 def _point_bound(encoder: Encoder, tokens: Tensor, labels: Tensor) -> float:
-    """Bound of the gradient in all queries and keys where the model stands; b_k has none."""
+    """Return the bound of the gradient in all queries and keys at the current parameters; b_k has none."""
     bounds = score_gradient_bounds(encoder, tokens, labels)
     return float(log_root_sum_squares(torch.tensor(list(bounds.values()), dtype=torch.float64)))
 
@@ -86,17 +86,22 @@ def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dic
         loss = F.cross_entropy(moved.encoder(ids), classes, reduction="sum") / len(tokens)
         loss.backward()  # type: ignore[no-untyped-call]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved.encoder.parameters()]
-    whole = torch.cat([gradient.flatten() for gradient in gradients])
+    gradient_vector = torch.cat([gradient.flatten() for gradient in gradients])
     moved.encoder.zero_grad(set_to_none=True)
-    squares = {group: sum(float(whole[part].square().sum()) for part in moved.slices(group)) for group in GROUPS}
-    return {"all": float(whole.norm()), **{group: math.sqrt(square) for group, square in squares.items()}}
+    squares = {
+        group: sum(float(gradient_vector[part].square().sum()) for part in moved.slices(group)) for group in GROUPS
+    }
+    return {
+        "all": float(gradient_vector.norm()),
+        **{group: math.sqrt(square) for group, square in squares.items()},
+    }
 
 
 def _group_bounds(moved: MovableEncoder, log_sound: Mapping[str, Tensor]) -> dict[str, float]:
-    """Root of the sum of squares of a group's constants; one constant may speak about weight and bias."""
-    found = {}
+    """Return the root of the sum of squares of each group's constants; a weight and its bias may share one."""
+    bounds = {}
     for group in GROUPS:
         names = dict.fromkeys(place.bound for place in moved.places if place.group == group)
         constants = torch.stack([log_sound[name].reshape(()) for name in names])
-        found[group] = float(log_root_sum_squares(constants, dim=0))
-    return found
+        bounds[group] = float(log_root_sum_squares(constants, dim=0))
+    return bounds

@@ -54,8 +54,8 @@ END_POINTS = Table(
 )
 JACOBIANS = Table(
     "jacobians",
-    "One row per block and sample: a stretch that was found, and what bounds it over all inputs (ln_sound) and at "
-    "this one (ln_exact: largest column sum of the Jacobian, NaN of long inputs; ln_point: closed form).",
+    "One row per block and sample: its measured stretch, and bounds over all inputs (ln_sound) and at this one "
+    "(ln_exact: largest column sum of the Jacobian, NaN for long inputs; ln_point: closed form).",
     {
         "model": "str",
         **dict.fromkeys(("layer", "sample"), "int64"),
@@ -93,12 +93,12 @@ class LipschitzPlan:
 
     @property
     def sizes(self) -> tuple[float, ...]:
-        """The radii of the circles and lines."""
+        """Return the radii of the circles and lines."""
         return radii(self.radius)
 
     @property
     def points(self) -> int:
-        """Evaluated parameter settings of one model."""
+        """Return the number of evaluated parameter settings of one model."""
         circles = self.planes * self.directions + len(GROUPS) * LINES * 2
         return circles * len(self.sizes) + self.draws + 3
 
@@ -173,10 +173,6 @@ def lipschitz(
 
 def end_points(gradients: pd.DataFrame, seed: int = 0) -> Iterator[Row]:
     """Estimate the largest gradient norm that the sampling law can give, by group, from maxima of blocks of 5.
-
-    Args:
-        gradients: one model's table loss_gradients.
-        seed: of the bootstrap.
 
     Yields:
         group, then the fields of :class:`~semdiag.mathematics.extreme_values.EndPoint`.

@@ -1,4 +1,4 @@
-"""What every head of a model makes of one input: its scores before the softmax, and three numbers."""
+"""What every head of a model does with one input: its scores before the softmax, and three numbers."""
 
 import math
 from dataclasses import dataclass, field
@@ -55,9 +55,9 @@ class SeenLayer:
     Attributes:
         module: its dotted name.
         occurrence: which call of the module in the forward.
-        queries: what they are: tokens, or positions.
-        keys: likewise.
-        crossing: whether the keys are of another sequence than the queries, as its name says.
+        queries: labels of the queries: tokens, or positions.
+        keys: labels of the keys.
+        crossing: whether the module's name says that the keys are of another sequence than the queries.
         heads: of the layer.
     """
 
@@ -71,16 +71,16 @@ class SeenLayer:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a model makes of one input.
+    """What the heads of a model do with one input.
 
     Attributes:
-        model: that ran.
-        sample: that it ran on.
+        model: the model that ran.
+        sample: its input.
         layers: in the order of their first calls.
-        audit: what was not captured, and what to know of what was.
-        residual: the largest deviation of the attention, recomputed, over what rounding can do.
+        audit: what was not captured, and remarks on what was.
+        residual: the largest deviation of the recomputed attention, in units of what rounding can do.
         dtype: in which it ran.
-        folded: modules of which the first row alone is looked at: heads or windows share their batch axis.
+        folded: modules with heads or windows in their batch axis, of which only the first row is shown.
     """
 
     model: LoadedModel
@@ -93,16 +93,16 @@ class Seen:
 
     @property
     def length(self) -> int:
-        """How many queries there are, in the layer that has most."""
+        """Return the number of queries in the layer that has most."""
         return max(len(layer.queries) for layer in self.layers)
 
 
 def fitting_k(seen: Seen, k: int | None) -> int:
-    """Find which k is shown at first.
+    """Return the k that is shown at first.
 
     Args:
         seen: a model on one input.
-        k: that was asked for; None: 5, or all keys where there are fewer.
+        k: as the user gave it; None: 5, or all keys if there are fewer.
 
     Raises:
         InputError: if no query has that many keys, or every head selects its keys itself.
@@ -119,12 +119,12 @@ def fitting_k(seen: Seen, k: int | None) -> int:
 
 
 @dataclass
-class _Seeing:
-    """Takes the calls of one forward. Above the largest page nothing is kept but the count."""
+class _Collector:
+    """Collects the calls of one forward. If they do not fit on a page, only their size is kept."""
 
     sample: Sample
     layers: Layers = field(default_factory=Layers)
-    found: list[SeenLayer] = field(default_factory=list)
+    seen_layers: list[SeenLayer] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
     size: int = 0
 
@@ -138,13 +138,15 @@ class _Seeing:
         exact = rows.statistics.kept_log_sum_exp.dtype
         self.size += exact.itemsize * int((rows.statistics.keys * rows.queries).sum())
         if self.size > LARGEST:
-            self.found.clear()
+            self.seen_layers.clear()
             return
         queries, keys = token_labels(call, self.sample)
-        with torch.autocast(call.q.device.type, enabled=False):  # as of the statistics
+        with torch.autocast(call.q.device.type, enabled=False):  # as for the statistics
             scores = call.scores(exact)
         heads = _heads(rows, scores)
-        self.found.append(SeenLayer(call.module, call.occurrence, queries, keys, is_crossing(call.module), heads))
+        self.seen_layers.append(
+            SeenLayer(call.module, call.occurrence, queries, keys, is_crossing(call.module), heads)
+        )
 
 
 def see(
@@ -154,9 +156,9 @@ def see(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Seen:
-    """Run a model on one input and keep what every head makes of it.
+    """Run a model on one input and keep what every head does with it.
 
-    Of an input whose scores do not fit on a page, so many tokens are left out behind that they do.
+    If the scores do not fit on a page, the last tokens are left out until they do.
 
     Source: docs/theory.md#attention-call. Deviation: none.
 
@@ -165,70 +167,70 @@ def see(
         sample: its input.
         device: where to run; None: where the model is.
         dtype: of the model; None: its own.
-        seed: of keys that are redrawn, for the remark.
+        seed: of redrawn keys, for the remark on them.
 
     Raises:
-        InputError: if no attention is captured, no query counts, or an input that is no token ids is too large.
+        InputError: if no attention is captured, no query counts, or an input other than token ids is too large.
     """
-    seeing, audit, kind = _run(model, sample, device, dtype)
-    if seeing.size > LARGEST:
-        share = math.sqrt(LARGEST / seeing.size)  # scores grow as the square of the length
+    collector, audit, kind = _run(model, sample, device, dtype)
+    if collector.size > LARGEST:
+        share = math.sqrt(LARGEST / collector.size)  # scores grow as the square of the length
         fits = math.floor(share * longest(sample.batch)) - 1
         shorter = sample.shortened(fits, Cut.SCORES) if fits > 1 else None
         if shorter is not None:
             sample = shorter
-            seeing, audit, kind = _run(model, sample, device, dtype)
-    if seeing.size > LARGEST:
+            collector, audit, kind = _run(model, sample, device, dtype)
+    if collector.size > LARGEST:
         raise InputError(
-            f"{sample.source}: its scores take {seeing.size / 2**20:.0f} MiB, and a page holds "
+            f"{sample.source}: its scores take {collector.size / 2**20:.0f} MiB, and a page holds "
             f"{LARGEST / 2**20:.0f}. Give a smaller input."
         )
-    if not seeing.found:
+    if not collector.seen_layers:
         raise no_attention(model.path, audit)
-    if not seeing.size:
+    if not collector.size:
         raise InputError("There is no query to look at: every token of the input is padding.")
     for remark in remarks_on(model, [sample.batch], seed):
         audit.remarks[remark] += 1
-    residual = seeing.layers.largest("residual_over_rounding")
+    residual = collector.layers.largest("residual_over_rounding")
     name = str(kind).removeprefix("torch.")
-    return Seen(model, sample, seeing.found, audit, residual, name, seeing.folded)
+    return Seen(model, sample, collector.seen_layers, audit, residual, name, collector.folded)
 
 
 def _run(
     model: LoadedModel, sample: Sample, device: torch.device | str | None, dtype: torch.dtype | None
-) -> tuple[_Seeing, Audit, torch.dtype]:
-    seeing = _Seeing(sample)
-    with running(model, seeing.add, device, dtype) as run:
+) -> tuple[_Collector, Audit, torch.dtype]:
+    collector = _Collector(sample)
+    with running(model, collector.add, device, dtype) as run:
         run(sample.batch)
-    return seeing, run.audit, run.dtype
+    return collector, run.audit, run.dtype
 
 
 def _heads(rows: CountedRows, scores: Tensor) -> list[Head]:
-    """The heads of a call of one sample."""
+    """Return the heads of a call of one sample."""
     call, counted = rows.call, rows.call.counted[..., None]
     allowed = (counted if call.allowed is None else counted & call.allowed).expand(scores.shape)
     selected = None if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
     sinks = None if call.sinks is None else call.sinks.double().tolist()
     of_rows = (rows.attending, rows.statistics.dispersion(), rows.statistics.entropy, rows.first_weight())
-    some, spans, entropies, firsts = (values[0].cpu().numpy() for values in of_rows)
+    attending, spans, entropies, firsts = (values[0].cpu().numpy() for values in of_rows)
     on_cpu = [None if x is None else x[0].cpu().numpy() for x in (scores, allowed, selected)]
-    found = []
+    heads = []
     for head in range(scores.shape[1]):
-        z, seen, own = (None if x is None else x[head] for x in on_cpu)
-        spread = spans[head][some[head]]
+        z, seen, kept = (None if x is None else x[head] for x in on_cpu)
+        spread = spans[head][attending[head]]
         spread = spread[np.isfinite(spread)]
-        found.append(
+        heads.append(
             Head(
                 scores=z[seen],  # type: ignore[index]
                 allowed=seen,  # type: ignore[arg-type]
-                selected=own,
+                selected=kept,
                 sink=None if sinks is None else sinks[head],
                 dispersion=float(np.median(spread)) if len(spread) else math.nan,
-                entropy=_mean(entropies[head][some[head]]),
-                first_weight=_mean(firsts[head][some[head]]),
+                entropy=_mean(entropies[head][attending[head]]),
+                first_weight=_mean(firsts[head][attending[head]]),
             )
         )
-    return found
+    return heads
 
 
 def _mean(values: np.ndarray) -> float:

@@ -13,7 +13,7 @@ def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = No
     """Run a model on its one input.
 
     Args:
-        model: nobody else's: it may be moved and converted in place.
+        model: used for nothing else: it is moved and converted in place.
         conditions: with batches of one sample.
         text: that the user typed; None: the conditions say which inputs.
 
@@ -22,11 +22,11 @@ def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = No
     """
     device = find_device(conditions.device)
     conditions = conditions.decided([model], device)
-    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+    if device.type == "mps" and conditions.dtype == "float64":  # mps has no float64
         device = find_device("cpu")
     if isinstance(model.module, Encoder):
         model.module.with_draws(conditions.seed)
     sample = read_sample(model, conditions, text)
     if model.external:
-        placed(model.module, device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
+        placed(model.module, device, DTYPES[conditions.dtype])  # in place: a copy may not fit into memory
     return see(model, sample, device, DTYPES[conditions.dtype], conditions.seed)

@@ -1,4 +1,4 @@
-"""The one input that is looked at, and what its tokens say."""
+"""The one input that is looked at, and the text of its tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ _OF_DECODER = ("decoder_input_ids", "decoder_inputs")
 
 
 class Cut(Enum):
-    """What leaves the last tokens out: what was asked, the model, the page, or the size of the scores."""
+    """Why the last tokens are left out: the user's limit, the model's, the page's, or the size of the scores."""
 
-    ASKED, MODEL, PAGE, SCORES = range(4)
+    REQUESTED, MODEL, PAGE, SCORES = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +35,12 @@ class Sample:
     """One input of a model.
 
     Attributes:
-        batch: that the model is called with, of one sample.
+        batch: the model's arguments, one sample.
         source: where it comes from, in words.
-        tokens: what the tokens of its sequence of ids say; None: it has none, or it is not known which.
-        targets: likewise of a decoder's own sequence; None: there is no other.
-        cut: what left tokens out behind; None: nothing did.
-        text: from which it was made, and what makes it; None: it came as numbers.
+        tokens: the text of each token; None: there are no token ids, or it is unclear which they are.
+        targets: the same for a decoder's own sequence; None: there is none.
+        cut: why tokens at the end were left out; None: none were.
+        text: the text, its model and options, to tokenise it again; None: it came as numbers.
     """
 
     batch: Batch
@@ -51,7 +51,7 @@ class Sample:
     text: tuple[str, LoadedModel, TextOptions] | None = None
 
     def shortened(self, most: int, why: Cut) -> "Sample | None":
-        """Return the sample with at most so many tokens; None if it is not made of token ids."""
+        """Return the sample with at most ``most`` tokens; None if it is not made of token ids."""
         if self.text is not None:
             text, model, options = self.text
             return replace(_of_text(text, model, replace(options, max_length=most), self.source), cut=why)
@@ -63,7 +63,7 @@ class Sample:
 
 
 def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
-    """Make the input that is looked at: a text, or the first sample of the inputs.
+    """Return the input that is looked at: a text, or the first sample of the inputs.
 
     Args:
         model: of any kind.
@@ -71,7 +71,7 @@ def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = N
         text: that the user typed; None: the conditions say which inputs.
 
     Raises:
-        InputError: if there is none, it does not suit the model, or more tokens are asked for than a page shows.
+        InputError: if there is none, it does not suit the model, or --max-length is more than a page shows.
     """
     options, given = conditions.texts, conditions.inputs
     if options.max_length is not None and options.max_length > LONGEST:
@@ -93,12 +93,12 @@ def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = N
 
 
 def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], tokens: Sequence[str] | None) -> Sample:
-    """Make the input of what a program gives.
+    """Return the input that a program gives.
 
     Args:
         model: of any kind.
         given: a text, for models with a tokenizer; or inputs, of which the first sample is taken.
-        tokens: what the tokens say; None: what the model's tokenizer says, else their ids or positions.
+        tokens: the text of each token; None: from the model's tokenizer, else ids or positions.
 
     Raises:
         InputError: if there is none, or it does not suit the model.
@@ -110,26 +110,21 @@ def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], token
     batches = split(given, 1)
     if not batches:
         raise InputError("There is no input to look at: the number of samples is 0.")
-    found = _of_batch(model, batches[0], "the first sample given")
-    return found if tokens is None else replace(found, tokens=[str(word) for word in tokens][:LONGEST])
+    sample = _of_batch(model, batches[0], "the first sample given")
+    return sample if tokens is None else replace(sample, tokens=[str(word) for word in tokens][:LONGEST])
 
 
 def token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[str]]:
-    """Say what the queries and the keys of a call are; their positions where that is not known.
-
-    Args:
-        call: of a forward of the sample.
-        sample: that the model ran on.
-    """
-    own = other = sample.tokens
+    """Return labels of the queries and the keys of a call: tokens, or positions where tokens are not known."""
+    of_queries = of_keys = sample.tokens
     if sample.targets is not None:
-        own = sample.targets if "decoder" in call.module.lower() else sample.tokens
-        other = sample.tokens if is_crossing(call.module) else own
-    return _fitting(own, call.q.shape[2]), _fitting(other, call.k.shape[2])
+        of_queries = sample.targets if "decoder" in call.module.lower() else sample.tokens
+        of_keys = sample.tokens if is_crossing(call.module) else of_queries
+    return _fitting(of_queries, call.q.shape[2]), _fitting(of_keys, call.k.shape[2])
 
 
 def is_crossing(module: str) -> bool:
-    """Whether a module's keys are of another sequence than its queries, as its name says.
+    """Return whether a module's name says that its keys are of another sequence than its queries.
 
     Args:
         module: its dotted name.
@@ -142,12 +137,12 @@ def is_crossing(module: str) -> bool:
 
 
 def _fitting(words: list[str] | None, length: int) -> list[str]:
-    """Words, one for each of so many positions; else the positions."""
+    """Return the words if there is one for each of ``length`` positions, else the positions."""
     return words if words is not None and len(words) == length else [str(place) for place in range(length)]
 
 
 def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
-    """One sample of inputs; of token ids no more than a page shows."""
+    """Return one sample of inputs, cut to the number of token ids that a page shows."""
     if isinstance(model.module, Encoder):
         (batch,) = checked_tokens(model.module, [batch], ())
     sample = Sample(batch, source, _words(model, _ids(batch, False)), _words(model, _ids(batch, True)))
@@ -155,7 +150,7 @@ def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
 
 
 def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -> Sample:
-    """A text as the model's input."""
+    """Return a text as the model's input."""
     tokenise = tokeniser_of(Path(source), model, options)
     batch: dict[str, Tensor] = tokenise([text])
     ids, decoder = _ids(batch, False), _ids(batch, True)
@@ -163,27 +158,27 @@ def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -
     targets = None if decoder is None else tokenise.pieces(decoder)
     cut = None
     if tokenise.cut([text]):
-        asked = options.max_length or LONGEST
-        too_long = tokenise.takes is not None and tokenise.takes <= asked
-        cut = Cut.MODEL if too_long else Cut.PAGE if asked == LONGEST else Cut.ASKED
+        most = options.max_length or LONGEST
+        too_long = tokenise.takes is not None and tokenise.takes <= most
+        cut = Cut.MODEL if too_long else Cut.PAGE if most == LONGEST else Cut.REQUESTED
     return Sample(batch, source, words, targets, cut, (text, model, options))
 
 
 def _ids(batch: Batch, decoder: bool) -> list[int] | None:
-    """The token ids of a sample, or those of its decoder; None where there are none, or no telling which."""
-    whole = [
+    """Return the token ids of a sample or of its decoder; None if there are none, or several candidates."""
+    candidates = [
         (str(name), value)
         for name, value in entries(batch)
         if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point() and len(value) == 1
     ]
-    named = [ids for name, ids in whole if (name in _OF_DECODER if decoder else name == "input_ids")]
-    if not named and not decoder and len(whole) == 1 and whole[0][1].dtype != torch.bool:
-        named = [whole[0][1]]
+    named = [ids for name, ids in candidates if (name in _OF_DECODER if decoder else name == "input_ids")]
+    if not named and not decoder and len(candidates) == 1 and candidates[0][1].dtype != torch.bool:
+        named = [candidates[0][1]]
     return [int(each) for each in named[0][0]] if named else None
 
 
 def _words(model: LoadedModel, ids: list[int] | None) -> list[str] | None:
-    """What ids say by the model's tokenizer; the ids themselves where it has none."""
+    """Return what the model's tokenizer says of ids; without a tokenizer, the ids themselves."""
     if ids is None:
         return None
     try:
@@ -194,7 +189,7 @@ def _words(model: LoadedModel, ids: list[int] | None) -> list[str] | None:
 
 
 def _first_tokens(batch: Any, most: int) -> Any:
-    """A batch of token ids with the first tokens of each of its tensors."""
+    """Return a batch of token ids with only the first tokens of each tensor."""
     if isinstance(batch, Tensor):
         return batch[:, :most] if batch.ndim == 2 else batch
     if isinstance(batch, Mapping):

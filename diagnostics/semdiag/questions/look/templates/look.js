@@ -31,16 +31,16 @@ function rowOf(layer, head, i) {
   const rows = queriesOf(layer).length, keys = keysOf(layer).length, seen = mask(head.allowed, rows, keys);
   const own = head.selected === null ? null : mask(head.selected, rows, keys);
   head.z ??= new Numbers(decoded(head.scores).buffer);
-  const found = [];
-  for (let j = 0, at = seen.starts[i]; j < keys; j++) if (seen.has(i, j)) found.push({ j, z: head.z[at++], own: !own || own.has(i, j) === 1 });
-  return found;
+  const row = [];
+  for (let j = 0, at = seen.starts[i]; j < keys; j++) if (seen.has(i, j)) row.push({ j, z: head.z[at++], own: !own || own.has(i, j) === 1 });
+  return row;
 }
 function logSumExp(scores) {
   const most = Math.max(...scores);
   return Number.isFinite(most) ? most + Math.log(scores.reduce((sum, z) => sum + Math.exp(z - most), 0)) : most;
 }
 // What a query keeps and drops: its own selection, else the k largest scores, of equal ones the first keys'.
-function asked(layer, head, i, k) {
+function selectionOf(layer, head, i, k) {
   const row = rowOf(layer, head, i), selects = head.selected !== null, sink = head.sink === null ? [] : [+head.sink];
   const order = [...row].sort((a, b) => b.z - a.z || a.j - b.j);
   const kept = selects ? order.filter((key) => key.own) : order.slice(0, k), dropped = selects ? order.filter((key) => !key.own) : order.slice(k);
@@ -74,13 +74,13 @@ function colour() {
   byId("largest").textContent = state.metric === 2 ? "100%" : digits(most) + UNITS[state.metric];
   byId("said").textContent = ["Rows are layers, columns heads. A cell is the median δ of a head's queries: how far apart the scores lie that it mixes. The colour goes by the root of δ.",
     "Rows are layers, columns heads. A cell is the mean entropy of a head's weights: near 0 it picks single keys.",
-    "Rows are layers, columns heads. A cell is the mean weight on the first key that is no padding."][state.metric] + ` ${data.trained[state.metric]}`;
+    "Rows are layers, columns heads. A cell is the mean weight on the first key that is not padding."][state.metric] + ` ${data.trained[state.metric]}`;
 }
 
 // The chosen head and query.
 function show() {
   const layer = data.layers[state.layer], head = layer.heads[state.head];
-  const queries = queriesOf(layer), keys = keysOf(layer), found = asked(layer, head, state.query, state.k);
+  const queries = queriesOf(layer), keys = keysOf(layer), selection = selectionOf(layer, head, state.query, state.k);
   for (const cell of cells) cell.removeAttribute("aria-current");
   const current = cellAt(state.layer, state.head);
   current.setAttribute("aria-current", "true");
@@ -88,17 +88,17 @@ function show() {
   byId("head-title").textContent = `Layer ${state.layer}, head ${state.head}`;
   const [delta, entropy, first] = head.numbers;
   byId("head-facts").textContent = `${layer.module || "the model"} · median δ ${digits(delta)} nats · mean entropy ${digits(entropy)} nats · weight on the first key ${percent(first ?? NaN)}`;
-  byId("own").hidden = !found.selects;
-  for (const id of ["k", "slider"]) Object.assign(byId(id), { max: keys.length, value: state.k, disabled: found.selects });
-  text(layer.one, queries, keys, found);
-  numbers(found);
-  scores(queries, keys, found);
+  byId("own").hidden = !selection.selects;
+  for (const id of ["k", "slider"]) Object.assign(byId(id), { max: keys.length, value: state.k, disabled: selection.selects });
+  text(layer.one, queries, keys, selection);
+  numbers(selection);
+  scores(queries, keys, selection);
   matrix(layer, head);
   try { history.replaceState(null, "", `#${state.layer}.${state.head}.${state.query}`); } catch { /* a viewer that forbids it */ }
 }
 // Queries and keys of one sequence are shown as one text, of two as two.
-function text(one, queries, keys, found) {
-  const seen = new Map(found.row.map((key) => [key.j, key])), most = Math.max(...found.row.map((key) => key.weight), 1e-9);
+function text(one, queries, keys, selection) {
+  const seen = new Map(selection.row.map((key) => [key.j, key])), most = Math.max(...selection.row.map((key) => key.weight), 1e-9);
   const box = byId("tokens");
   const chip = (word, j, asQuery, asKey) => {
     const made = element("button", word), key = asKey ? seen.get(j) : undefined;
@@ -118,16 +118,16 @@ function text(one, queries, keys, found) {
   box.replaceChildren(...line);
   if (focused) box.querySelector("[aria-current]")?.focus();
 }
-function numbers(found) {
-  const entries = found.row.length === 0 ? [["this query has no key", "–"]] : [
-    ["keys seen", String(found.row.length)],
-    [found.selects ? "δ of its keys" : "δ of all keys", digits(found.delta), "delta"],
-    ...(found.selects ? [] : [[`δ of the k kept`, digits(found.deltaKept), "delta-kept"]]),
-    ["Δ", found.dropped.length ? digits(found.gap) : "none dropped", "gap"],
-    ["weight kept", percent(found.mass), "mass"],
-    ["weight dropped", percent(found.lost), "lost"],
-    ["entropy", digits(found.entropy), "entropy"],
-    ...(found.sink === null ? [] : [["weight on the learnt sink", percent(found.sink), "sink"]])];
+function numbers(selection) {
+  const entries = selection.row.length === 0 ? [["this query has no key", "–"]] : [
+    ["keys seen", String(selection.row.length)],
+    [selection.selects ? "δ of its keys" : "δ of all keys", digits(selection.delta), "delta"],
+    ...(selection.selects ? [] : [[`δ of the k kept`, digits(selection.deltaKept), "delta-kept"]]),
+    ["Δ", selection.dropped.length ? digits(selection.gap) : "none dropped", "gap"],
+    ["weight kept", percent(selection.mass), "mass"],
+    ["weight dropped", percent(selection.lost), "lost"],
+    ["entropy", digits(selection.entropy), "entropy"],
+    ...(selection.sink === null ? [] : [["weight on the learnt sink", percent(selection.sink), "sink"]])];
   byId("numbers").replaceChildren(...entries.map(([name, value, id]) => {
     const box = element("div"), said = element("dd", value);
     if (id) said.dataset.number = id;
@@ -135,19 +135,19 @@ function numbers(found) {
     return box;
   }));
 }
-function scores(queries, keys, found) {
-  const z = found.row.map((key) => key.z).filter(Number.isFinite), low = Math.min(...z), wide = Math.max(...z) - low || 1;
+function scores(queries, keys, selection) {
+  const z = selection.row.map((key) => key.z).filter(Number.isFinite), low = Math.min(...z), wide = Math.max(...z) - low || 1;
   const left = (score) => Number.isFinite(score) ? 2 + 96 * (score - low) / wide : 0;
   byId("scores-title").textContent = `Scores of query ${state.query} ${quoted(queries[state.query])} before the softmax, nats`;
-  const strip = [], both = found.kept.length && found.dropped.length;
-  if (both && found.gap > 0) {
-    const from = left(Math.max(...found.dropped.map((key) => key.z))), to = left(Math.min(...found.kept.map((key) => key.z)));
-    const band = element("b"), name = element("span", `Δ ${digits(found.gap)}`);
+  const strip = [], both = selection.kept.length && selection.dropped.length;
+  if (both && selection.gap > 0) {
+    const from = left(Math.max(...selection.dropped.map((key) => key.z))), to = left(Math.min(...selection.kept.map((key) => key.z)));
+    const band = element("b"), name = element("span", `Δ ${digits(selection.gap)}`);
     Object.assign(band.style, { left: `${from}%`, width: `${to - from}%` });
     name.style.left = `clamp(2rem, ${(from + to) / 2}%, calc(100% - 2rem))`;
     strip.push(band, name);
   }
-  for (const key of found.row) { const tick = element("i", undefined, key.kept ? "kept" : ""); tick.style.left = `${left(key.z)}%`; strip.push(tick); }
+  for (const key of selection.row) { const tick = element("i", undefined, key.kept ? "kept" : ""); tick.style.left = `${left(key.z)}%`; strip.push(tick); }
   byId("strip").replaceChildren(...strip);
   const line = (key) => {
     const row = element("tr", undefined, key.kept ? "kept" : "dropped"), name = element("td", undefined, "text"), dot = element("div", undefined, "dot"), bar = element("i");
@@ -161,11 +161,11 @@ function scores(queries, keys, found) {
     row.append(name, plot, element("td", digits(key.z)), element("td", percent(key.weight)), element("td", key.kept ? percent(key.alone) : ""));
     return row;
   };
-  const shown = state.all ? found.dropped : found.dropped.slice(0, FEW), hidden = found.dropped.length - shown.length;
-  const gap = element("tr", undefined, "gap"), said = element("td", found.gap > 0 ? `Δ ${digits(found.gap)} nats, below it ${percent(found.lost)} of the weight is dropped` : `Δ ${digits(found.gap)} nats: a dropped key scores as high or higher`);
+  const shown = state.all ? selection.dropped : selection.dropped.slice(0, FEW), hidden = selection.dropped.length - shown.length;
+  const gap = element("tr", undefined, "gap"), said = element("td", selection.gap > 0 ? `Δ ${digits(selection.gap)} nats, below it ${percent(selection.lost)} of the weight is dropped` : `Δ ${digits(selection.gap)} nats: a dropped key scores as high or higher`);
   said.colSpan = 5;
   gap.append(said);
-  const order = [...found.kept, ...(both ? [gap] : []), ...shown];
+  const order = [...selection.kept, ...(both ? [gap] : []), ...shown];
   byId("scores").replaceChildren(...order.map((entry) => entry instanceof Element ? entry : line(entry)));
   byId("more").hidden = hidden <= 0 && !state.all;
   byId("more").textContent = hidden > 0 ? `show ${hidden} more dropped keys` : "show fewer";
@@ -182,8 +182,8 @@ function matrix(layer, head) {
   context.fillStyle = mix(paper, line, 0.35);
   context.fillRect(0, 0, canvas.width, canvas.height);
   for (let i = 0; i < rows; i++) {
-    const found = asked(layer, head, i, state.k), most = Math.max(...found.row.map((key) => key.weight), 1e-9);
-    for (const key of found.row) {
+    const selection = selectionOf(layer, head, i, state.k), most = Math.max(...selection.row.map((key) => key.weight), 1e-9);
+    for (const key of selection.row) {
       const strength = Math.sqrt(key.weight / most);
       context.fillStyle = key.kept ? mix(paper, kept, 0.25 + 0.75 * strength) : mix(paper, dropped, 0.08 + 0.6 * strength);
       context.fillRect(key.j * size, i * size, size - between, size - between);

@@ -16,9 +16,6 @@ _MARKERS = "osD^vP*X"
 def masks_in_formats(findings: Findings) -> Figure:
     """Draw the share of masks that stay the same, a curve for each number format against layers.
 
-    Args:
-        findings: with rounded masks.
-
     Returns:
         One panel per model; bands reach down to the share without a tie, dotted curves are certified.
 
@@ -30,9 +27,9 @@ def masks_in_formats(findings: Findings) -> Figure:
     formats = list(table["format"].unique())
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, title) in zip(axes, models, strict=True):
-        own = table[(table["model"] == model) & (table["layer"] != ALL)]
+        of_model = table[(table["model"] == model) & (table["layer"] != ALL)]
         for at, (kind, color) in enumerate(zip(formats, shades(len(formats)), strict=True)):
-            rows = own[own["format"] == kind]
+            rows = of_model[of_model["format"] == kind]
             layers = rows["layer"].to_numpy(int)
             ax.plot(layers, 1 - rows["changed"], color=color, marker=_MARKERS[at], markersize=4, label=kind)
             ax.fill_between(

@@ -28,10 +28,10 @@ from semdiag_models import InputError
 _COUNTS = ("queries", "not_covered", "changed", "tied", "changed_or_tied", "certified", "certified_changed")
 ROUNDED_MASKS = Table(
     "rounded_masks",
-    "One row per number format, sample, layer and head: how many of its queries drop a key; how many of these the "
-    "error model does not cover, and why; of the others, of how many the k largest scores are of other keys once "
-    "queries, keys and scores are rounded, whatever ties do (changed), the k-th and the next are equal (tied), "
-    "the set is certified, and is certified but changed or tied: a fault.",
+    "One row per number format, sample, layer and head: how many of its queries drop a key, and how many of these "
+    "the error model does not cover, and why. Of the others, how many have other keys among the k largest scores "
+    "once queries, keys and scores are rounded, however ties are broken (changed); equal k-th and next scores "
+    "(tied); a certified set; a certified set that changed or tied, which is a fault.",
     {
         **dict.fromkeys(("model", "format", "why"), "str"),
         **dict.fromkeys(("sample", "layer", "head", "kept", *_COUNTS), "int32"),
@@ -51,15 +51,15 @@ LOST_WEIGHTS = Table(
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """In which number formats the masks are looked at.
+    """In which number formats masks are compared with those in float64.
 
     Raises:
-        InputError: if a format is not known or not below float64, or k is illegal.
+        InputError: if a format is unknown or is float64, or k is below 1.
     """
 
-    formats: tuple[str, ...] = ("bfloat16",)  # by their short names or torch's; kept by torch's, each once
-    k: int = SUPPOSED_K  # of the mask that a model without a selection of its own would choose
-    forecast: bool = False  # whether to forecast, and measure, what rounding does that is passed on
+    formats: tuple[str, ...] = ("bfloat16",)  # short names or torch's; stored as torch's, each once
+    k: int = SUPPOSED_K  # of the mask that top-k would choose in a model without a selection of its own
+    forecast: bool = False  # whether to forecast, and measure, rounding that is passed on from layer to layer
 
     def __post_init__(self) -> None:
         names = tuple(dict.fromkeys(number_format(name).name for name in self.formats))
@@ -119,17 +119,17 @@ def mask_precision(
         return ROUNDED_MASKS.empty(), LOST_WEIGHTS.empty()
     if not selection.ranked:
         raise NotAvailableError(f"the scores alone do not say which keys {kind} attention keeps")
-    found = _Found(loaded.path, plan, selection, min_keys)
-    with running(loaded, found.add, device, dtype) as run:
+    collected = _Collector(loaded.path, plan, selection, min_keys)
+    with running(loaded, collected.add, device, dtype) as run:
         for batch in split(inputs, batch_size):
-            found.numbers.start(samples_of(batch))
+            collected.numbers.start(samples_of(batch))
             run(batch)
-    return ROUNDED_MASKS.of_parts(found.masks), LOST_WEIGHTS.of_parts(found.lost)
+    return ROUNDED_MASKS.of_parts(collected.masks), LOST_WEIGHTS.of_parts(collected.lost)
 
 
 @dataclass
-class _Found:
-    """The rows of both tables, call by call."""
+class _Collector:
+    """Collects the rows of both tables, call by call."""
 
     model: str
     plan: PrecisionPlan

@@ -23,13 +23,15 @@ from semdiag.questions.compare.measure.kept_calls import KeptCalls, own_copy
 from semdiag.questions.mask_stability.measure.mask_rows import Selection
 
 _STRIP = 2**21  # scores held at a time (or one query of every sample and head)
-_OTHERWISE = "its attention is not seen alike in float64 and where it is rounded (it may be written by hand)"
+_NOT_COMPARABLE = (
+    "its attention calls in float64 are not those of its rounded run (its attention may be written by hand)"
+)
 
 PROPAGATED_MASKS = Table(
     "propagated_masks",
-    "One row per number format, sample and layer, heads pooled: how many queries drop a key; of how many the k "
-    "largest scores are of other keys where the model runs in the format throughout, as forecast (forecast) and "
-    "as it was run (measured); how many queries first change here, in any head (first).",
+    "One row per number format, sample and layer, heads pooled: how many queries drop a key; how many have other "
+    "keys among the k largest scores where the model runs in the format throughout, as forecast (forecast) and as "
+    "run (measured); how many change first in this layer, in any head (first).",
     {
         **dict.fromkeys(("model", "format"), "str"),
         **dict.fromkeys(("sample", "layer", "queries", "measured", "first"), "int32"),
@@ -52,9 +54,8 @@ def propagated_masks(
 ) -> pd.DataFrame:
     """Compare the mask of every query in float64 with those where the model runs in a number format throughout.
 
-    Sets are those of the k largest scores, worked out in float64 from the queries and keys of a run.
-
-    What runs: :func:`~semdiag.measuring.rounded_runs.rounded_runs`.
+    The sets are those of the k largest scores, computed in float64 from the queries and keys of a run. The runs
+    are those of :func:`~semdiag.measuring.rounded_runs.rounded_runs`.
 
     Source: docs/theory.md#propagated-rounding. Deviation: not in the paper.
 
@@ -62,8 +63,8 @@ def propagated_masks(
         loaded: the model; copies of it run.
         inputs: what :func:`~semdiag.measuring.measure.measure` takes.
         formats: float32 or coarser.
-        k: of the mask that a model without a selection of its own would choose.
-        selection: how masks come about; by the scores alone.
+        k: of the mask that top-k would choose in a model without a selection of its own.
+        selection: how masks follow from the scores; by the scores alone.
         batch_size: samples at a time.
         device: where to run; None: where the model is.
         min_keys: queries with fewer keys are left out.
@@ -74,26 +75,26 @@ def propagated_masks(
 
     Raises:
         InputError: if copies of the model do not fit into memory.
-        NotAvailableError: if a model's attention calls depend on the format, or cannot be followed where each
+        NotAvailableError: if the model's attention calls depend on the format, cannot be captured where each
             operation is rounded, or its forward draws random numbers.
     """
     exact, runs = rounded_runs(loaded, formats, seed)
-    found = _Found(loaded.path, k, selection, min_keys)
+    collected = _Collector(loaded.path, k, selection, min_keys)
     for batch in split(inputs, batch_size):
-        found.start(samples_of(batch))
-        with running(exact, found.kept.add, device) as run:
+        collected.start(samples_of(batch))
+        with running(exact, collected.kept.add, device) as run:
             run(batch)
             run.alike()
         for other in runs:
-            found.begin(other.readings)
-            with running(other.model, found.match, device) as run, other.inside:
+            collected.begin(other.readings)
+            with running(other.model, collected.match, device) as run, other.inside:
                 run(batch)
-            found.finish()
-    return PROPAGATED_MASKS.of_rows(found.rows())
+            collected.finish()
+    return PROPAGATED_MASKS.of_rows(collected.rows())
 
 
 @dataclass
-class _Found:
+class _Collector:
     """Counts of one model, batch by batch and run by run."""
 
     model: str
@@ -110,7 +111,7 @@ class _Found:
         self._numbers.start(samples)
 
     def begin(self, readings: Sequence[Reading]) -> None:
-        """Begin a run of which calls are matched."""
+        """Begin a rounded run, whose calls are matched with those of the float64 run."""
         self._readings, self._next = readings, 0
         self._seen: dict[tuple[str, torch.Size], Tensor] = {}
 
@@ -121,13 +122,13 @@ class _Found:
             NotAvailableError: if it has called attention less often than the float64 run.
         """
         if self._next != len(self.kept):
-            raise NotAvailableError(_OTHERWISE)
+            raise NotAvailableError(_NOT_COMPARABLE)
 
     def match(self, call: AttentionCall) -> None:
         """Compare a call with the one of the float64 run at its place."""
         place, self._next = self._next, self._next + 1
         if place >= len(self.kept) or self.kept.at(place).q.shape != call.q.shape:
-            raise NotAvailableError(_OTHERWISE)
+            raise NotAvailableError(_NOT_COMPARABLE)
         exact, other = self.kept.at(place), own_copy(call)
         samples = self._numbers.of(len(exact.q))
         for reading in self._readings:
@@ -145,15 +146,15 @@ class _Found:
                     row[name] = row.get(name, 0) + value
 
     def rows(self) -> Iterator[Mapping[str, object]]:
-        """Rows of the table, of samples and layers in which a query drops a key."""
+        """Yield the rows of the table: samples and layers in which a query drops a key."""
         for (kind, sample, layer), counts in self._counts.items():
             if counts["queries"]:
                 yield {"model": self.model, "format": kind, "sample": sample, "layer": layer, **counts}
 
     def _changed(self, exact: AttentionCall, other: AttentionCall, reading: Reading) -> tuple[Tensor, Tensor]:
-        """Which rows (B, H, L) change, and which count."""
+        """Return which rows (B, H, L) change, and which count."""
         kept = self.k
-        if self.selection.own and exact.selected is not None:
+        if self.selection.by_model and exact.selected is not None:
             kept = exact.selected.shape[-1]
         kept = min(kept, exact.k.shape[2])
         step = max(1, _STRIP // (exact.q.shape[0] * exact.q.shape[1] * exact.k.shape[2]))

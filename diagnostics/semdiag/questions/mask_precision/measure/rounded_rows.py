@@ -1,4 +1,4 @@
-"""One attention call in several number formats, reduced to what became of each query's set of keys."""
+"""One attention call in several number formats, reduced to how each query's set of keys changes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class RoundedRows:
     """What F number formats do to each row; (B, H, L), with the formats in front where they differ.
 
     Attributes:
-        counted: bool: queries that keep a key and drop one; the others mean nothing below.
+        counted: bool: queries that keep a key and drop one; below, other queries mean nothing.
         keys: int, how many the query may attend to.
-        covered: (F, B, H, L) bool: what the error model speaks about; the others are false below.
+        covered: (F, B, H, L) bool: rows that the error model covers; below, others are false.
         changed: (F, B, H, L) bool: however ties are broken, the k largest rounded scores are of another set.
         tied: (F, B, H, L) bool: the k-th and the next rounded score are equal.
         certified: (F, B, H, L) bool.
@@ -50,18 +50,18 @@ def rounded_rows(
 ) -> RoundedRows:
     """Compare the set of every row, from its scores in float64, with that of its rounded scores.
 
-    In strips of queries: nothing of size L × L is kept, but for one strip.
+    Works in strips of queries, so that nothing of size L × L is held.
 
     Source: docs/theory.md#rounded-operands. Deviation: none.
 
     Args:
         call: its queries and keys are taken as exact.
-        k: size of the set that a model without a selection of its own would choose.
-        selection: how the sets come about; by the scores alone.
+        k: size of the set that top-k would choose in a model without a selection of its own.
+        selection: how sets follow from the scores; by the scores alone.
         formats: F of them.
     """
     length = call.k.shape[2]
-    kept = call.selected.shape[-1] if selection.own and call.selected is not None else min(k, length)
+    kept = call.selected.shape[-1] if selection.by_model and call.selected is not None else min(k, length)
     outside = _outside_the_model(call)
     step = max(1, _STRIP // (call.q.shape[0] * call.q.shape[1] * length))
     parts = []
@@ -70,15 +70,17 @@ def rounded_rows(
         parts.append(_strip(part, kept, selection, formats, covered=not outside))
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     follows, covered = joined.pop("follows"), joined["covered"]
-    said = {
+    reasons = {
         OTHER_KEYS: not outside and bool((joined["counted"] & ~follows).any()),
         BEYOND: not outside and bool((joined["counted"] & follows & ~covered).any()),
     }
-    return RoundedRows(**joined, kept=kept, why=outside or " and ".join(why for why, true in said.items() if true))
+    return RoundedRows(
+        **joined, kept=kept, why=outside or " and ".join(why for why, true in reasons.items() if true)
+    )
 
 
 def _outside_the_model(call: AttentionCall) -> str:
-    """Say what a call has that the error model knows nothing of; empty if there is nothing."""
+    """Return what puts a call outside the error model, in words; empty if nothing does."""
     if call.softcap is not None:
         return "scores that are capped"
     if call.sinks is not None:
@@ -91,7 +93,7 @@ def _outside_the_model(call: AttentionCall) -> str:
 def _strip(
     part: AttentionCall, kept: int, selection: Selection, formats: Sequence[NumberFormat], covered: bool
 ) -> dict[str, Tensor]:
-    """The attributes of :class:`RoundedRows` for some queries, and whether their own set follows the scores."""
+    """Return the attributes of :class:`RoundedRows` for some queries, and whether their sets follow the scores."""
     keys = part.k.double().repeat_interleave(part.q.shape[1] // part.k.shape[1], 1)
     q, scale = part.q.double(), selection.sign * part.scale
     scores = scale * (q @ keys.mT)
@@ -99,17 +101,17 @@ def _strip(
         scores = scores.masked_fill(~part.allowed, -torch.inf)
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed.expand_as(scores)
     number = allowed.sum(-1)
-    found = {"counted": part.counted & (number > kept), "keys": number}
-    if not covered or not found["counted"].any():
+    columns = {"counted": part.counted & (number > kept), "keys": number}
+    if not covered or not columns["counted"].any():
         nothing = torch.zeros(len(formats), *number.shape, dtype=torch.bool, device=q.device)
-        found |= {"follows": nothing[0]} | dict.fromkeys(("covered", "changed", "tied", "certified"), nothing)
-        return found | {"lost": torch.full_like(nothing, torch.nan, dtype=torch.float64)}
+        columns |= {"follows": nothing[0]} | dict.fromkeys(("covered", "changed", "tied", "certified"), nothing)
+        return columns | {"lost": torch.full_like(nothing, torch.nan, dtype=torch.float64)}
     before = top_set(scores, kept)
-    found["follows"] = found["counted"] & _follows(part, keys, scores, selection)
-    columns: dict[str, list[Tensor]] = {}
+    columns["follows"] = columns["counted"] & _follows(part, keys, scores, selection)
+    by_format: dict[str, list[Tensor]] = {}
     for kind in formats:
         error = score_error(q, keys, scale, kind)
-        known = found["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
+        known = columns["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
         later = rounded_scores(q, keys, scale, kind).masked_fill(~allowed, -torch.inf)
         changed = known & (kept_in_common(later[None], before)[0] < kept)
         of_format = {
@@ -120,21 +122,21 @@ def _strip(
             "lost": _weight_lost(scores, later, before, changed, selection.sign),
         }
         for name, values in of_format.items():
-            columns.setdefault(name, []).append(values)
-    return found | {name: torch.stack(values) for name, values in columns.items()}
+            by_format.setdefault(name, []).append(values)
+    return columns | {name: torch.stack(values) for name, values in by_format.items()}
 
 
 def _follows(part: AttentionCall, keys: Tensor, scores: Tensor, selection: Selection) -> Tensor:
-    """Whether the keys that the model selects have the largest scores, but for the rounding of its own scores."""
-    if not selection.own or part.selected is None:
+    """Return whether the model selects the keys with the largest scores, up to the rounding of its scores."""
+    if not selection.by_model or part.selected is None:
         return torch.ones_like(part.counted)
-    own = top_set(scores, part.selected.shape[-1], part.selected).separation
+    separation = top_set(scores, part.selected.shape[-1], part.selected).separation
     room = score_rounding(part.q.double(), keys, part.scale, torch.finfo(part.q.dtype).eps)
-    return own >= -2 * room
+    return separation >= -2 * room
 
 
 def _weight_lost(scores: Tensor, later: Tensor, before: TopSet, changed: Tensor, sign: int) -> Tensor:
-    """Weight, over all allowed keys, of those dropped minus that of those gained; the least that ties allow."""
+    """Return the weight of the keys dropped minus that of the keys gained: the least that ties allow."""
     lost = torch.full(changed.shape, torch.nan, dtype=torch.float64, device=scores.device)
     z, after = scores[changed], later[changed]
     weights = (sign * z).masked_fill(z == -torch.inf, -torch.inf).softmax(-1)
@@ -143,7 +145,7 @@ def _weight_lost(scores: Tensor, later: Tensor, before: TopSet, changed: Tensor,
     order = z.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, inside.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True))
     kept = after.gather(-1, order).argsort(dim=-1, descending=True, stable=True)[:, : before.positions.shape[-1]]
-    stays = torch.zeros_like(inside).scatter_(-1, order.gather(-1, kept), True)
-    dropped, gained = ((weights * some).sum(-1) for some in (inside & ~stays, stays & ~inside))
+    kept_later = torch.zeros_like(inside).scatter_(-1, order.gather(-1, kept), True)
+    dropped, gained = ((weights * keys).sum(-1) for keys in (inside & ~kept_later, kept_later & ~inside))
     lost[changed] = dropped - gained
     return lost

@@ -17,9 +17,6 @@ from semdiag.questions.mask_stability.figures.panels import judged_models, mask_
 def mask_heat_map(findings: Findings) -> Figure:
     """Draw the share of unchanged masks for every layer and noise level as coloured cells.
 
-    Args:
-        findings: with masks.
-
     Returns:
         One panel per model, one colour scale from 0 to 1; of one level a single panel, models by layers.
 
@@ -35,8 +32,8 @@ def mask_heat_map(findings: Findings) -> Figure:
         return _side_by_side(findings, models, table, layers)
     figure, axes = panel_grid(len(models), height=1.3 + 0.28 * len(layers), sharey=False)
     for ax, (model, title) in zip(axes, models, strict=True):
-        own = table[table["model"] == model]
-        cells = own.pivot(index="layer", columns="level", values="exact")
+        of_model = table[table["model"] == model]
+        cells = of_model.pivot(index="layer", columns="level", values="exact")
         image = _cells(ax, cells)
         ax.set_xticks(range(len(cells.columns)), [noise_words(findings, float(level)) for level in cells.columns])
         ax.set_yticks(range(len(cells.index)), [str(layer) for layer in cells.index])
@@ -60,7 +57,7 @@ def _cells(ax: Axes, cells: pd.DataFrame) -> AxesImage:
 def _side_by_side(
     findings: Findings, models: list[tuple[str, str]], table: pd.DataFrame, layers: list[int]
 ) -> Figure:
-    """Models by layers, where there is one level of noise."""
+    """Draw models by layers, for a single level of noise."""
     figure, (ax,) = panel_grid(1, height=0.5 + 0.3 * len(models))
     cells = table.pivot(index="model", columns="layer", values="exact").reindex([model for model, _ in models])
     image = _cells(ax, cells)
@@ -75,5 +72,5 @@ def _side_by_side(
 
 
 def _ink(share: float) -> str:
-    """Colour of the writing on a cell: cividis is dark below and light above."""
+    """Return the colour of the text in a cell: cividis is dark below and light above."""
     return "black" if share > 0.55 else "white"

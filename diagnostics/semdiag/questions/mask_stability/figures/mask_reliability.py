@@ -19,9 +19,6 @@ _LAST = 1.1  # where the last bin stands, in units of the axis before it
 def mask_reliability(findings: Findings) -> Figure:
     """Draw the share of unchanged masks, observed and predicted, against Δ/sd, one curve per noise level.
 
-    Args:
-        findings: with masks.
-
     Returns:
         One panel per model, ten bins of equal counts of Δ/sd each, and one of what lies above: there the
         prediction foresees no change.
@@ -71,7 +68,7 @@ def _draw(ax: Axes, table: pd.DataFrame, highest: float, color: str, marker: str
 
 
 def _label_axis(ax: Axes, highest: float, shares: list[float]) -> None:
-    """Number the axis up to the last bin, and say there how many of the queries it has."""
+    """Number the axis up to the last bin, and name the share of the queries in it."""
     ax.set_xlim(-0.03 * highest, (_LAST + 0.08) * highest)
     ticks = [at for at in ax.get_xticks() if 0 <= at < 0.95 * highest]
     most = f"{min(shares):.0%}" + (f" to {max(shares):.0%}" if max(shares) - min(shares) >= 0.005 else "")

@@ -18,9 +18,6 @@ _MARKERS = "osD^vP*Xh<>"
 def masks_unchanged(findings: Findings) -> Figure:
     """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers.
 
-    Args:
-        findings: with masks.
-
     Returns:
         One panel per model; bands and bars are 95% intervals.
 
@@ -45,19 +42,21 @@ def masks_unchanged(findings: Findings) -> Figure:
     )
 
 
-def _against_noise(ax: Axes, pooled: pd.DataFrame, whole: pd.DataFrame, findings: Findings) -> None:
-    layers = sorted(pooled["layer"].unique())
+def _against_noise(ax: Axes, by_layer: pd.DataFrame, all_layers: pd.DataFrame, findings: Findings) -> None:
+    layers = sorted(by_layer["layer"].unique())
     for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
-        rows = pooled[pooled["layer"] == layer]
+        rows = by_layer[by_layer["layer"] == layer]
         ax.plot(
             rows["level"], rows["exact"], color=color, marker=_MARKERS[place % len(_MARKERS)], markersize=4,
             label=f"layer {layer}",
         )  # fmt: skip
         ax.fill_between(rows["level"], rows["exact_low"], rows["exact_high"], color=color, alpha=0.25, linewidth=0)
-    whole = whole.sort_values("level")
-    ax.plot(whole["level"], whole["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
+    all_layers = all_layers.sort_values("level")
+    ax.plot(
+        all_layers["level"], all_layers["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified"
+    )
     ax.set_xscale("log")
-    ax.set_xticks(whole["level"], [noise_words(findings, level) for level in whole["level"]])
+    ax.set_xticks(all_layers["level"], [noise_words(findings, level) for level in all_layers["level"]])
     ax.set_xticks([], minor=True)
     ax.set_xlabel("noise (standard deviation)")
     ax.set_ylim(0, 1.03)

@@ -1,4 +1,4 @@
-"""The models whose masks were judged, and the noise behind it, in words for a figure."""
+"""The models whose masks were judged, and the noise, in words for a figure."""
 
 from typing import Any
 
@@ -10,11 +10,7 @@ from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 
 
 def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
-    """Models with an input-dependent mask that was judged, last snapshots first.
-
-    Args:
-        findings: with masks.
-        table: of measurements, in which they were judged.
+    """Return the models with an input-dependent mask that was judged, last snapshots first.
 
     Returns:
         Path and title of each, two lines like ``even-pairs``, ``top-k (k = 5)``.
@@ -24,27 +20,24 @@ def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, s
     """
     measurements = findings.measurements
     kept = getattr(measurements, table).groupby("model")["kept"].last()
-    found = []
+    judged = []
     for panel in panels_of(measurements.models):
         for series in panel.series:
             if series.model in kept.index:
                 supposed = f": top-{kept[series.model]} it would choose" if series.attention in DENSE else ""
-                found.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
-    if not found:
+                judged.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
+    if not judged:
         raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
-    return found
+    return judged
 
 
 def noise_words(findings: Findings, level: float) -> str:
-    """A size of noise: ``1%``, or ``0.01`` where it is absolute."""
+    """Return a size of noise in words: ``1%``, or ``0.01`` if it is absolute."""
     return f"{level:g}" if _plan(findings).get("absolute") else percent(level)
 
 
 def mask_facts(findings: Findings) -> str:
-    """Noise, samples and draws behind the judged masks.
-
-    Args:
-        findings: with masks.
+    """Return noise, samples and draws behind the judged masks.
 
     Returns:
         For instance ``noise on the embedded tokens, relative to each token's RMS; 500 samples, 5 draws (seed 0)``.
@@ -60,16 +53,12 @@ def mask_facts(findings: Findings) -> str:
 
 
 def _plan(findings: Findings) -> dict[str, Any]:
-    found = findings.measurements.provenance.get("mask_noise", {})
-    return found if isinstance(found, dict) else {}
+    plan = findings.measurements.provenance.get("mask_noise", {})
+    return plan if isinstance(plan, dict) else {}
 
 
 def shades(count: int) -> list[str]:
-    """Colours of ordered things, from light to dark, tellable apart by the colour-blind.
-
-    Args:
-        count: how many.
-    """
+    """Return colours from light to dark that the colour-blind can tell apart."""
     import seaborn as sns  # takes a second
 
     return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]

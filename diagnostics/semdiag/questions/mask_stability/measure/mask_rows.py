@@ -1,4 +1,4 @@
-"""One attention call over [clean; noisy copies], reduced to what became of each query's mask."""
+"""One attention call over [clean; noisy copies], reduced to how each query's mask changes."""
 
 import math
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ class Selection:
 
     Attributes:
         sign: 1 if the largest scores are kept, -1 if the smallest.
-        own: whether the model selects by itself; otherwise the set is the one it would choose.
+        by_model: whether the model itself selects; otherwise the set is the one that top-k would choose.
         ranked: whether the scores alone say which keys are kept; otherwise nothing is certified or predicted.
     """
 
     sign: int
-    own: bool
+    by_model: bool
     ranked: bool = True
 
 
@@ -44,9 +44,6 @@ SELECTIONS: dict[str, Selection | None] = {
 
 def selection_of(kind: str) -> Selection | None:
     """Return how masks of a kind of attention are selected.
-
-    Args:
-        kind: the attention.
 
     Returns:
         The rule; None if the mask does not depend on the input.
@@ -64,10 +61,10 @@ def selection_of(kind: str) -> Selection | None:
 
 @dataclass(frozen=True, eq=False)
 class RowChanges:
-    """What became of each row; D draws, N noise levels, b samples.
+    """How each row changes; D draws, N noise levels, b samples.
 
     Attributes:
-        counted: (b, H, L) bool: queries that keep a key and drop one; the others mean nothing below.
+        counted: (b, H, L) bool: queries that keep a key and drop one; below, other queries mean nothing.
         separation: (b, H, L) Δ of the clean row, nats.
         common: (D, N, b, H, L) int, |S ∩ S'|.
         changed: (D, N, b, H, L) bool, S ≠ S'.
@@ -90,7 +87,7 @@ class RowChanges:
 
 
 class Workspace:
-    """Two blocks of memory, used again for every strip: fresh pages would cost more than what is done in them."""
+    """Two blocks of memory that every strip reuses: fresh pages would cost more than the work done in them."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, Tensor] = {}
@@ -118,7 +115,7 @@ def row_changes(
 ) -> RowChanges:
     """Compare the mask of every clean row with those of its noisy copies.
 
-    In strips of queries: nothing of size L × L is kept, but for one strip.
+    Works in strips of queries, so that nothing of size L × L is held.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
 
@@ -127,22 +124,19 @@ def row_changes(
         samples: b.
         draws: D, noisy copies of each sample and level.
         levels: N, noise levels.
-        k: size of the set that a model without a selection of its own would choose.
-        selection: how the masks come about.
+        k: size of the set that top-k would choose in a model without a selection of its own.
+        selection: how masks follow from the scores.
         workspace: memory to work in.
 
-    Returns:
-        What became of the rows.
-
     Raises:
-        NotAvailableError: if the call has attention sinks, or its batch axis does not hold one row for each of
-            the samples and copies.
+        NotAvailableError: if the call has attention sinks, or its batch axis does not have one row for each sample
+            and copy.
     """
     if call.sinks is not None:
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
     check_rows(call, samples * (1 + draws * levels))
     length = call.k.shape[2]
-    kept = call.selected.shape[-1] if selection.own and call.selected is not None else min(k, length)
+    kept = call.selected.shape[-1] if selection.by_model and call.selected is not None else min(k, length)
     # Half precision is compared in float32, but its selection was rounded as it was.
     eps = torch.finfo(call.q.dtype).eps
     q, keys = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (call.q, call.k))
@@ -154,13 +148,13 @@ def row_changes(
     for start in range(0, q.shape[2], rows):
         part = slice(start, start + rows)
         scores = _scores(q[:, :, part], keys, selection.sign * call.scale, workspace)
-        if call.softcap is not None:  # which moves no two scores further apart
+        if call.softcap is not None:  # it moves no two scores further apart
             scores = call.softcap * torch.tanh(scores / call.softcap)
         bias, chosen = (part_of(values, slice(None), part) for values in (call.bias, call.selected))
         if bias is not None:
             scores = scores + selection.sign * bias
-        allowed = call.part(slice(samples), part).allowed  # of the clean samples, which are those of their copies
-        chosen = chosen if selection.own else None
+        allowed = call.part(slice(samples), part).allowed  # of the clean samples; copies have the same
+        chosen = chosen if selection.by_model else None
         if chosen is not None and not selection.ranked:
             parts.append(_matched_strip(scores, allowed, chosen, samples, levels))
             continue
@@ -173,7 +167,7 @@ def row_changes(
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float, workspace: Workspace) -> Tensor:
-    """scale · q kᵀ: (B, H, r, D), (B, H, L, D) -> (B, H, r, L), in the workspace."""
+    """Return scale · q kᵀ: (B, H, r, D), (B, H, L, D) -> (B, H, r, L), in the workspace."""
     shape = (*q.shape[:3], keys.shape[2])
     out = workspace.like("scores", (shape[0] * shape[1], *shape[2:]), q)
     nothing = q.new_empty(())
@@ -210,14 +204,14 @@ def _strip(
     width = change.amax(-1) - change.amin(-1)
     swing = _at(change, before.boundary).diff(dim=-1).squeeze(-1).neg()
     if chosen is None:
-        common = kept_in_common(noisy, before, out=change)  # whose content is read
+        common = kept_in_common(noisy, before, out=change)  # the content of ``change`` is no longer needed
     else:
         inside = torch.zeros_like(clean, dtype=torch.bool).scatter_(-1, before.positions, True)
         later = _copies(chosen, samples, levels).clamp(min=0)
         common = inside.expand(*later.shape[:-1], -1).gather(-1, later).sum(-1)
     weights = _weights(clean if sign > 0 else -clean, allowed, before.positions if chosen is not None else None)
-    there = None if chosen is None else _copies(chosen, samples, levels)[0].clamp(min=0)
-    moved = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, there).sub_(weights).abs_().sum(-1)
+    kept_noisy = None if chosen is None else _copies(chosen, samples, levels)[0].clamp(min=0)
+    moved = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, kept_noisy).sub_(weights).abs_().sum(-1)
     return {
         "counted": keys > kept,
         "separation": before.separation,
@@ -234,7 +228,7 @@ def _strip(
 def _matched_strip(
     scores: Tensor, allowed: Tensor | None, chosen: Tensor, samples: int, levels: int
 ) -> dict[str, Tensor]:
-    """As :func:`_strip`, of sets of any size that the scores alone do not determine."""
+    """Do the same as :func:`_strip` for sets of any size that the scores alone do not determine."""
     length = scores.shape[-1]
     masks = torch.zeros(*scores.shape[:-1], length + 1, dtype=torch.bool, device=scores.device)
     masks = masks.scatter_(-1, chosen.where(chosen >= 0, length), True)[..., :-1]

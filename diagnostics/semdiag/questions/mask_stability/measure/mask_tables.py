@@ -1,4 +1,4 @@
-"""The tables of masks under noise: sums over the draws, batch by batch, and what is made of them."""
+"""The tables of masks under noise, from sums over the draws, batch by batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -38,81 +38,66 @@ NOISE_EFFECTS = Table(
 
 
 class MaskSums:
-    """Sums over the draws of what became of the masks, layer by layer."""
+    """Sums over the draws of changes of masks, layer by layer."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[dict[str, Tensor]]] = {}  # by layer, one entry per batch
         self._swings: dict[int, Tensor] = {}  # by layer: (3, levels, heads) count, Σ, Σ²
 
-    def add(self, layer: int, found: RowChanges) -> None:
-        """Add one attention call.
-
-        Args:
-            layer: of the call.
-            found: over all levels and draws.
-        """
+    def add(self, layer: int, changes: RowChanges) -> None:
+        """Add one attention call."""
         self._rows.setdefault(layer, []).append(
             {
-                "counted": found.counted,
-                "separation": found.separation,
-                "agreement": found.common.sum(0, dtype=torch.int32),
-                "changed": found.changed.sum(0, dtype=torch.int32),
-                "certified": found.certified.sum(0, dtype=torch.int32),
-                "certified_changed": (found.changed & found.certified).sum(0, dtype=torch.int32),
-                "response": found.response,
-                "kept": found.kept,
+                "counted": changes.counted,
+                "separation": changes.separation,
+                "agreement": changes.common.sum(0, dtype=torch.int32),
+                "changed": changes.changed.sum(0, dtype=torch.int32),
+                "certified": changes.certified.sum(0, dtype=torch.int32),
+                "certified_changed": (changes.changed & changes.certified).sum(0, dtype=torch.int32),
+                "response": changes.response,
+                "kept": changes.kept,
             }
         )
-        sums = _swing_sums(found)
+        sums = _swing_sums(changes)
         self._swings[layer] = self._swings[layer] + sums if layer in self._swings else sums
 
     def leave_out(self, layers: Collection[int]) -> None:
-        """Forget layers.
-
-        Args:
-            layers: of which calls were added.
-        """
+        """Drop the sums of these layers."""
         for layer in layers:
             del self._rows[layer]
 
     def table(self, model: str, levels: Sequence[float], draws: int) -> pd.DataFrame:
-        """Return the table ``masks``.
-
-        Args:
-            model: its path.
-            levels: of the noise.
-            draws: noisy copies of each input at each level.
-        """
+        """Return the table ``masks``."""
         parts = []
         for layer, batches in sorted(self._rows.items()):
             most = max(b["counted"].shape[-1] for b in batches)  # rows that pad a shorter batch do not count
-            whole = {
+            joined = {
                 name: torch.cat([F.pad(b[name], (0, most - b[name].shape[-1])) for b in batches], -3).cpu()
                 for name in batches[0]
             }
             count, total, squares = self._swings[layer].cpu()
             spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()  # (levels, heads)
-            counted = whole["counted"]
+            counted = joined["counted"]
             sample, head, query = (where.to(torch.int32).numpy() for where in counted.nonzero(as_tuple=True))
-            separation, kept = whole["separation"][counted].double(), whole["kept"][counted]
+            separation, kept = joined["separation"][counted].double(), joined["kept"][counted]
             for at, level in enumerate(levels):
-                own = {name: values[at][counted].double() for name, values in whole.items() if values.ndim == 4}
+                sums = {name: values[at][counted].double() for name, values in joined.items() if values.ndim == 4}
                 sd = spread[at][torch.from_numpy(head).long()]
                 columns = {
                     "sample": sample, "layer": np.int32(layer), "head": head, "query": query, "level": level,
                     "kept": kept.to(torch.int32), "draws": np.int32(draws), "separation": separation,
-                    "agreement": own["agreement"] / (draws * kept), "exact": 1 - own["changed"] / draws,
-                    "certified": own["certified"] / draws, "certified_changed": own["certified_changed"],
-                    "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": own["response"],
+                    "agreement": sums["agreement"] / (draws * kept), "exact": 1 - sums["changed"] / draws,
+                    "certified": sums["certified"] / draws, "certified_changed": sums["certified_changed"],
+                    "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": sums["response"],
                 }  # fmt: skip
                 parts.append(pd.DataFrame({"model": model, **columns}))
         return MASKS.of_parts(parts)
 
 
-def _swing_sums(found: RowChanges) -> Tensor:
+def _swing_sums(changes: RowChanges) -> Tensor:
     """Return count, sum and sum of squares of the counted rows' swings, per level and head: (3, N, H)."""
-    counted = found.counted
-    swing = found.swing.where(counted, 0.0).double()
+    counted = changes.counted
+    swing = changes.swing.where(counted, 0.0).double()
     draws, levels = swing.shape[:2]
     count = (draws * counted.sum((0, 2))).expand(levels, -1)
     return torch.stack([count.double(), swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])

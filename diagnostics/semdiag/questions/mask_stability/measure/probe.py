@@ -69,8 +69,8 @@ def mask_stability(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Compare the mask of every query with the masks of noisy copies of the same input.
 
-    Gaussian noise enters at the embedded tokens or at one block's input, everything downstream follows. Clean
-    samples and all their copies share a forward pass; the noise is the same at every level but for its size.
+    Gaussian noise enters at the embedded tokens or at one block's input, and everything downstream follows. Clean
+    samples and all their copies share a forward pass; the noise differs between levels in its size alone.
     A full-attention model has no mask: the one that top-k would choose from its scores stands in. The model
     itself is not changed: a copy is moved, converted and put into evaluation mode.
 
@@ -78,8 +78,8 @@ def mask_stability(
     room for the rounding of the scores, so that a certified row that changes its mask is an error.
 
     Args:
-        model: from :func:`semdiag.load`, or any module; noise enters models of others behind their embedding of
-            tokens. Of their attention what it does not reach has no rows.
+        model: from :func:`semdiag.load`, or any module. In an external model noise enters behind the embedding of
+            tokens, and attention that it does not reach has no rows.
         tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
         labels: (N,) classes, for the accuracy; None if unknown.
         plan: levels, draws, place and seed of the noise; by default 1% of each embedded token's RMS, 5 draws.
@@ -88,7 +88,7 @@ def mask_stability(
         dtype: of the model and of the scores: float32 or float64.
         min_keys: queries with fewer keys are left out.
         after_batch: called with the number of clean samples of each finished batch.
-        note: called with what is not available of the model, why, and where (empty: nowhere).
+        note: called with what is not available, why, and in which module (may be empty).
 
     Returns:
         The tables ``masks`` (one row per noise level and query that drops a key: kept k, separation Δ,
@@ -161,11 +161,7 @@ def _external(
 
 @dataclass
 class _Probe:
-    """Runs a model over clean and noisy inputs; collects sums over the draws.
-
-    Nothing here knows what the model is: it is called with tokens, its attention is watched, and the noise
-    enters at the input of ``place``.
-    """
+    """Runs any model over clean and noisy inputs, with noise at the input of ``place``; sums over the draws."""
 
     plan: NoisePlan
     selection: Selection | None
@@ -190,10 +186,10 @@ class _Probe:
         self.outputs.append(self.compare(output))
 
     def add_noise(self, copies: Tensor, place: int = 0) -> None:
-        """Add noise to copies (D·N·b, L, d) of b inputs: the same at every level but for its size.
+        """Add noise to copies (D·N·b, L, d) of b inputs; levels differ in its size alone.
 
-        Every place where noise enters a forward pass has generators of its own: how samples are shared among
-        batches changes nothing.
+        Every place where noise enters a forward pass has its own generators, so that the size of batches changes
+        nothing.
         """
         if place == len(self.generators):
             seeds = torch.randint(2**62, (self.plan.draws,), generator=self.seeds)
@@ -210,8 +206,8 @@ class _Probe:
         if self.selection is None:
             return
         draws, levels = self.plan.draws, len(self.plan.levels)
-        found = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
-        self.sums.add(call.layer, replace(found, counted=found.counted & (found.keys >= self.min_keys)))
+        changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
+        self.sums.add(call.layer, replace(changes, counted=changes.counted & (changes.keys >= self.min_keys)))
 
     def compare(self, logits: Tensor) -> dict[str, Tensor]:
         """Return the effect of the noise on outputs, (levels, b), and clean predictions (b,)."""
@@ -228,7 +224,7 @@ class _Probe:
 
 def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     inputs, labels = subject.first
-    if subject.model.external:  # cut so that a batch with all its noisy copies is as large as any other
+    if subject.model.external:  # a batch with all its noisy copies is as large as any other
         copies = len(plan.levels) * plan.draws
         size = max(1, subject.batch_size // (1 + copies))
         inputs = [

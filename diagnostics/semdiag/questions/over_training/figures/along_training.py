@@ -34,9 +34,6 @@ _LINEAR = ("query_key_gradient",)
 def along_training(findings: Findings) -> Figure:
     """Draw δ, response and the gradient's share in queries and keys against epochs; Δ, ξ and Γ stand in the CSV.
 
-    Args:
-        findings: with snapshots.
-
     Returns:
         A row of panels per setting, a line per run.
 
@@ -51,11 +48,11 @@ def along_training(findings: Findings) -> Figure:
     columns = len(_SHOWN)
     figure, axes = panel_grid(columns * len(groups), height=2.5, sharey=False, columns=columns)
     for place, (title, runs) in enumerate(groups):
-        own = axes[columns * place : columns * (place + 1)]
-        for ax, shown in zip(own, _SHOWN, strict=True):
+        row = axes[columns * place : columns * (place + 1)]
+        for ax, shown in zip(row, _SHOWN, strict=True):
             _draw(ax, runs, pooled, *shown)
-        for ax, (*_, label) in zip(own, _SHOWN, strict=True):
-            ax.set_title(f"{title}: {label}" if ax is own[0] else label)
+        for ax, (*_, label) in zip(row, _SHOWN, strict=True):
+            ax.set_title(f"{title}: {label}" if ax is row[0] else label)
     samples = min(SAMPLES, int(measurements.models["samples"].max()))
     return finished(
         figure,
@@ -73,11 +70,11 @@ def _draw(
     for run in runs.to_dict("records"):
         style = attention_style(run["kind"])
         for statistic, width in ((main, 1.5), (second, 0.6))[: 1 if crowded else 2]:
-            own = rows[(rows["model"] == run["model"]) & (rows["statistic"] == statistic)].sort_values("epoch")
-            own = own[own["value"].notna() & ((own["value"] > 0) | (quantity in _LINEAR))]
-            drawn |= len(own) > 0
+            points = rows[(rows["model"] == run["model"]) & (rows["statistic"] == statistic)].sort_values("epoch")
+            points = points[points["value"].notna() & ((points["value"] > 0) | (quantity in _LINEAR))]
+            drawn |= len(points) > 0
             ax.plot(
-                own["epoch"], own["value"], color=style.color, linestyle=style.line, linewidth=width,
+                points["epoch"], points["value"], color=style.color, linestyle=style.line, linewidth=width,
                 marker=style.marker, markersize=4 if statistic == main else 2,
                 label=run["attention"] if statistic == main else None,
             )  # fmt: skip

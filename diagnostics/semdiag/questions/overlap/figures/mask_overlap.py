@@ -16,9 +16,6 @@ _WRITTEN = 14  # layers up to which the cells bear their numbers
 def mask_overlap(findings: Findings) -> Figure:
     """Draw the mean Jaccard index of kept keys for every two layers, and for successive queries.
 
-    Args:
-        findings: with the table overlap.
-
     Returns:
         One panel per model: layer by layer (diagonal: two heads of the layer), and a column for successive
         queries; one colour scale from 0 to 1.
@@ -34,9 +31,9 @@ def mask_overlap(findings: Findings) -> Figure:
     layers = sorted({*table["layer"], *table["other_layer"]} - {ALL})
     figure, axes = panel_grid(len(labels), height=1.5 + 0.26 * min(len(layers), 24), sharey=False)
     for ax, (model, label) in zip(axes, labels.items(), strict=True):
-        own = table[table["model"] == model]
+        of_model = table[table["model"] == model]
         cells = np.full((len(layers), len(layers) + 2), np.nan)
-        for row in own[own["layer"] != ALL].to_dict("records"):
+        for row in of_model[of_model["layer"] != ALL].to_dict("records"):
             at, to = layers.index(row["layer"]), layers.index(row["other_layer"])
             if row["what"] == "previous":
                 cells[at, -1] = row["jaccard"]
@@ -52,7 +49,7 @@ def mask_overlap(findings: Findings) -> Figure:
         ax.set_xticks([*shown, len(layers) + 1], [*(str(layers[at]) for at in shown), "prev."])
         ax.set_yticks(list(shown), [str(layers[at]) for at in shown])
         ax.set_xlabel("layer; prev.: the query before")
-        chance = own.loc[own["layer"] == ALL, "chance"]
+        chance = of_model.loc[of_model["layer"] == ALL, "chance"]
         ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=8)
         ax.grid(visible=False)
     axes[0].set_ylabel("layer")

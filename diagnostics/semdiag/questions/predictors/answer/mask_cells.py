@@ -1,4 +1,4 @@
-"""What learning made of each run and mask: outcomes and candidates of every task × mask, averaged over seeds."""
+"""How fast each run learned, and outcomes and candidates of every task × mask, averaged over seeds."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from semdiag_models.tasks import ListOps, find_task
 from semdiag_models.tasks.shortcuts import shortcut
 
 STAGES = ("initialisation", "matched loss")
-# The first is the primary one: it is known of every run. Of both a larger number is slower learning.
+# The first is the primary one: every run has it. For both, a larger number means slower learning.
 OUTCOMES = {
     "loss_area": "log area under the training-loss curve",
     "epochs": "epochs to 90% of the way from the shortcut to 100%",
@@ -32,15 +32,12 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
     loss_area = ln((1/E) Σ_e loss(e)) over the first E epochs, E being the fewest that a run of the task was
     trained. The matched loss of a task is the lowest training loss that every run of it reached.
 
-    Args:
-        findings: with runs and their histories.
-
     Returns:
         One row per run that is finished or stopped at --until, copies left out: group, task, attention, kind,
         seed, model, common_epochs (E), loss_area, target (training accuracy 90% of the way from the task's
-        shortcut to 1; NaN where the task is none of ours), epochs (to the target; +inf if it was never reached,
-        NaN if unknown: no target, or the run was stopped before), matched_loss and matched_epoch (where the
-        loss falls to it, linear between epochs, at the earliest 1).
+        shortcut to 1; NaN if the task is not one of semdiag's), epochs (to the target; +inf if it was never
+        reached, NaN if unknown: no target, or the run was stopped before), matched_loss and matched_epoch (where
+        the loss falls to it, linear between epochs, at the earliest 1).
     """
     table = findings(arrivals)
     table = table[table["state"].isin((FINISHED, STOPPED))]
@@ -50,11 +47,11 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
     }
     rows: list[dict[str, Any]] = []
     for _, runs in table.groupby("group", sort=False):
-        own = [histories[model] for model in runs["model"]]
-        common = min(len(history) for history in own)
-        level = max(float(history["train_loss"].min()) for history in own)
+        of_group = [histories[model] for model in runs["model"]]
+        common = min(len(history) for history in of_group)
+        level = max(float(history["train_loss"].min()) for history in of_group)
         target = _target(json.loads(runs["setting"].iloc[0]))
-        for run, history in zip(runs.to_dict("records"), own, strict=True):
+        for run, history in zip(runs.to_dict("records"), of_group, strict=True):
             loss = history["train_loss"].to_numpy(float)
             arrival = epochs_to(history, target) if target < 1 else None
             censored = math.nan if math.isnan(target) or run["state"] == STOPPED else math.inf
@@ -71,7 +68,7 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
 
 
 def _target(setting: dict[str, Any]) -> float:
-    """Return the accuracy 90% of the way from the shortcut to 1; NaN for a task that is none of ours."""
+    """Return the accuracy 90% of the way from the shortcut to 1; NaN if the task is not one of semdiag's."""
     trees = setting.get("listops")
     try:
         task = ListOps(**trees) if trees else find_task(setting["task"])
@@ -92,11 +89,8 @@ def _crossing(loss: Matrix, level: float) -> float:
 def mask_cells(findings: Findings) -> pd.DataFrame:
     """Return outcomes and candidates by task × mask, averaged over the seeds common to all masks of the task.
 
-    So a mask of which a seed's run is missing is not compared with masks that keep theirs. A candidate
-    at the matched loss is interpolated between the snapshots before and after that epoch, linearly in epochs.
-
-    Args:
-        findings: with runs and predictors.
+    So no mask is compared on fewer seeds than another. A candidate at the matched loss is interpolated between the
+    snapshots before and after that epoch, linearly in epochs.
 
     Returns:
         One row per task (group), attention (the mask), stage and candidate: seeds, loss_area (mean), epochs
@@ -109,8 +103,8 @@ def mask_cells(findings: Findings) -> pd.DataFrame:
     snapshots = {str(model): rows for model, rows in values.groupby("model", sort=False)}
     parts: list[dict[Any, Any]] = []
     for run in outcomes.to_dict("records"):
-        own = snapshots.get(run["model"], values.iloc[:0])
-        for candidate, rows in own.sort_values("epoch").groupby("candidate", sort=False):
+        numbers_of_run = snapshots.get(run["model"], values.iloc[:0])
+        for candidate, rows in numbers_of_run.sort_values("epoch").groupby("candidate", sort=False):
             epochs, numbers = rows["epoch"].to_numpy(float), rows["ln_value"].to_numpy(float)
             for stage, epoch in zip(STAGES, (0.0, run["matched_epoch"]), strict=True):
                 value = _between(epochs, numbers, epoch)
@@ -130,7 +124,7 @@ def mask_cells(findings: Findings) -> pd.DataFrame:
 
 
 def _of_shared_seeds(outcomes: pd.DataFrame) -> "pd.Series[bool]":
-    """Return, among runs with an outcome, those whose seed every mask of their task has."""
+    """Return which runs with an outcome have a seed that every mask of their task has."""
     masks = outcomes.groupby(["group", "seed"])["attention"].transform("nunique")
     return masks == outcomes.groupby("group")["attention"].transform("nunique")
 
@@ -138,13 +132,9 @@ def _of_shared_seeds(outcomes: pd.DataFrame) -> "pd.Series[bool]":
 def left_out_runs(findings: Findings) -> pd.DataFrame:
     """Return the runs that are left out of the cells.
 
-    Args:
-        findings: with runs and predictors.
-
     Returns:
-        One row per run: group, task, attention, kind, seed, model, why (its state where it has no outcome, like
-        ``unfinished``, as one that diverged is, or ``not begun``; else :data:`UNSHARED`). Empty where no
-        predictors were asked for.
+        One row per run: group, task, attention, kind, seed, model, why (its state if it has no outcome:
+        ``unfinished``, also if it diverged, or ``not begun``; else :data:`UNSHARED`). Empty without predictors.
     """
     runs, outcomes = findings(arrivals), findings(run_outcomes)
     if not len(findings.measurements.predictors):

@@ -1,4 +1,4 @@
-"""What goes with faster learning? Rank correlations of candidates with learning, the mask as the unit."""
+"""Rank correlations of candidates with the speed of learning; the mask is the unit."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Blocks:
     Attributes:
         tasks: T of them.
         masks: M of them.
-        names: stage and candidate, C of them; those of which nothing is known anywhere are left out.
+        names: stage and candidate, C of them; those that are unknown everywhere are left out.
         outcome: (T, M).
         candidates: (C, T, M).
     """
@@ -36,7 +36,7 @@ class Blocks:
 
     @property
     def runs(self) -> int:
-        """Cells of which the outcome is known."""
+        """Return the number of cells with a known outcome."""
         return int((~np.isnan(self.outcome)).sum())
 
 
@@ -70,13 +70,7 @@ def too_few_masks(findings: Findings, outcome: str) -> bool:
 
 
 def predictor_table(findings: Findings, seed: int = 0, draws: int = 9999, resamples: int = 2000) -> pd.DataFrame:
-    """Rank correlation of each candidate at each stage with learning, tested by :func:`joint_rank_tests`.
-
-    Args:
-        findings: with runs and predictors.
-        seed: of relabellings and resamples.
-        draws: relabellings, where there are too many to try all.
-        resamples: behind the intervals.
+    """Return rank correlations of candidates with learning, by stage, tested by :func:`joint_rank_tests`.
 
     Returns:
         The rows of :func:`rank_candidates` for every outcome.
@@ -104,8 +98,8 @@ def rank_candidates(
         One row per stage and candidate: outcome, stage, candidate, rho (mean over tasks; positive: the larger the
         number, the slower), low and high (95%, masks resampled), p, p_corrected (for all candidates and stages),
         held_out (mean over tasks of ρ with the sign that it has on the other tasks: 1 is a perfect prediction of
-        each task's order, 0 none), tasks, cells (task × mask) and left_out (of those with an outcome, for want of
-        a candidate or of enough masks), relabellings (that differ; no p is below 1 over it), tried.
+        each task's order, 0 none), tasks, cells (task × mask) and left_out (cells with an outcome that lack a
+        candidate or enough masks), relabellings (that differ; no p is below 1 over it), tried.
     """
     columns = ["outcome", *_NAMES, "rho", "low", "high", "p", "p_corrected", "held_out", "tasks", "cells",
                "left_out", "relabellings", "tried"]  # fmt: skip
@@ -115,7 +109,7 @@ def rank_candidates(
     tests = joint_rank_tests(laid_out.outcome, laid_out.candidates, draws=draws, resamples=resamples, seed=seed)
     table = pd.DataFrame(laid_out.names, columns=_NAMES).assign(
         outcome=outcome, rho=tests.correlation, low=tests.low, high=tests.high, p=tests.p,
-        p_corrected=tests.p_family, held_out=[_held_out(own) for own in tests.by_task], tasks=tests.tasks,
+        p_corrected=tests.p_family, held_out=[*map(_held_out, tests.by_task)], tasks=tests.tasks,
         cells=tests.cells, left_out=laid_out.runs - tests.cells, relabellings=float(tests.relabellings),
         tried=tests.tried,
     )  # fmt: skip
@@ -133,16 +127,13 @@ def _held_out(by_task: Matrix) -> float:
 def held_out_tasks(findings: Findings) -> pd.DataFrame:
     """Predict the order of masks on each task from the others.
 
-    Args:
-        findings: with runs and predictors.
-
     Returns:
         One row per outcome, task and choice: outcome, group, choice, stage, candidate, rho_others, rho. Choices:
-        ``strongest elsewhere`` (the candidate whose ρ over the other tasks is the largest in size, with its sign
-        there) and ``the mask itself`` (its mean rank on the other tasks: what a candidate has to beat to say more
-        than which mask it is). rho is Spearman's correlation of the prediction with the outcome, of both over the
-        task's masks that another task knows, too: NaN of fewer than five, or if all learned alike; 0 if all are
-        predicted alike. Empty with fewer than two tasks.
+        ``strongest elsewhere`` (the candidate with the largest |ρ| over the other tasks, with its sign there) and
+        ``the mask itself`` (its mean rank on the other tasks: a candidate that does no better only tells masks
+        apart). rho is Spearman's correlation of the prediction with the outcome, over the task's masks that
+        another task has, too: NaN for fewer than five or if all learned alike, 0 if all are predicted alike. Empty
+        with fewer than two tasks.
     """
     columns = ["outcome", "group", "choice", *_NAMES, "rho_others", "rho"]
     rows = []

@@ -17,12 +17,6 @@ _COLUMNS = 4
 def predictor_cells(findings: Findings) -> Figure:
     """Draw every task × mask at its ranks, within the task, by a candidate at the initialisation and by outcome.
 
-    Args:
-        findings: with runs and predictors.
-
-    Returns:
-        One panel per candidate.
-
     Raises:
         NothingToDrawError: if no task has two masks of which a candidate is known.
     """

@@ -15,9 +15,6 @@ from semdiag.questions.predictors.answer.prediction import SIGNIFICANCE, predict
 def predictors(findings: Findings) -> Figure:
     """Draw the rank correlation of every candidate at every stage with the primary outcome, with its interval.
 
-    Args:
-        findings: with runs and predictors.
-
     Returns:
         One panel per stage, one row per candidate.
 

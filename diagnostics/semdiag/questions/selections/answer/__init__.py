@@ -1,1 +1,1 @@
-"""What was found of selections, as the one object that ``--json`` prints."""
+"""The answers on selections, as the object that ``--json`` prints."""

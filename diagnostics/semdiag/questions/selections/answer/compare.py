@@ -9,36 +9,42 @@ from semdiag.measuring.findings.strict_json import Summary, json_ready, schema
 from semdiag.questions.selections.measure.compare import BUG, NUMERIC, SAME, UNEXPLAINED, ComparedSelections
 
 
-def comparison_summary(found: ComparedSelections, file: str, against: str, provenance: dict[str, Any]) -> Summary:
+def comparison_summary(
+    compared: ComparedSelections, file: str, against: str, provenance: dict[str, Any]
+) -> Summary:
     """Return what ``--json`` prints of two selections.
 
     Args:
-        found: by :func:`~semdiag.questions.selections.measure.compare.compare_selections`.
+        compared: by :func:`~semdiag.questions.selections.measure.compare.compare_selections`.
         file: name of A.
         against: name of B.
         provenance: versions, command and options.
     """
-    rows, layers = found.rows, layer_table(found.rows)
+    rows, layers = compared.rows, layer_table(compared.rows)
     diverged = layers.loc[layers["changed"] > 0, "layer"]
     classes = rows["class"].value_counts()
     entry = {
         "file": file,
         "against": against,
-        "tokens": found.tokens,
+        "tokens": compared.tokens,
         "heads": int(rows["head"].max()) + 1,
-        "k": found.k,
-        "format": found.format,
+        "k": compared.k,
+        "format": compared.format,
         "rows": len(rows),
         "overlap": float(rows["overlap"].mean()),
         "changed": int((rows["overlap"] < 1).sum()),
         "displacement": {"mean": float(rows["displacement"].mean()), "largest": float(rows["displacement"].max())},
         "classes": {str(name): int(number) for name, number in classes.items()},
-        "by_own_scores": found.by_own_scores,
+        "by_own_scores": compared.by_own_scores,
         "first_layer": None if diverged.empty else int(diverged.iloc[0]),
-        "lost": {"of": found.weight_of, "mean": float(rows["lost"].mean()), "largest": float(rows["lost"].max())},
+        "lost": {
+            "of": compared.weight_of,
+            "mean": float(rows["lost"].mean()),
+            "largest": float(rows["lost"].max()),
+        },
         "worst": _worst(rows),
-        "alignment": _alignment(found),
-        "repeats": {"file": found.repeats[0], "against": found.repeats[1]},
+        "alignment": _alignment(compared),
+        "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
         "layers": layers.to_dict("records"),
         "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
     }
@@ -66,21 +72,21 @@ def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _worst(rows: pd.DataFrame) -> dict[str, Any]:
-    """The row with the smallest overlap, of several the first that rounding does not explain."""
+    """Return the row with the smallest overlap; of several, the first that rounding does not explain."""
     explained = rows["class"].isin((SAME, NUMERIC)).to_numpy()
     row = rows.iloc[int(np.lexsort((explained, rows["overlap"].to_numpy()))[0])]
     place = {name: int(row[name]) for name in ("token", "layer", "head")}
     return {**place, "overlap": float(row["overlap"]), "class": str(row["class"]), "lost": float(row["lost"])}
 
 
-def _alignment(found: ComparedSelections) -> dict[str, Any]:
-    """The shift or permutation that fits best."""
-    own = found.alignment
+def _alignment(compared: ComparedSelections) -> dict[str, Any]:
+    """Return the shift or permutation that fits best."""
+    alignment = compared.alignment
     return {
-        "kind": own.kind,
-        "shift": own.shift,
-        "tokens": len(own.first),
-        "overlap_as_given": own.given,
-        "overlap_aligned": own.aligned,
-        "applied": found.aligned,
+        "kind": alignment.kind,
+        "shift": alignment.shift,
+        "tokens": len(alignment.first),
+        "overlap_as_given": alignment.given,
+        "overlap_aligned": alignment.aligned,
+        "applied": compared.aligned,
     }

@@ -12,11 +12,7 @@ from semdiag.questions.selections.measure.kept_all import WithoutSelection
 
 
 def dense_table(layers: Sequence[IndexedAttention]) -> list[dict[str, Any]]:
-    """Return an entry for each layer: shares of the dense attention's weight, means over queries and heads.
-
-    Args:
-        layers: of all batches.
-    """
+    """Return an entry for each layer: shares of the dense attention's weight, means over queries and heads."""
     return [_entry(layer) for layer in layers]
 
 
@@ -39,13 +35,13 @@ def _entry(layer: IndexedAttention) -> dict[str, Any]:
     }
 
 
-def without_selection(found: WithoutSelection | None) -> dict[str, Any] | None:
+def without_selection(run: WithoutSelection | None) -> dict[str, Any] | None:
     """Return what the model without selection says of each layer, and what its selections change of its outputs.
 
     Args:
-        found: after all batches; None: it did not run.
+        run: after all batches; None: it did not run.
     """
-    if found is None:
+    if run is None:
         return None
     layers = [
         {
@@ -56,30 +52,30 @@ def without_selection(found: WithoutSelection | None) -> dict[str, Any] | None:
             "over_rounding": each.over_rounding,
             "dense": _is_dense(each),
         }
-        for each in found.layers
+        for each in run.layers
     ]
     return {
-        "reason": found.reason or None,
+        "reason": run.reason or None,
         "layers": layers,
-        "dense": _all_dense([*map(_is_dense, found.layers)]) if layers and not found.reason else None,
-        "outputs": None if found.reason else _outputs(found),
+        "dense": _all_dense([*map(_is_dense, run.layers)]) if layers and not run.reason else None,
+        "outputs": None if run.reason else _outputs(run),
     }
 
 
 def _is_dense(layer: KeptAll) -> bool | None:
-    """Whether a layer is dense attention to rounding; None: its output is not finite."""
+    """Return whether a layer is dense attention up to rounding; None if its output is not finite."""
     unknown = layer.other_keys == 0 and np.isnan(layer.over_rounding)
     return None if unknown else layer.other_keys == 0 and layer.over_rounding <= 1
 
 
 def _all_dense(layers: list[bool | None]) -> bool | None:
-    """Whether all layers are; None: one is not known, and no other is not."""
+    """Return False if a layer is not, else None if one is unknown, else True."""
     return False if False in layers else None if None in layers else True
 
 
-def _outputs(found: WithoutSelection) -> dict[str, Any] | None:
-    """What selections change: means per token with a distribution, or with a target."""
-    rows = found.outputs.rows
+def _outputs(run: WithoutSelection) -> dict[str, Any] | None:
+    """Return what selections change: means per token with a distribution, or with a target."""
+    rows = run.outputs.rows
     if not rows:
         return None
     predictions, targets = (sum(row[name] for row in rows) for name in ("predictions", "targets"))

@@ -1,4 +1,4 @@
-"""The answer on a model's own selections: by how much they are decided, and what they choose."""
+"""The answer on a model's own selections: their margins, and what they choose."""
 
 from collections import Counter
 from typing import Any
@@ -13,11 +13,11 @@ from semdiag.measuring.percentiles import percentiles
 from semdiag.questions.selections.answer.dense import dense_table, without_selection
 from semdiag.questions.selections.measure.own import OwnSelection, OwnSelections
 
-_IDLE = "no row has more than k to choose from"
+_NOTHING_TO_DECIDE = "no row has more than k to choose from"
 
 
 def own_summary(
-    found: OwnSelections,
+    measured: OwnSelections,
     model: str,
     format: str,
     provenance: dict[str, Any],
@@ -26,28 +26,28 @@ def own_summary(
     """Return what ``--json`` prints of a model's own selections.
 
     Args:
-        found: by :func:`~semdiag.questions.selections.measure.own.own_selections`.
+        measured: by :func:`~semdiag.questions.selections.measure.own.own_selections`.
         model: its path.
         format: of the certificate.
         provenance: versions, command and options.
         changes: by :func:`~semdiag.questions.selections.measure.propagated.propagated_selections`, or why there
-            are none; None: not asked for.
+            are none; None: without a forecast.
     """
-    rows = [_row(entry) for entry in found.found]
+    rows = [_row(entry) for entry in measured.selections]
     faults = sum(row["faults"] for row in rows)
-    without = without_selection(found.without)
+    without = without_selection(measured.without)
     entry = {
         "model": model,
         "format": format,
         "selections": rows,
         "rows": sum(row["rows"] for row in rows),
         "faults": faults,
-        "dense": dense_table(found.dense),
+        "dense": dense_table(measured.dense),
         "without_selection": without,
         "passed": not faults and (without is None or without["dense"] is not False),
         "others": [
             {"module": module, "shape": list(shape), "times": times}
-            for (module, shape), times in found.others.items()
+            for (module, shape), times in measured.others.items()
         ],
     }
     if changes is not None:
@@ -56,18 +56,22 @@ def own_summary(
 
 
 def _propagated(changes: pd.DataFrame | str) -> dict[str, Any]:
-    """What changes where the model runs in the format throughout, selection by selection and in all."""
+    """Return what changes where the model runs in the format throughout, by selection and in all."""
     if isinstance(changes, str) or changes.empty:
-        return {"selections": [], "all": None, "reason": changes if isinstance(changes, str) else _IDLE}
+        return {
+            "selections": [],
+            "all": None,
+            "reason": changes if isinstance(changes, str) else _NOTHING_TO_DECIDE,
+        }
     rows = [
-        {"module": module, "number": number, **changed_shares(own)}
-        for (module, number), own in changes.groupby(["module", "number"], sort=False)
+        {"module": module, "number": number, **changed_shares(of_selection)}
+        for (module, number), of_selection in changes.groupby(["module", "number"], sort=False)
     ]
     return {"selections": rows, "all": changed_shares(changes), "reason": ""}
 
 
 def _row(entry: OwnSelection) -> dict[str, Any]:
-    """One selection in plain numbers."""
+    """Return one selection in plain numbers."""
     parts = entry.parts
     first, margin = parts[0], torch.cat([part.margin for part in parts])
     deciding = margin < torch.inf
@@ -103,7 +107,7 @@ def _row(entry: OwnSelection) -> dict[str, Any]:
 
 
 def _load(entry: OwnSelection, rows: int) -> dict[str, Any] | None:
-    """Which share of the tokens chooses each expert; None: not known."""
+    """Return the share of the tokens that chooses each expert; None if unknown."""
     loads = [part.load for part in entry.parts if part.load is not None]
     if len(loads) < len(entry.parts) or not rows:
         return None

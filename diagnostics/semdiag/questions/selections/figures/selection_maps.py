@@ -20,24 +20,21 @@ _LABELS = ("forbidden", "available, left out", "chosen")
 def selection_maps(maps: Sequence[SampleMap]) -> Figure:
     """Draw what each selection of a model did with one sample.
 
-    Args:
-        maps: of the selections, in their order.
-
     Returns:
         A panel for each of the first twelve; ordinate: tokens, the first above; abscissa: keys, blocks or experts.
 
     Raises:
         NothingToDrawError: if there is none.
     """
-    maps = [own for own in maps if own.states.size]
+    maps = [each for each in maps if each.states.size]
     if not maps:
         raise NothingToDrawError("The first sample has no token that selects.")
     shown = maps[:_PANELS]
     figure, axes = panel_grid(len(shown), height=3.0, sharey=False)
-    for ax, own in zip(axes, shown, strict=True):
-        _draw(ax, own)
+    for ax, each in zip(axes, shown, strict=True):
+        _draw(ax, each)
     more = f" The first {len(shown)} of {len(maps)} selections." if len(maps) > len(shown) else ""
-    cut = f" The first {LARGEST} tokens." if any(own.cut for own in shown) else ""
+    cut = f" The first {LARGEST} tokens." if any(each.cut for each in shown) else ""
     note = (
         "The first sample, without padding. A row is a token: what it chose, what it could have chosen instead, "
         f"and what a mask forbids or lies in a group of experts that was not chosen.{cut}{more}"
@@ -45,13 +42,13 @@ def selection_maps(maps: Sequence[SampleMap]) -> Figure:
     return finished(figure, note)
 
 
-def _draw(ax: Axes, own: SampleMap) -> None:
-    ax.imshow(own.states, cmap=ListedColormap(_COLOURS), vmin=0, vmax=2, aspect="auto", interpolation="none")
+def _draw(ax: Axes, shown: SampleMap) -> None:
+    ax.imshow(shown.states, cmap=ListedColormap(_COLOURS), vmin=0, vmax=2, aspect="auto", interpolation="none")
     ax.grid(visible=False)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(8, integer=True))
-    ax.set_title(own.module, fontsize=8)
-    ax.set_xlabel({"experts": "expert", "blocks": "block"}.get(own.kind, "key"))
-    ax.set_ylabel("token" if own.kind == "experts" else "query")
+    ax.set_title(shown.module, fontsize=8)
+    ax.set_xlabel({"experts": "expert", "blocks": "block"}.get(shown.kind, "key"))
+    ax.set_ylabel("token" if shown.kind == "experts" else "query")
     for label, colour in reversed([*zip(_LABELS, _COLOURS, strict=True)]):
         ax.scatter([], [], marker="s", s=60, color=colour, label=label)

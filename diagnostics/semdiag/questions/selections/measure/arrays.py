@@ -11,10 +11,10 @@ from semdiag_models import InputError
 
 
 def as_tensor(given: Any, name: str) -> Tensor:
-    """Return the tensor of a tensor, an array or a nested list, whatever its byte order.
+    """Convert a tensor, an array of any byte order or a nested list into a tensor.
 
     Raises:
-        InputError: if it holds no numbers.
+        InputError: if it does not hold numbers.
     """
     if isinstance(given, Tensor):
         if given.layout != torch.strided or given.is_meta:
@@ -23,7 +23,7 @@ def as_tensor(given: Any, name: str) -> Tensor:
     try:
         array = np.asarray(given)
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
-        with warnings.catch_warnings():  # that it may not be written to, which nobody does
+        with warnings.catch_warnings():  # torch warns of read-only arrays; nothing is written
             warnings.simplefilter("ignore", UserWarning)
             return torch.from_numpy(array)
     except (TypeError, ValueError):
@@ -32,45 +32,45 @@ def as_tensor(given: Any, name: str) -> Tensor:
 
 
 def chosen_keys(given: Any, name: str = "indices") -> Tensor:
-    """Return indices (..., k), at least one row and one key.
+    """Return indices (..., k) with at least one row and one key.
 
     Raises:
-        InputError: if they are none.
+        InputError: if they are something else.
     """
-    found = _whole(given, name)
-    if found.ndim == 0 or not found.numel():
+    indices = _whole(given, name)
+    if indices.ndim == 0 or not indices.numel():
         raise InputError(
-            f"{name} must have the shape (..., k), with at least one row and one key. Got {_shape(found)}."
+            f"{name} must have the shape (..., k), with at least one row and one key. Got {_shape(indices)}."
         )
-    return found[None] if found.ndim == 1 else found
+    return indices[None] if indices.ndim == 1 else indices
 
 
 def float_scores(given: Any, indices: Tensor, name: str = "scores") -> Tensor:
     """Return scores (..., n) for the rows of ``indices`` (..., k).
 
     Raises:
-        InputError: if they are no floating-point numbers, of other rows, or of fewer keys than are chosen.
+        InputError: if they are not floating-point numbers, have other rows, or fewer keys than are chosen.
     """
-    found = as_tensor(given, name)
-    if not found.is_floating_point():
+    scores = as_tensor(given, name)
+    if not scores.is_floating_point():
         raise InputError(
-            f"{name} must be floating-point numbers. Got {_kind(found)}: are scores and indices swapped?"
+            f"{name} must be floating-point numbers. Got {_kind(scores)}: are scores and indices swapped?"
         )
-    found = found[None] if found.ndim == 1 and len(indices) == 1 and indices.ndim == 2 else found
-    if found.shape[:-1] != indices.shape[:-1] or not found.numel():
+    scores = scores[None] if scores.ndim == 1 and len(indices) == 1 and indices.ndim == 2 else scores
+    if scores.shape[:-1] != indices.shape[:-1] or not scores.numel():
         raise InputError(
-            f"scores (..., n) and indices (..., k) must be of the same rows. Got {_shape(found)} and "
+            f"scores (..., n) and indices (..., k) must be of the same rows. Got {_shape(scores)} and "
             f"{_shape(indices)}."
         )
-    check_k(indices.shape[-1], found.shape[-1])
-    return found
+    check_k(indices.shape[-1], scores.shape[-1])
+    return scores
 
 
 def check_k(k: int, keys: int) -> None:
-    """Refuse more chosen keys than there are.
+    """Check that no more keys are chosen than there are.
 
     Raises:
-        InputError: if there are.
+        InputError: if k is larger.
     """
     if k > keys:
         raise InputError(
@@ -80,10 +80,10 @@ def check_k(k: int, keys: int) -> None:
 
 
 def whole_numbers(given: Any, name: str) -> Tensor | None:
-    """Return whole numbers as int64; None of None.
+    """Return whole numbers as int64; None for None.
 
     Raises:
-        InputError: if they are none.
+        InputError: if they are something else.
     """
     return None if given is None else _whole(given, name).long().cpu()
 
@@ -94,10 +94,10 @@ def flat_rows(tensor: Tensor) -> Tensor:
 
 
 def _whole(given: Any, name: str) -> Tensor:
-    found = as_tensor(given, name)
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise InputError(f"{name} must be whole numbers. Got {_kind(found)}.")
-    return found
+    tensor = as_tensor(given, name)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InputError(f"{name} must be whole numbers. Got {_kind(tensor)}.")
+    return tensor
 
 
 def _shape(tensor: Tensor) -> str:
@@ -112,16 +112,17 @@ def weights_of(given: Any, indices: Tensor) -> Tensor:
     """Return weights (..., k) of the chosen keys.
 
     Raises:
-        InputError: if they are no floating-point numbers of the same shape, or one of a chosen key is negative,
+        InputError: if they are not floating-point numbers of the same shape, or that of a chosen key is negative,
             infinite or NaN.
     """
-    found = as_tensor(given, "weights")
-    if not found.is_floating_point() or found.numel() != indices.numel() or found.shape[-1] != indices.shape[-1]:
+    weights = as_tensor(given, "weights")
+    fits = weights.numel() == indices.numel() and weights.shape[-1] == indices.shape[-1]
+    if not weights.is_floating_point() or not fits:
         raise InputError(
-            f"weights must be floating-point numbers, one for each index. Got {_kind(found)} of {_shape(found)} "
-            f"for {_shape(indices)}."
+            f"weights must be floating-point numbers, one for each index. Got {_kind(weights)} of "
+            f"{_shape(weights)} for {_shape(indices)}."
         )
-    found = found.reshape(indices.shape).float()
-    if bool((((found < 0) | ~found.isfinite()) & (indices >= 0)).any()):
+    weights = weights.reshape(indices.shape).float()
+    if bool((((weights < 0) | ~weights.isfinite()) & (indices >= 0)).any()):
         raise InputError("weights must be finite and not negative.")
-    return found
+    return weights

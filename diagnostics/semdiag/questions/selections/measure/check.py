@@ -36,7 +36,7 @@ class CheckedSelection:
         keys: that a row has; None: unknown.
         format: of the engine's scores.
         not_checked: rows of padded queries.
-        not_judged: rows without a fault of which no scores are known.
+        not_judged: rows without a fault and without scores.
     """
 
     counts: dict[str, int]
@@ -58,19 +58,19 @@ class CheckedSelection:
         return self.worst_of(GRAVITY[int(self.rows["class"].cat.codes.max())])
 
     def worst_of(self, name: str) -> dict[str, Any]:
-        """Return the row of a class with the smallest separation, of several the first.
+        """Return the row of a class with the smallest separation; of several, the first.
 
         Args:
             name: of a class that has rows.
         """
-        own = (self.rows["class"] == name).to_numpy()
-        numbers = self.rows["separation"].to_numpy()[own]
+        of_class = (self.rows["class"] == name).to_numpy()
+        numbers = self.rows["separation"].to_numpy()[of_class]
         least = int(np.nanargmin(numbers)) if not np.isnan(numbers).all() else 0
-        return {str(column): value for column, value in self.rows.iloc[own.nonzero()[0][least]].items()}
+        return {str(column): value for column, value in self.rows.iloc[of_class.nonzero()[0][least]].items()}
 
     def __repr__(self) -> str:
-        found = ", ".join(f"{number:,} {name}" for name, number in self.counts.items() if number)
-        return f"CheckedSelection({len(self.rows):,} rows: {found or 'none judged'})"
+        counts = ", ".join(f"{number:,} {name}" for name, number in self.counts.items() if number)
+        return f"CheckedSelection({len(self.rows):,} rows: {counts or 'none judged'})"
 
 
 def check_selection(
@@ -86,22 +86,21 @@ def check_selection(
 ) -> CheckedSelection:
     """Check whether the chosen keys of each row are its top-k.
 
-    A row chooses right if no key that it may choose and leaves out has a larger score than the worst key that it
-    chooses: if its separation, worst chosen score − best score left out, is ≥ 0. A row has one class, the gravest
-    that applies. From the gravest:
+    A row is right if its separation, worst chosen score − best score left out, is ≥ 0: then no allowed key that is
+    left out has a larger score than a chosen one. A row has one class, the gravest that applies. From the gravest:
 
-    - ``out_of_range``: an index is no key (below -1, or n and more).
+    - ``out_of_range``: an index is not a key (below -1, or n or more).
     - ``future``: a key stands after the query. Only with ``causal``.
-    - ``padding``: a key is no valid one of the row's sequence or document.
+    - ``padding``: a key does not belong to the valid keys of the row's sequence or document.
     - ``duplicate``: a key is chosen twice.
-    - ``missing``: fewer keys are chosen than min(k, keys that may be chosen). Keys whose score is -inf need not
-      be chosen: that is how masks say that there is no key.
+    - ``missing``: fewer keys are chosen than min(k, allowed keys). Keys with a score of -inf, as masks write it,
+      need not be chosen.
     - ``wrong``: the separation is negative, by more than rounding explains.
     - ``within_rounding``: the separation is negative, but best left out − worst chosen ≤
-      u(|best left out| + |worst chosen|) + 2η. Then rounding each score once to ``format`` may have put them level
-      or in the other order. u = 2^−p is the unit roundoff of the format and η half its smallest subnormal number.
+      u(|best left out| + |worst chosen|) + 2η. Then rounding each score once to ``format`` may have made them
+      equal or swapped them. u = 2^−p is the unit roundoff of the format and η half its smallest subnormal number.
     - ``legal_tie``: the separation is 0: a key that is left out has the same score as the worst chosen one.
-    - ``exact``: it is the only top-k.
+    - ``exact``: the separation is positive: this is the only top-k.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -144,18 +143,20 @@ def check_selection(
     """
     kind = number_format(format)
     chosen = chosen_keys(indices)
-    own = None if scores is None else float_scores(scores, chosen)
+    given_scores = None if scores is None else float_scores(scores, chosen)
     shape = tuple(chosen.shape[:-1])
     valid, first = whole_numbers(lengths, "lengths"), whole_numbers(starts, "starts")
-    known = _keys(keys, own, valid, first, shape[-1] if causal else 0)
+    known = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
     if keys is not None:
         check_k(chosen.shape[-1], keys)
     number = known or _beyond(chosen)
     allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
     if not bool(allowed.counts.any()):
         raise InputError("There is no row to check: every query is padding.")
-    found = judge_rows(None if own is None else flat_rows(own), flat_rows(chosen), number, allowed, kind)
-    rows = _table(shape, allowed, kind, *found)
+    judged = judge_rows(
+        None if given_scores is None else flat_rows(given_scores), flat_rows(chosen), number, allowed, kind
+    )
+    rows = _table(shape, allowed, kind, *judged)
     counts = rows["class"].value_counts()
     return CheckedSelection(
         counts={name: int(counts[name]) for name in CLASSES},
@@ -171,7 +172,7 @@ def check_selection(
 def _keys(
     given: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
 ) -> int | None:
-    """How many keys a row has, if that is known."""
+    """Return the number of keys of a row; None if unknown."""
     if given is not None:
         whole_number(given, "keys", 1)
         if given > _MOST:
@@ -191,7 +192,7 @@ def _keys(
 
 
 def _beyond(chosen: Tensor) -> int:
-    """A number of keys that no index reaches, unless it is absurd."""
+    """Return a number of keys that no index reaches, up to the largest possible one."""
     return min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)
 
 
@@ -204,7 +205,7 @@ def _table(
     kth: Tensor,
     left: Tensor,
 ) -> pd.DataFrame:
-    """The table of :func:`check_selection`."""
+    """Return the table of :func:`check_selection`."""
     places = np.unravel_index(allowed.counts.nonzero().squeeze(1).numpy(), shape)
     gap = torch.where(kth == worst, 0.0, kth - worst).clamp(min=0)
     separation = torch.where(worst == left, 0.0, worst - left)

@@ -30,14 +30,14 @@ class ComparedSelections:
             ``numeric``, ``bug``, or ``unexplained`` where no scores are known), lost (share of weight, NaN:
             unknown).
         alignment: which tokens belong together.
-        aligned: whether the rows are those of partners; else those of tokens as given.
+        aligned: whether rows of aligned tokens are compared; else those of the same positions.
         tokens: of each selection.
         k: keys that a row chooses.
         format: of the engines' scores.
         repeats: how many rows of A and of B name a key twice; it counts once.
-        weight_of: ``weights`` or ``scores`` of which file the lost weight is; empty: unknown.
+        weight_of: from which file's weights or scores the lost weight is; empty: unknown.
         by_own_scores: in how many rows of class ``bug`` each engine chose the top-k of its own scores, so that the
-            scores differ and not the selection; None: not both have scores.
+            scores differ and not the selection; None unless both have scores.
     """
 
     rows: pd.DataFrame
@@ -60,9 +60,9 @@ def compare_selections(
 ) -> ComparedSelections:
     """Compare the keys that two engines chose for the same rows, as sets.
 
-    A difference is ``numeric`` if, by the scores of A or by those of B, both choices may be a top-k where each
-    engine has rounded the same scores to ``format`` itself: their separations are ≥ −2(u(|h| + |l|) + 2η).
-    Else it is a ``bug``, or the engines' scores differed already.
+    A difference is ``numeric`` if, by the scores of A or of B, both choices may be the top-k of the same scores
+    that each engine rounded to ``format``: their separations are ≥ −2(u(|h| + |l|) + 2η). Otherwise it is a
+    ``bug``, of the selection or of the scores before it.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -70,26 +70,26 @@ def compare_selections(
         first: A.
         second: B.
         format: in which both engines computed their scores.
-        layouts: of A and B, as of :func:`~semdiag.questions.selections.measure.layout.lay_out`.
+        layouts: of A and B, see :func:`~semdiag.questions.selections.measure.layout.lay_out`.
         aligned: whether to compare tokens with their partners under the best shift or permutation.
 
     Raises:
-        InputError: if the two are not of the same tokens, layers, k and types.
+        InputError: if the two differ in tokens, layers, k or types.
     """
     kind = number_format(format)
     a, b = lay_out(first, layouts[0]), lay_out(second, layouts[1])
     _check_alike(a, b)
     sets = [without_repeats(each.indices.flatten(0, 1)).reshape(each.indices.shape) for each in (a, b)]
     repeats = [
-        int(((own != each.indices) & (each.indices >= 0)).any(2).sum())
-        for own, each in zip(sets, (a, b), strict=True)
+        int(((of_a != each.indices) & (each.indices >= 0)).any(2).sum())
+        for of_a, each in zip(sets, (a, b), strict=True)
     ]
     ids = None if a.tokens is None or b.tokens is None else (a.tokens, b.tokens)
     alignment = align(sets[0], sets[1], ids)
     every = torch.arange(len(sets[0]))
-    own, other = (alignment.first, alignment.second) if aligned else (every, every)
-    pair = _picked(a, sets[0], own), _picked(b, sets[1], other)
-    rows = _table(*pair, own, kind)
+    of_a, of_b = (alignment.first, alignment.second) if aligned else (every, every)
+    pair = _picked(a, sets[0], of_a), _picked(b, sets[1], of_b)
+    rows = _table(*pair, of_a, kind)
     return ComparedSelections(
         rows, alignment, aligned, len(every), a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
         _weight_of(a, b), _by_own_scores(*pair, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
@@ -106,17 +106,17 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
         ("heads", a.heads, b.heads, ""),
         ("types of indices", a.kind, b.kind, "Save both in one type. "),
     )  # fmt: skip
-    for what, own, other, advice in pairs:
-        if own != other:
+    for what, of_a, of_b, advice in pairs:
+        if of_a != of_b:
             raise InputError(
-                f"{where} differ in {what}: {own} and {other}. {advice}Name other orders of dimensions with "
+                f"{where} differ in {what}: {of_a} and {of_b}. {advice}Name other orders of dimensions with "
                 "--layout."
             )
     for what in ("scores", "weights"):
-        own, other = getattr(a.file, what), getattr(b.file, what)
-        if own is not None and other is not None and own.dtype != other.dtype:
+        of_a, of_b = getattr(a.file, what), getattr(b.file, what)
+        if of_a is not None and of_b is not None and of_a.dtype != of_b.dtype:
             raise InputError(
-                f"{where} differ in the type of {what}: {own.dtype} and {other.dtype}. Save both in one type."
+                f"{where} differ in the type of {what}: {of_a.dtype} and {of_b.dtype}. Save both in one type."
             )
     if a.scores is not None and b.scores is not None and a.scores.shape != b.scores.shape:
         raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
@@ -142,7 +142,7 @@ class _Rows:
     weights: Tensor | None
 
     def weight(self) -> Tensor | None:
-        """Weights of the chosen keys: those given, or the softmax of their scores."""
+        """Return the weights of the chosen keys: as given, or the softmax of their scores; None if unknown."""
         if self.weights is not None:
             return self.weights
         if self.scores is None:
@@ -152,7 +152,7 @@ class _Rows:
 
 
 def _picked(laid: LaidOut, sets: Tensor, tokens: Tensor) -> _Rows:
-    """The rows of some tokens, one below the other."""
+    """Return the rows of some tokens, token by token."""
     scores, weights = (
         None if each is None else each[tokens].flatten(0, 1) for each in (laid.scores, laid.weights)
     )
@@ -167,10 +167,10 @@ def _weight_of(a: LaidOut, b: LaidOut) -> str:
 
 
 def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFrame:
-    """The table of :class:`ComparedSelections`."""
+    """Return the table of :class:`ComparedSelections`."""
     overlap, displacement = overlaps(a.sets, b.sets)
     number, each = len(overlap), a.layers * a.heads
-    within = np.arange(number) % each
+    layer, head = np.divmod(np.arange(number) % each, a.heads)
     differs = overlap < 1
     grade = np.where(differs.numpy(), UNEXPLAINED, SAME).astype(object)
     grade[differs.numpy()] = _explained(a, b, differs, kind)
@@ -182,8 +182,8 @@ def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFra
     return pd.DataFrame(
         {
             "token": np.repeat(tokens.numpy(), each),
-            "layer": within // a.heads,
-            "head": within % a.heads,
+            "layer": layer,
+            "head": head,
             "overlap": overlap.numpy(),
             "displacement": displacement.numpy(),
             "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]),
@@ -193,7 +193,7 @@ def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFra
 
 
 def _explained(a: _Rows, b: _Rows, differs: Tensor, kind: NumberFormat) -> np.ndarray:
-    """The class of each row that differs."""
+    """Return the class of each row that differs."""
     at = differs.nonzero().squeeze(1)
     known = [each.scores[at] for each in (a, b) if each.scores is not None]
     if not known or not len(at):
@@ -205,7 +205,7 @@ def _explained(a: _Rows, b: _Rows, differs: Tensor, kind: NumberFormat) -> np.nd
 
 
 def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -> Tensor:
-    """Whether sets are a top-k of scores, once engines have rounded them."""
+    """Return whether sets are a top-k of scores after the engines have rounded them."""
     keys = scores.shape[1]
     grade = judge_rows(scores, sets, keys, allowed_keys((len(sets),), keys), kind, engines)[0]
     faulty = torch.tensor([name in FAULTS for name in GRAVITY])
@@ -213,10 +213,10 @@ def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -
 
 
 def _by_own_scores(a: _Rows, b: _Rows, bug: Tensor, kind: NumberFormat) -> int | None:
-    """In how many rows of class bug each engine chose the top-k of its own scores."""
+    """Return in how many rows of class bug each engine chose the top-k of its own scores."""
     if a.scores is None or b.scores is None:
         return None
     if not bool(bug.any()):
         return 0
-    own = [_right(each.scores[bug], each.sets[bug], kind, 1) for each in (a, b) if each.scores is not None]
-    return int((own[0] & own[1]).sum())
+    right = [_right(each.scores[bug], each.sets[bug], kind, 1) for each in (a, b) if each.scores is not None]
+    return int((right[0] & right[1]).sum())

@@ -16,14 +16,14 @@ _AT_ONCE = 2**22  # scores held
 
 
 class DenseRows(NamedTuple):
-    """Of the queries of one call that had to leave out a key; r of them, H heads, in float64.
+    """Shares for the r queries of one call that had to leave out a key; H heads, in float64.
 
     Attributes:
-        recalled: (r, H), as of :func:`~semdiag.mathematics.selections.dense_weights.dense_agreement`.
+        recalled: (r, H), see :func:`~semdiag.mathematics.selections.dense_weights.dense_agreement`.
         hit: (r, H), 1 where the key of the largest weight is kept.
         best: (r,).
         at_random: (r,).
-        lost: (r, H), the share of all weight, on other keys and sinks too, that lies on keys left out.
+        lost: (r, H), the weight on keys left out, as a share of all weight (also that on other keys and sinks).
     """
 
     recalled: Tensor
@@ -39,9 +39,9 @@ class IndexedAttention:
 
     Attributes:
         module: of the attention.
-        chosen_by: the module of the indexer; of an earlier layer where that one's choice is taken over.
+        chosen_by: the module of the indexer, which may be that of an earlier layer.
         parts: of each call.
-        unlike: calls that attended to other keys than were chosen and are not measured.
+        unlike: number of calls that attended to other keys than were chosen; they are not measured.
     """
 
     module: str
@@ -56,11 +56,11 @@ class KeptAll:
 
     Attributes:
         module: of the attention.
-        rows: queries that are no padding.
-        other_keys: those of them that attend to other keys than dense attention does.
-        residual: the largest deviation from dense attention, worked out again, in the largest output.
-        over_rounding: likewise, in units of what rounding can do: at most 1 where the two are equal to rounding;
-            NaN where an output is not finite.
+        rows: number of queries that are not padding.
+        other_keys: how many of them attend to other keys than dense attention does.
+        residual: the largest deviation from recomputed dense attention, relative to the largest output.
+        over_rounding: the same in units of what rounding can do: at most 1 if both are equal up to rounding; NaN
+            if an output is not finite.
     """
 
     module: str
@@ -89,9 +89,9 @@ class DenseWatch:
         """Take a call of a layer."""
         if self._latest is None or (keys := _Keys.of(call, self._latest[1])) is None:
             return
-        name, own = self._latest[0], self._latest[0].startswith(f"{call.module}.")
-        if not own and (not keys.as_chosen or not bool(keys.deciding.any())):
-            return  # of another kind: what leaves out nothing would be any layer's
+        name, inside = self._latest[0], self._latest[0].startswith(f"{call.module}.")
+        if not inside and (not keys.as_chosen or not bool(keys.deciding.any())):
+            return  # not this indexer's layer: a choice that leaves out nothing would fit any layer
         layer = self.layers.setdefault(call.module, IndexedAttention(call.module, name))
         if keys.as_chosen:
             layer.parts.append(_dense_rows(call, keys))
@@ -99,7 +99,7 @@ class DenseWatch:
             layer.unlike += 1
 
     def forget(self) -> None:
-        """A forward has ended."""
+        """Forget the last choice: a forward has ended."""
         self._latest = None
 
 
@@ -113,7 +113,7 @@ class KeptAllWatch(DenseWatch):
     def __init__(self, modules: frozenset[str]) -> None:
         super().__init__()
         self.modules = modules
-        self.found: dict[str, KeptAll] = {}
+        self.kept_all: dict[str, KeptAll] = {}
 
     def attended(self, call: AttentionCall) -> None:
         """Take a call of a layer."""
@@ -123,20 +123,22 @@ class KeptAllWatch(DenseWatch):
         if keys is None:
             return
         dense = keys.dense
-        found = self.found.setdefault(call.module, KeptAll(call.module))
-        found.rows += int(keys.real.sum())
-        found.other_keys += int(((keys.seen != dense).any(-1) & keys.real).sum())
+        layer = self.kept_all.setdefault(call.module, KeptAll(call.module))
+        layer.rows += int(keys.real.sum())
+        layer.other_keys += int(((keys.seen != dense).any(-1) & keys.real).sum())
         real = keys.real.to(call.q.device)
         mixed = call.mixed.masked_fill(~real[:, None, :, None], 0)  # of padding it may be NaN
-        whole = replace(call, allowed=dense[:, None].to(call.q.device), causal=False, queries=real, mixed=mixed)
-        again = recomputation_residual(whole)
-        found.residual = _largest(found.residual, again.residual)
-        found.over_rounding = _largest(found.over_rounding, again.over_rounding)
+        dense_call = replace(
+            call, allowed=dense[:, None].to(call.q.device), causal=False, queries=real, mixed=mixed
+        )
+        again = recomputation_residual(dense_call)
+        layer.residual = _largest(layer.residual, again.residual)
+        layer.over_rounding = _largest(layer.over_rounding, again.over_rounding)
 
 
 @dataclass(frozen=True, eq=False)
 class _Keys:
-    """Keys of a call: those that it attends to, (B, L, Lk) bool, and of the last n those chosen and available."""
+    """Keys that a call attends to, (B, L, Lk) bool; of the last n, which are chosen and which available."""
 
     seen: Tensor
     kept: Tensor
@@ -147,8 +149,10 @@ class _Keys:
     def of(cls, call: AttentionCall, choices: Choices) -> "_Keys | None":
         """Read a call; None if the choices cannot be of its keys."""
         batch, _, length, _ = call.q.shape
-        number, whole = choices.order.shape[1], call.k.shape[2]
-        fits = number == whole if choices.kind == "keys" else number < whole  # blocks stand behind a window's keys
+        number, length_of_keys = choices.order.shape[1], call.k.shape[2]
+        fits = (
+            number == length_of_keys if choices.kind == "keys" else number < length_of_keys
+        )  # blocks stand behind a window's keys
         if choices.shape != (batch, length) or not fits:
             return None
         allowed = call.part().allowed
@@ -156,53 +160,53 @@ class _Keys:
             allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool)
         if bool((allowed != allowed[:, :1]).any()):
             return None
-        seen = allowed[:, 0].expand(batch, length, whole).cpu()
+        seen = allowed[:, 0].expand(batch, length, length_of_keys).cpu()
         shape = batch, length, number
         return cls(seen, choices.kept.view(shape), choices.available.view(shape), choices.real.view(batch, length))
 
     @property
     def as_chosen(self) -> bool:
-        """Whether every query that counts attends to the chosen keys alone."""
+        """Return whether every query that counts attends to the chosen keys alone."""
         return bool((self.seen[..., -self.kept.shape[-1] :] == self.kept)[self.real].all())
 
     @property
     def deciding(self) -> Tensor:
-        """Queries that had to leave out a key, (B, L)."""
+        """Return the queries that had to leave out a key, (B, L)."""
         return self.real & (self.available & ~self.kept).any(-1)
 
     @property
     def dense(self) -> Tensor:
-        """The keys without a selection, (B, L, Lk)."""
-        found = self.seen.clone()
-        found[..., -self.kept.shape[-1] :] = self.available
-        return found
+        """Return the keys without a selection, (B, L, Lk)."""
+        keys = self.seen.clone()
+        keys[..., -self.kept.shape[-1] :] = self.available
+        return keys
 
 
 def _largest(one: float, other: float) -> float:
-    """The larger number; NaN if one is, which is not known."""
+    """Return the larger number; NaN if either is."""
     return float(np.maximum(one, other))
 
 
 def _dense_rows(call: AttentionCall, keys: _Keys) -> DenseRows:
-    """Work out the dense attention of the queries that decide, a few at a time."""
+    """Compute the dense attention of the queries that decide, a few at a time."""
     heads, number, parts = call.q.shape[1], keys.kept.shape[-1], []
     kind = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     dense = keys.dense
     for sample, deciding in enumerate(keys.deciding):
         rows = deciding.nonzero()[:, 0]
-        for some in rows.split(max(1, _AT_ONCE // (heads * call.k.shape[2]))) if len(rows) else ():
-            part = call.part(slice(sample, sample + 1), some.to(call.q.device))
+        for queries in rows.split(max(1, _AT_ONCE // (heads * call.k.shape[2]))) if len(rows) else ():
+            part = call.part(slice(sample, sample + 1), queries.to(call.q.device))
             scores = part.scores(kind).cpu().double()
-            kept, available = keys.kept[sample, some][None], keys.available[sample, some][None]
-            found = dense_agreement(scores[..., -number:], kept, available)
-            scores = scores.masked_fill(~dense[sample, some], -torch.inf)
+            kept, available = keys.kept[sample, queries][None], keys.available[sample, queries][None]
+            agreement = dense_agreement(scores[..., -number:], kept, available)
+            scores = scores.masked_fill(~dense[sample, queries], -torch.inf)
             if call.sinks is not None:
-                sinks = call.sinks.cpu().double()[None, :, None, None].expand(1, heads, len(some), 1)
+                sinks = call.sinks.cpu().double()[None, :, None, None].expand(1, heads, len(queries), 1)
                 scores = torch.cat([sinks, scores], -1)
             lost = scores.softmax(-1)[..., -number:].masked_fill(~(available & ~kept)[:, None], 0).sum(-1)
-            by_row = (found.recalled, found.hit.double(), lost)
+            by_row = (agreement.recalled, agreement.hit.double(), lost)
             recalled, hit, lost = (each[0].T for each in by_row)
-            parts.append(DenseRows(recalled, hit, found.best[0], found.at_random[0], lost))
+            parts.append(DenseRows(recalled, hit, agreement.best[0], agreement.at_random[0], lost))
     if not parts:
         none, each = torch.zeros(0, heads, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
         return DenseRows(none, none, each, each, none)

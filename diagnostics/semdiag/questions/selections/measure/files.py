@@ -1,4 +1,4 @@
-"""A selection in a file: indices, and what else is known of them."""
+"""A selection in a file: indices, and optional scores, weights, lengths and tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _OTHERS = ("scores", "weights", "lengths", "starts", "documents", "tokens")
 
 @dataclass(frozen=True, eq=False)
 class SelectionFile:
-    """What a file says of a selection; None: nothing.
+    """The arrays of a selection in a file; None if it is not there.
 
     Attributes:
         path: of the file.
@@ -48,9 +48,9 @@ def read_selection(path: Path) -> SelectionFile:
     Raises:
         InputError: if it cannot be read, or does not hold indices under exactly one of their names.
     """
-    found = read_arrays(path, (*_INDICES, *_OTHERS))
-    named = [name for name in _INDICES if name in found]
+    arrays = read_arrays(path, (*_INDICES, *_OTHERS))
+    named = [name for name in _INDICES if name in arrays]
     if len(named) != 1:
-        what = f"holds {' and '.join(named)}" if named else "holds no array of chosen keys"
-        raise InputError(f"{path} {what}: one must be there, named {', '.join(_INDICES[:-1])} or {_INDICES[-1]}.")
-    return SelectionFile(path, found[named[0]], **{name: found[name] for name in _OTHERS if name in found})
+        fault = f"holds {' and '.join(named)}" if named else "holds no array of chosen keys"
+        raise InputError(f"{path} {fault}: one must be there, named {', '.join(_INDICES[:-1])} or {_INDICES[-1]}.")
+    return SelectionFile(path, arrays[named[0]], **{name: arrays[name] for name in _OTHERS if name in arrays})

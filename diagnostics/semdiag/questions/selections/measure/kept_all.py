@@ -1,4 +1,4 @@
-"""A model whose indexers may keep every key: what does it answer without their selection?"""
+"""A model whose indexers may keep every key: what are its outputs without their selection?"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,21 +16,21 @@ _K = "index_topk"  # what indexers of transformers call their k
 
 
 class _Watching(Protocol):
-    """Whoever watches the model, and what failed in its own hands."""
+    """An observer of the model, with the exception that its own code raised."""
 
     failure: Exception | None
 
 
 class WithoutSelection:
-    """Runs a model with the k of its indexers raised to the length, and compares what it answers.
+    """Runs a model with the k of its indexers raised to the length, and compares its outputs.
 
     Args:
         model: on its device.
         indexers: modules that have a k, each with its own.
 
     Attributes:
-        reason: why it could not be run so; empty where it could.
-        outputs: of both, the model without selection as the base.
+        reason: why the model could not be run like that; empty if it could.
+        outputs: of both runs; the model without selection is the base.
     """
 
     def __init__(self, model: nn.Module, indexers: Mapping[nn.Module, int]) -> None:
@@ -40,23 +40,23 @@ class WithoutSelection:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """Return it for a model; None if no module has a k that is known."""
-        found = {module: k for module in model.modules() if type(k := getattr(module, _K, None)) is int}
-        return cls(model, found) if found else None
+        """Return one for a model; None if no module has a known k."""
+        indexers = {module: k for module in model.modules() if type(k := getattr(module, _K, None)) is int}
+        return cls(model, indexers) if indexers else None
 
     @property
     def layers(self) -> list[KeptAll]:
-        """The layers whose keys indexers choose."""
-        return [*self._watch.found.values()]
+        """Return the layers whose keys indexers choose."""
+        return [*self._watch.kept_all.values()]
 
     def watch(self, layers: Mapping[str, IndexedAttention]) -> KeptAllWatch:
-        """Return what takes the choices and the attention of these layers."""
+        """Return the watch for the choices and the attention of these layers."""
         self._watch.modules |= frozenset(layers)
         return self._watch
 
     @contextmanager
     def raised(self, tokens: Tokens) -> Iterator[None]:
-        """Inside, no k is below the length of the sequences."""
+        """Raise every k to the length of the longest sequence, inside the context."""
         for module, k in self._indexers.items():
             setattr(module, _K, max((k, *tokens.lengths)))
         try:
@@ -66,7 +66,7 @@ class WithoutSelection:
                 setattr(module, _K, k)
 
     def run(self, batch: Batch, watching: _Watching) -> Any:
-        """Run the model on a batch; what it raises becomes the reason, what failed in our own hands is raised."""
+        """Run the model on a batch; its exceptions become the reason, those of the observer are raised."""
         if self.reason:
             return None
         try:
@@ -78,7 +78,7 @@ class WithoutSelection:
             return None
 
     def compare(self, dense: Any, output: Any, batch: Batch) -> None:
-        """Compare the answers to a batch.
+        """Compare the outputs for a batch.
 
         Args:
             dense: without selection; None: it could not be run.

@@ -1,4 +1,4 @@
-"""Layouts in which engines return selections, made one: tokens × rows of a token."""
+"""Convert the layouts in which engines return selections into one: tokens × rows of a token."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class LaidOut:
     """A selection as tokens × (layers × heads) × k.
 
     Attributes:
-        file: it is from.
+        file: where it is from.
         layers: their number; 1 if there are none.
         heads: of a layer; 1 if there are none.
         indices: int64 (T, layers · heads, k).
@@ -44,7 +44,7 @@ def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
     Args:
         file: what was read.
         layout: names of the dimensions before k, like "batch,sequence,layers", each of batch, sequence, tokens,
-            layers, heads; empty: the usual names of so many dimensions.
+            layers, heads; empty: the usual names for that number of dimensions.
 
     Raises:
         InputError: if the names do not fit, or what the file holds does not fit together.
@@ -74,22 +74,22 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
         if ids.numel() != kept.numel():
             raise InputError(f"tokens holds {ids.numel():,} ids, but there are {kept.numel():,} tokens.")
         ids = ids.flatten()[kept]
-    whole = one(indices).long().cpu()
+    laid_out = one(indices).long().cpu()
     if scores is not None and bool(one(scores).isnan().any()):
         raise InputError("the scores hold NaN, which is neither larger nor smaller than another score.")
     return LaidOut(
-        file, layers, heads, whole, str(indices.dtype).removeprefix("torch."),
+        file, layers, heads, laid_out, str(indices.dtype).removeprefix("torch."),
         None if scores is None else one(scores).cpu(), None if weights is None else one(weights).cpu(), ids,
     )  # fmt: skip
 
 
 def _names(layout: str, count: int) -> list[str]:
-    """The names of the dimensions before k."""
+    """Return the names of the dimensions before k."""
     given = layout or _USUAL.get(count, "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     wrong = [name for name in names if name not in _NAMES]
-    whole = "tokens" in names or "sequence" in names
-    if wrong or len(set(names)) < len(names) or len(names) != count or not whole:
+    has_tokens = "tokens" in names or "sequence" in names
+    if wrong or len(set(names)) < len(names) or len(names) != count or not has_tokens:
         raise InputError(
             f"indices have {count} dimensions before k. Name each of them once with --layout, like "
             f"batch,sequence,layers: {', '.join(_NAMES)}, with tokens or sequence among them. Got {given!r}."
@@ -98,7 +98,7 @@ def _names(layout: str, count: int) -> list[str]:
 
 
 def _valid_tokens(file: SelectionFile, sizes: dict[str, int], names: list[str]) -> Tensor:
-    """Which tokens are no padding, bool (T,), in the order batch, sequence, tokens."""
+    """Return which tokens are not padding, bool (T,), in the order batch, sequence, tokens."""
     batch, sequence = sizes.get("batch", 1), sizes.get("sequence", 1) * sizes.get("tokens", 1)
     kept = torch.ones(batch, sequence, dtype=torch.bool)
     at = torch.arange(sequence)

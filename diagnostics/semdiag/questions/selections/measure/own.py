@@ -56,14 +56,14 @@ class OwnSelections:
     """A model's own selections.
 
     Attributes:
-        found: in the order in which they ran.
-        others: selections of modules whose rows are not those of tokens: their number by module and shape.
+        selections: in the order in which they ran.
+        others: number of selections whose rows are not tokens, by module and shape.
         dense: attention whose keys indexers chose, beside dense attention.
-        without: the model without the selection of its indexers; None: it has none whose k can be raised.
+        without: the model without the selection of its indexers; None: no indexer's k can be raised.
         maps: of the first sample.
     """
 
-    found: list[OwnSelection]
+    selections: list[OwnSelection]
     others: Counter[tuple[str, tuple[int, ...]]]
     dense: list[IndexedAttention] = field(default_factory=list)
     without: WithoutSelection | None = None
@@ -80,8 +80,7 @@ def own_selections(
 ) -> OwnSelections:
     """Run a model and return what it selects.
 
-    A model with indexers runs a second time with every ``index_topk`` raised to the length: what does it answer
-    without a selection?
+    A model with indexers runs a second time without a selection: every ``index_topk`` is raised to the length.
 
     Args:
         loaded: a model from elsewhere; it is moved and converted.
@@ -92,33 +91,33 @@ def own_selections(
         saving: gets what each selection chose.
 
     Raises:
-        InputError: if it cannot be run on the inputs, selects nothing, or a score is NaN.
+        InputError: if the model cannot be run on the inputs, selects nothing, or a score is NaN.
     """
     model = placed(in_evaluation_mode(loaded.module), device, dtype)
-    seen = _Seen(loaded.path, kind, model, DenseWatch(), saving)
+    collector = _Collector(loaded.path, kind, model, DenseWatch(), saving)
     without = WithoutSelection.of(model)
     with torch.no_grad():
         for number, batch in enumerate(batches):
-            there = batching.moved(batch, device, dtype)
-            with seen.watching(model, there, attention=not number or seen.indexed):
-                output = _run(loaded, there, seen)
-            if without is not None and seen.indexed:
-                check = _Seen(loaded.path, kind, model, without.watch(seen.dense.layers))
-                with without.raised(seen.tokens), check.watching(model, there):
-                    dense = without.run(there, check)
-                without.compare(dense, output, there)
-    found = seen.of_parts()
-    if not found:
+            moved = batching.moved(batch, device, dtype)
+            with collector.watching(model, moved, attention=not number or collector.indexed):
+                output = _run(loaded, moved, collector)
+            if without is not None and collector.indexed:
+                second = _Collector(loaded.path, kind, model, without.watch(collector.dense.layers))
+                with without.raised(collector.tokens), second.watching(model, moved):
+                    dense = without.run(moved, second)
+                without.compare(dense, output, moved)
+    entries = collector.of_parts()
+    if not entries:
         raise InputError(
             f"{loaded.path} selects nothing for its tokens: while it ran, no topk, argmax or sort of scores was "
             "seen in it whose rows are its tokens."
         )
-    ran = without if without is not None and seen.indexed else None
-    return OwnSelections(found, seen.others, [*seen.dense.layers.values()], ran, seen.maps)
+    ran = without if without is not None and collector.indexed else None
+    return OwnSelections(entries, collector.others, [*collector.dense.layers.values()], ran, collector.maps)
 
 
-class _Seen:
-    """What was seen of a model's selections so far."""
+class _Collector:
+    """Collects a model's selections."""
 
     def __init__(
         self, path: str, kind: NumberFormat, model: nn.Module, dense: DenseWatch, saving: Saving | None = None
@@ -134,7 +133,7 @@ class _Seen:
 
     @property
     def indexed(self) -> bool:
-        """Whether keys or blocks of them were chosen."""
+        """Return whether keys or blocks of keys were chosen."""
         return any(kind != "experts" for _, _, kind, _ in self._found)
 
     @contextlib.contextmanager
@@ -182,7 +181,7 @@ class _Seen:
         entry = OwnSelection(name, int(layer[0]) if layer else None)
         self._found.setdefault(key, entry).parts.append(rows)
         self.dense.chosen(name, choices)
-        if chosen.positions or not name:  # places in a table of other choices; the loss of the whole model
+        if chosen.positions or not name:  # positions in a table of other choices, or outside all parts
             return
         if self._first:
             self.maps.append(sample_map(name, choices))
@@ -190,7 +189,7 @@ class _Seen:
             self._saving.add(name, number, choices, None if self._ids is None else self._ids.cpu())
 
     def of_parts(self) -> list[OwnSelection]:
-        """Those of the model's parts; what it selects outside them, as for a loss, is no decision of a layer."""
+        """Return the selections of the model's parts: one outside, as for a loss, decides nothing in a layer."""
         inside = [entry for entry in self._found.values() if entry.module]
         for entry in self._found.values() if inside else ():
             if not entry.module:
@@ -198,16 +197,16 @@ class _Seen:
         return inside or list(self._found.values())
 
 
-def _run(loaded: LoadedModel, batch: Batch, seen: _Seen) -> Any:
-    """Run a model from elsewhere on a batch; what failed in our own hands is raised as it is."""
+def _run(loaded: LoadedModel, batch: Batch, collector: _Collector) -> Any:
+    """Run an external model on a batch; exceptions of semdiag's own code are raised as they are."""
     try:
         return batching.call(loaded.module, batch)
     except InputError:
         raise
     except Exception as error:  # whatever the model raises
-        if error is seen.failure:
+        if error is collector.failure:
             raise
-        said = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise InputError(
-            f"{loaded.path} cannot be run on these inputs ({type(error).__name__}: {said})."
+            f"{loaded.path} cannot be run on these inputs ({type(error).__name__}: {message})."
         ) from error

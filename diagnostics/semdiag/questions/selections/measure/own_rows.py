@@ -25,7 +25,7 @@ class Tokens:
 
     Attributes:
         samples: their number.
-        lengths: of its sequences of token ids; empty if it has none.
+        lengths: of its sequences of token ids; empty if there are none.
         real: (samples, length) bool by argument, false for padding.
     """
 
@@ -36,8 +36,8 @@ class Tokens:
 
 def tokens_of(model: nn.Module, batch: Batch) -> Tokens:
     """Return the tokens of a batch of a model."""
-    found = [value for _, value in entries(batch) if isinstance(value, Tensor) and value.ndim == 2]
-    lengths = frozenset(value.shape[1] for value in found if not value.is_floating_point())
+    tensors = [value for _, value in entries(batch) if isinstance(value, Tensor) and value.ndim == 2]
+    lengths = frozenset(value.shape[1] for value in tensors if not value.is_floating_point())
     return Tokens(samples_of(batch), lengths, real_tokens(model, batch))
 
 
@@ -56,19 +56,19 @@ class OwnRows:
     """What a selection chose for the tokens of a batch.
 
     Attributes:
-        kind: ``experts``; ``keys``, which are the tokens themselves; ``blocks``, choices of another number.
+        kind: ``experts``; ``keys``, the tokens themselves; ``blocks`` of keys.
         choices: n.
         k: how many are chosen.
-        groups: of how many groups how many are chosen first; None: there are none.
+        groups: how many groups there are, and how many of them are chosen first; None: there are no groups.
         logits: whether margins are those of logits.
-        margin: float64 (rows,), +inf where nothing was to be decided.
+        margin: float64 (rows,), +inf where there is nothing to decide.
         certified: bool (rows,).
-        counts: rows by class, as of ``check_selection``.
-        padded: rows that were left out, being padding.
-        load: (n,) how many rows chose each expert; None: not known.
-        first_kept: rows of keys that had to leave out some and kept the first one.
+        counts: rows by class, see ``check_selection``.
+        padded: number of rows of padding, which are left out.
+        load: (n,) how many rows chose each expert; None: unknown.
+        first_kept: number of rows that had to leave out a key and kept the first one.
         causal: whether keys after the query are known to be forbidden.
-        unmatched: whether some tokens are padding, and it is not known which rows are theirs.
+        unmatched: whether some tokens are padding, but their rows are unknown.
     """
 
     kind: str
@@ -87,13 +87,13 @@ class OwnRows:
 
 
 def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
-    """Return what a selection chooses from scores of a shape; empty: its rows are not those of tokens.
+    """Return what a selection chooses, from the shape of its scores; empty if its rows are not tokens.
 
-    Rows of two axes, and of three that are not as many as the choices, are tokens that choose experts. Where there
-    are as many choices as queries, names decide.
+    With two axes, or with three and another number of choices than of queries, tokens choose experts. With as many
+    choices as queries, names decide.
 
     Args:
-        text: names of the module and its class, in small letters.
+        text: names of the module and its class, in lower case.
         shape: (..., n).
         tokens: of the batch.
 
@@ -105,7 +105,7 @@ def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
     rows = torch.Size(shape[:-1]).numel()
     flat = len(shape) == 2
     length = rows // tokens.samples if flat else shape[-2] if len(shape) > 2 else 0
-    known = length in tokens.lengths if tokens.lengths else length > 1  # one of a sample is no token of it
+    known = length in tokens.lengths if tokens.lengths else length > 1  # a single row is the whole sample
     if not length or rows % tokens.samples or not known:
         return ""
     if flat or shape[0] != tokens.samples:
@@ -121,7 +121,7 @@ class Place:
     """Where a selection stands.
 
     Attributes:
-        text: names of the module and its class, in small letters.
+        text: names of the module and its class, in lower case.
         kind: of :func:`kind_of`.
         causal: whether keys after the query are forbidden.
         tokens: of the batch.
@@ -139,11 +139,11 @@ class Choices:
 
     Attributes:
         kind: of :func:`kind_of`.
-        shape: of the rows: samples, what else there is, tokens.
-        indices: int64 (rows, k), -1 where none could be chosen.
-        order: (rows, n) scores in whose order it chose, -inf where it was not to choose.
-        real: bool (rows,), false for those of padding.
-        first: int64 (rows,), the first key that is no padding; 0 of experts.
+        shape: of the rows: samples, other axes, tokens.
+        indices: int64 (rows, k), -1 where nothing could be chosen.
+        order: (rows, n) scores in whose order it chose, -inf for forbidden choices.
+        real: bool (rows,), false for padding.
+        first: int64 (rows,), the first key that is not padding; 0 for experts.
     """
 
     kind: str
@@ -155,12 +155,12 @@ class Choices:
 
     @property
     def available(self) -> Tensor:
-        """Which choices no mask forbids, bool (rows, n); those of groups that were not chosen are forbidden."""
+        """Return which choices no mask forbids, bool (rows, n); groups that were not chosen are forbidden."""
         return self.order > torch.finfo(self.order.dtype).min / 2
 
     @property
     def kept(self) -> Tensor:
-        """Which available ones were chosen, bool (rows, n)."""
+        """Return which available choices were chosen, bool (rows, n)."""
         marked = torch.zeros(len(self.order), self.order.shape[1] + 1, dtype=torch.bool)
         marked.scatter_(1, self.indices.where(self.indices >= 0, self.order.shape[1]), True)
         return marked[:, :-1] & self.available
@@ -169,13 +169,7 @@ class Choices:
 def own_rows(
     place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
 ) -> tuple[OwnRows, Choices]:
-    """Return what a selection chose for the tokens that are real, and for each token alone.
-
-    Args:
-        place: of the selection.
-        chosen: the selection.
-        group: the stage before it.
-        into: the format of the certificate.
+    """Return what a selection chose for all real tokens together, and token by token.
 
     Raises:
         InputError: if a score is NaN.
@@ -183,15 +177,15 @@ def own_rows(
     k, n, keys = chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys"
     choices, allowed, unmatched = choices_of(place, chosen, group)
     indices, order, counts = choices.indices, choices.order, choices.real
-    own = number_format(str(chosen.scores.dtype))
-    grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, own)[0]
+    format_of_scores = number_format(str(chosen.scores.dtype))
+    grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, format_of_scores)[0]
     margin, certified = margins(order[counts], k, into)
     if group is not None:
         of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
         margin, certified = torch.minimum(margin, of_groups), certified & sure
     hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
     experts = place.kind == "experts" and not chosen.positions
-    found = OwnRows(
+    rows = OwnRows(
         place.kind, n, k, _groups(group), chosen.by_logits, margin, certified,
         counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
         padded=int((~counts).sum()),
@@ -200,19 +194,14 @@ def own_rows(
         causal=place.causal,
         unmatched=unmatched,
     )  # fmt: skip
-    return found, choices
+    return rows, choices
 
 
 def choices_of(place: Place, chosen: Selected, group: Selected | None) -> tuple[Choices, AllowedKeys, bool]:
     """Return what a selection could choose and chose.
 
-    Args:
-        place: of the selection.
-        chosen: the selection.
-        group: the stage before it.
-
     Returns:
-        The choices, what each row may choose but for groups, and whether it is unknown which rows are padding.
+        The choices, what each row may choose apart from groups, and whether it is unknown which rows are padding.
     """
     n, keys = chosen.scores.shape[-1], place.kind == "keys"
     flat, samples = chosen.scores.ndim == 2, place.tokens.samples
@@ -228,23 +217,23 @@ def choices_of(place: Place, chosen: Selected, group: Selected | None) -> tuple[
 
 
 def _groups(group: Selected | None) -> tuple[int, int] | None:
-    """How many groups there are and are chosen, if that is a choice."""
+    """Return how many groups there are and how many are chosen; None if all are."""
     sizes = None if group is None else (group.scores.shape[-1], group.indices.shape[-1])
     return sizes if sizes is not None and sizes[1] < sizes[0] else None
 
 
 def _real(place: Place, length: int) -> tuple[Tensor | None, bool]:
-    """Which tokens of a selection's rows are real, None: all; and whether that is not known."""
+    """Return which tokens of a selection's rows are real (None: all), and whether that is unknown."""
     tokens, decodes = place.tokens, "decoder" in place.text
     fitting = {name: mask for name, mask in tokens.real.items() if tuple(mask.shape) == (tokens.samples, length)}
-    own = [name for name in fitting if name.startswith("decoder") == decodes] or list(fitting)
-    if own:
-        return fitting[own[0]].cpu(), False
+    names = [name for name in fitting if name.startswith("decoder") == decodes] or list(fitting)
+    if names:
+        return fitting[names[0]].cpu(), False
     return None, any(not bool(mask.all()) for mask in tokens.real.values())
 
 
 def _allowed(shape: tuple[int, ...], n: int, real: Tensor | None, keys: bool, causal: bool) -> AllowedKeys:
-    """Which choices each row has: every expert; keys that are no padding, and not after the query."""
+    """Return the choices of each row: every expert; keys that are not padding and not after the query."""
     axes = (shape[0], *(1 for _ in shape[1:-1]))
     counts = torch.ones(shape, dtype=torch.bool) if real is None else real.view(*axes, shape[-1]).expand(shape)
     first, end, position = torch.zeros(shape, dtype=torch.int64), torch.full(shape, n), None
@@ -260,13 +249,13 @@ def _allowed(shape: tuple[int, ...], n: int, real: Tensor | None, keys: bool, ca
 
 
 def _without_fillers(indices: Tensor, allowed: AllowedKeys) -> Tensor:
-    """Indices with -1 for the forbidden keys of rows that have chosen all others: a top-k must return k keys."""
+    """Return indices with -1 for forbidden keys of rows that chose all others: a top-k must return k keys."""
     inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
     full = inside.sum(1) >= allowed.end - allowed.first
     return indices.masked_fill(full[:, None] & ~inside, -1)
 
 
 def _of_allowed(order: Tensor, allowed: AllowedKeys) -> Tensor:
-    """Scores, -inf where a row may not choose."""
+    """Return scores, -inf where a row may not choose."""
     at = torch.arange(order.shape[1])
     return order.masked_fill((at < allowed.first[:, None]) | (at >= allowed.end[:, None]), -torch.inf)

@@ -27,17 +27,17 @@ from semdiag.questions.selections.measure.stages import in_stages
 from semdiag.questions.selections.measure.watch import Selected, watch_selections
 from semdiag_models import InputError
 
-_OTHERWISE = "it does not select alike in float64 and where it is rounded"
+_NOT_COMPARABLE = "its selections in float64 are not those of its rounded run"
 
 
 class _Chosen(NamedTuple):
     """What one selection chose in a batch."""
 
     place: tuple[str, int]  # its module, and which of the module's selections it is
-    shape: tuple[int, ...]  # of the rows: samples, what else there is, tokens
+    shape: tuple[int, ...]  # of the rows: samples, other axes, tokens
     keys: Tensor  # (rows, k), sorted
-    decides: Tensor  # bool (rows,): no padding, and more than k to choose from
-    broken: Tensor  # bool (rows,): a score is no number
+    decides: Tensor  # bool (rows,): not padding, and more than k to choose from
+    broken: Tensor  # bool (rows,): a score is NaN or +inf
 
 
 def propagated_selections(
@@ -45,8 +45,8 @@ def propagated_selections(
 ) -> pd.DataFrame:
     """Compare what a model selects in float64 with what it selects where it runs in a number format throughout.
 
-    What runs: :func:`~semdiag.measuring.rounded_runs.rounded_runs`. A choice is what the run itself chose, ties
-    included.
+    The runs are those of :func:`~semdiag.measuring.rounded_runs.rounded_runs`. A choice is what the run itself
+    chose, ties included.
 
     Source: docs/theory.md#propagated-rounding. Deviation: not in the paper.
 
@@ -58,9 +58,9 @@ def propagated_selections(
         seed: of what is drawn.
 
     Returns:
-        One row per selection and sample: module, number (which of the module's selections), sample; queries, the
-        tokens that have more than k to choose from; of how many the choice is another one, as forecast and as
-        measured; of how many it is the first that is (first).
+        One row per selection and sample: module, number (which of the module's selections), sample; queries
+        (tokens with more than k to choose from); how many of them choose otherwise, as forecast and as measured;
+        for how many this is the first selection to change (first).
 
     Raises:
         InputError: if the format is float64, the model cannot be run, or copies of it do not fit into memory.
@@ -95,8 +95,8 @@ def propagated_selections(
 def _chosen(
     loaded: LoadedModel, batch: Batch, device: torch.device, inside: AbstractContextManager[object] | None = None
 ) -> list[_Chosen]:
-    """What the parts of a model select in a batch, in their order."""
-    found: list[_Chosen] = []
+    """Return what the parts of a model select in a batch, in order."""
+    collected: list[_Chosen] = []
 
     def consume(name: str, module: nn.Module, selected: list[Selected]) -> None:
         text = f"{name} {type(module).__name__}".lower()
@@ -104,14 +104,14 @@ def _chosen(
             kind = kind_of(text, tuple(chosen.scores.shape), tokens)
             if kind and not chosen.positions:
                 place = Place(text, kind, name in causal, tokens)
-                found.append(_of_choices((name, number), choices_of(place, chosen, group)[0]))
+                collected.append(_of_choices((name, number), choices_of(place, chosen, group)[0]))
 
     with running(loaded, lambda call: None, device) as run:
         tokens, causal = tokens_of(run.module, batch), causal_modules(run.module)
         with inside or nullcontext(), watch_selections(run.module, consume):  # it sees what is rounded
             run(batch)
         run.alike()
-    return [one for one in found if one.place[0]] or found
+    return [one for one in collected if one.place[0]] or collected
 
 
 def _of_choices(place: tuple[str, int], choices: Choices) -> _Chosen:
@@ -126,10 +126,10 @@ def _of_choices(place: tuple[str, int], choices: Choices) -> _Chosen:
 
 
 def _changes(before: list[_Chosen], after: list[_Chosen]) -> Iterator[tuple[tuple[str, int], Tensor]]:
-    """Of each selection (samples, 3): how many rows decide, choose otherwise, and are the first of a token to."""
+    """Yield (samples, 3) by selection: rows that decide, that choose otherwise, that are a token's first to."""
     alike = [[(one.place, one.shape, one.keys.shape) for one in each] for each in (before, after)]
     if alike[0] != alike[1]:
-        raise NotAvailableError(_OTHERWISE)
+        raise NotAvailableError(_NOT_COMPARABLE)
     seen: dict[tuple[int, int], Tensor] = {}
     for one, other in zip(before, after, strict=True):
         shape = (one.shape[0], -1, one.shape[-1])

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from semdiag.questions.selections.measure.own_rows import Choices
 
-LARGEST = 256  # queries, and keys: more are no longer seen
+LARGEST = 256  # queries, and keys: more cannot be made out
 FORBIDDEN, LEFT_OUT, KEPT = 0, 1, 2
 
 
@@ -29,12 +29,7 @@ class SampleMap:
 
 
 def sample_map(module: str, choices: Choices) -> SampleMap:
-    """Return the map of the first sample, from its first to its last real token; of several heads of the first.
-
-    Args:
-        module: that selects.
-        choices: of all samples.
-    """
+    """Return the map of the first sample, from its first to its last real token; of several heads, the first."""
     rows = slice(0, choices.shape[-1])  # samples come first, then heads, then queries
     states = choices.available[rows].byte() + choices.kept[rows].byte()
     real = choices.real[rows].nonzero()[:, 0]

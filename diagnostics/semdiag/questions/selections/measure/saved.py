@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 class Saving:
     """Collects what selections chose, and writes a file for each kind of choice.
 
-    Keys are counted from the first real token of their sequence, so that runs which pad otherwise have the same.
+    Keys are counted from the first real token of their sequence, so that padding changes nothing.
 
     Args:
         path: of the file, ``.npz``.
@@ -53,7 +53,7 @@ class Saving:
             name: of its module.
             number: which of the selections of that module it is.
             choices: what it chose.
-            ids: (B, L) of the tokens; None: not known.
+            ids: (B, L) of the tokens; None: unknown.
 
         Raises:
             InputError: if there is too much for a file.
@@ -63,8 +63,8 @@ class Saving:
             indices, scores = _from_the_first(choices)
         else:
             indices, scores = choices.indices, choices.order
-        own = ids.flatten()[real] if ids is not None and choices.shape == tuple(ids.shape) else None
-        part = _Part(indices[real].int(), scores[real].float(), own)
+        token_ids = ids.flatten()[real] if ids is not None and choices.shape == tuple(ids.shape) else None
+        part = _Part(indices[real].int(), scores[real].float(), token_ids)
         self._size += part.scores.nbytes + part.indices.nbytes
         if self._size > _LARGEST:
             raise InputError(f"{self._path} would be larger than {_LARGEST / 2**30:g} GiB. Save fewer tokens.")
@@ -91,7 +91,7 @@ class Saving:
         return paths
 
     def _arrays(self, kind: str) -> dict[str, NDArray[np.generic]]:
-        """Indices (T, layers, k), scores (T, layers, n) and, where they are known, the ids of the tokens (T,)."""
+        """Return indices (T, layers, k), scores (T, layers, n) and, if known, the token ids (T,)."""
         layers = [*self._found[kind].values()]
         experts = kind == "experts"
         sizes = {
@@ -111,20 +111,20 @@ class Saving:
         k, n = (max(rows.shape[1] for rows in each) for each in zip(*(part[:2] for part in every), strict=True))
         indices = [torch.cat([_widened(part.indices, k, -1) for part in parts]) for parts in layers]
         scores = [torch.cat([_widened(part.scores, n, -torch.inf) for part in parts]) for parts in layers]
-        found = {"indices": torch.stack(indices, 1).numpy(), "scores": torch.stack(scores, 1).numpy()}
+        arrays = {"indices": torch.stack(indices, 1).numpy(), "scores": torch.stack(scores, 1).numpy()}
         ids = [part.ids for part in layers[0] if part.ids is not None]
-        return found | ({"tokens": torch.cat(ids).numpy()} if len(ids) == len(layers[0]) else {})
+        return arrays | ({"tokens": torch.cat(ids).numpy()} if len(ids) == len(layers[0]) else {})
 
 
 def _from_the_first(choices: Choices) -> tuple[Tensor, Tensor]:
-    """Indices and scores of keys, counted from the first real one, of as many as the longest sequence has."""
-    first, whole = choices.first[:, None], choices.order.shape[1]
+    """Return indices and scores of keys counted from the first real one, as wide as the longest sequence."""
+    first, number = choices.first[:, None], choices.order.shape[1]
     lengths = choices.real.view(*choices.shape).sum(-1)
     at = first + torch.arange(int(lengths.max()))
-    scores = choices.order.gather(1, at.clamp(max=whole - 1)).masked_fill(at >= whole, -torch.inf)
+    scores = choices.order.gather(1, at.clamp(max=number - 1)).masked_fill(at >= number, -torch.inf)
     return (choices.indices - first).masked_fill(choices.indices < 0, -1), scores
 
 
 def _widened(rows: Tensor, width: int, filler: float) -> Tensor:
-    """Rows with a filler behind them."""
+    """Return rows with a filler behind them."""
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=filler)

@@ -1,4 +1,4 @@
-"""Which selections of a module decide, and which only prepare another one: groups of experts, and their scores."""
+"""Which selections of a module decide, and which only prepare another: groups of experts, and their scores."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,14 @@ def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]
 
     Where a module chooses groups of experts and then experts of these groups, the first is a stage of the second.
     A selection inside each group, whose values score the group, decides nothing of its own.
-
-    Args:
-        selected: in their order, of one forward of a module.
     """
-    found: list[tuple[Selected, Selected | None]] = []
+    pairs: list[tuple[Selected, Selected | None]] = []
     for last in selected:
-        group = next((early for early, _ in reversed(found) if _chooses_groups(early, last)), None)
+        group = next((early for early, _ in reversed(pairs) if _chooses_groups(early, last)), None)
         if group is not None:
-            found = [pair for pair in found if pair[0] is not group and not _scores_groups(pair[0], group)]
-        found.append((last, group))
-    return found
+            pairs = [pair for pair in pairs if pair[0] is not group and not _scores_groups(pair[0], group)]
+        pairs.append((last, group))
+    return pairs
 
 
 def outside(group: Selected, choices: int) -> Tensor:
@@ -33,7 +30,7 @@ def outside(group: Selected, choices: int) -> Tensor:
 
 
 def _chooses_groups(early: Selected, last: Selected) -> bool:
-    """Whether the later selection chooses in the groups that the earlier one left, and masks all others alike."""
+    """Return whether the later selection chooses in groups that the earlier one left, all others masked alike."""
     groups, choices = early.scores.shape[-1], last.scores.shape[-1]
     if groups >= choices or choices % groups or early.scores.numel() * choices != last.scores.numel() * groups:
         return False
@@ -43,5 +40,5 @@ def _chooses_groups(early: Selected, last: Selected) -> bool:
 
 
 def _scores_groups(early: Selected, group: Selected) -> bool:
-    """Whether a selection was made inside each of the groups."""
+    """Return whether a selection was made inside each of the groups."""
     return early.scores.shape[:-1].numel() == group.scores.numel()

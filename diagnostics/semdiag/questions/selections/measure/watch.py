@@ -21,10 +21,10 @@ class Selected:
     """One selection, as it ran.
 
     Attributes:
-        scores: (..., n), those that were given to the selection, negated where it takes the smallest.
+        scores: (..., n), as given to the selection; negated if it takes the smallest.
         order: (..., n), scores in the same order: the logits of a softmax or a sigmoid that made the scores.
         indices: (..., k).
-        positions: whether the indices only say where in a table of other indices the choices stand.
+        positions: whether the indices are positions in a table of other indices, which are the choices.
     """
 
     scores: Tensor
@@ -34,7 +34,7 @@ class Selected:
 
     @property
     def by_logits(self) -> bool:
-        """Whether the order is that of logits."""
+        """Return whether the order is that of logits."""
         return self.order is not self.scores
 
 
@@ -43,14 +43,10 @@ Consume = Callable[[str, nn.Module, list[Selected]], None]
 
 @contextmanager
 def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
-    """Call ``consume`` with what each module of the model selects, whenever one of its forwards has ended.
+    """Call ``consume`` with a module's name, the module and its selections, in order, after each of its forwards.
 
-    Seen are ``topk``, ``argmax``, and the first of what was sorted, of floating-point numbers along the last axis;
-    a selection belongs to the innermost module that runs.
-
-    Args:
-        model: any module.
-        consume: gets the module's name, the module, and its selections in their order.
+    Selections are ``topk``, ``argmax``, and the first entries after sorting, of floating-point numbers along the
+    last axis. A selection belongs to the innermost running module.
     """
     names = {module: name for name, module in model.named_modules()}
     watch = _Watch()
@@ -87,21 +83,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sorted: tuple[Tensor, Tensor] | None = None  # the last sorting: its indices, and scores
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at it if it may be part of a selection."""
+        """Run an operation; note it if it may be part of a selection."""
         result = func(*args, **(kwargs or {}))
-        look = _LOOKS.get(func)
-        if look is not None and self.frames:
-            look(self, result, *args, **(kwargs or {}))
+        handle = _HANDLERS.get(func)
+        if handle is not None and self.frames:
+            handle(self, result, *args, **(kwargs or {}))
         return result
 
     def forget(self) -> None:
-        """Keep nothing alive that a module has left behind."""
+        """Release the tensors of the module that has ended."""
         self._logits = self._sorted = None
 
     def _add(self, scores: Tensor, indices: Tensor, largest: bool) -> None:
         if not scores.is_floating_point() or not indices.numel():
             return
-        kept = (scores if largest else -scores).detach().clone()  # the model may write to them
+        kept = (scores if largest else -scores).detach().clone()  # the model may change them in place
         known = self._logits is not None and self._logits[0] is scores and largest
         order = self._logits[1].detach().clone() if known and self._logits is not None else kept
         self.frames[-1].append(Selected(kept, order, indices))
@@ -154,11 +150,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _last(scores: Tensor, dim: int) -> bool:
-    """Whether a dimension is the last one."""
+    """Return whether a dimension is the last one."""
     return scores.ndim > 0 and dim % scores.ndim == scores.ndim - 1
 
 
-_LOOKS: dict[Any, Callable[..., None]] = {
+_HANDLERS: dict[Any, Callable[..., None]] = {
     _ATEN.topk.default: _Watch.topk,
     _ATEN.argmax.default: _Watch.argmax,
     _ATEN.sort.default: _Watch.sort,

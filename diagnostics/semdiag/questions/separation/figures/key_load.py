@@ -24,9 +24,6 @@ from semdiag.presenting.drawing.style import (
 def key_load(findings: Findings) -> Figure:
     """Draw the share of keys that at least x queries keep, raw counts, layers and heads pooled.
 
-    Args:
-        findings: of any number of models.
-
     Returns:
         One panel per task, seed, size, setting and snapshot, with k and the largest load marked.
 
@@ -67,14 +64,7 @@ def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
 
 
 def draw_loads(ax: Axes, loads: "pd.Series[Any]", style: AttentionStyle, label: str) -> None:
-    """Draw the share of keys with at least a load, and mark the largest load.
-
-    Args:
-        ax: with its scale set.
-        loads: raw counts.
-        style: of the curve.
-        label: for the legend.
-    """
+    """Draw the share of keys with at least a load, and mark the largest load."""
     x, y = exceedance_curve(loads)
     line: dict[str, Any] = {"color": style.color, "linestyle": style.line}
     ax.plot([], [], markersize=4, marker=style.marker, label=label, **line)
@@ -85,6 +75,6 @@ def draw_loads(ax: Axes, loads: "pd.Series[Any]", style: AttentionStyle, label: 
 
 
 def load_fact(label: str, *tables: Percentiles) -> str:
-    """Unused keys and largest load in words, of one or several models together."""
+    """Return unused keys and largest load in words, of one or several models together."""
     unused = sum(table["not_positive"] for table in tables) / max(sum(table["queries"] for table in tables), 1)
     return f"{label}: largest load {max(table['p100'] for table in tables):g}; {unused:.0%} of keys never kept"

@@ -19,9 +19,6 @@ def separation_by_layer(findings: Findings) -> Figure:
 
     Full attention drops no key: its Δ is undefined, and it is left out.
 
-    Args:
-        findings: of any number of models.
-
     Returns:
         One panel per task, seed, size, setting and snapshot.
 
@@ -41,7 +38,7 @@ def separation_by_layer(findings: Findings) -> Figure:
         shown = [series for series in panel.series if _defined(pooled.get(series.model))]
         drawn = layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
         for x, row, style in drawn:
-            _say_share(ax, x, row, style.color)
+            _write_share(ax, x, row, style.color)
         ax.set_title(panel.title)
     axes[0].set_ylabel("semantic separation Δ (nats)")
     return finished(
@@ -55,13 +52,13 @@ def _defined(table: Percentiles | None) -> bool:
     return table is not None and table["undefined"] < table["queries"]
 
 
-def _say_share(ax: Axes, x: float, row: Mapping[Hashable, float], color: str) -> None:
+def _write_share(ax: Axes, x: float, row: Mapping[Hashable, float], color: str) -> None:
     """Write the share of the queries of a layer that have Δ ≤ 0 at the foot of its box, if there is any."""
     queries = row["queries"] - row["undefined"]
     if queries and row["not_positive"]:
         share = row["not_positive"] / queries
-        said = f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else "< 1%" if share < 0.01 else "> 99%"
+        words = f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else "< 1%" if share < 0.01 else "> 99%"
         ax.annotate(
-            f"≤ 0: {said}", (x, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=6, color=color,
+            f"≤ 0: {words}", (x, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=6, color=color,
             ha="center", va="bottom",
         )  # fmt: skip

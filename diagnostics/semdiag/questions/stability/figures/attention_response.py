@@ -17,9 +17,6 @@ _DECADES = 1e6  # from the largest response down: what lies below is no response
 def attention_response(findings: Findings) -> Figure:
     """Draw the distribution of ‖p − p'‖₁ under input noise per layer, heads pooled, with its mean.
 
-    Args:
-        findings: with secants.
-
     Returns:
         One panel per noise level and per task, seed, size, setting and snapshot.
 

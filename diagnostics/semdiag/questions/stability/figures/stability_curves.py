@@ -42,10 +42,7 @@ _SHADE = "#f6dcc3"
 def stability_curves(findings: Findings) -> Figure:
     """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants.
 
-    The rows are those of full attention and of fixed masks, of which these forms of ξ speak.
-
-    Args:
-        findings: with secants of such models.
+    The rows are those of full attention and of fixed masks, for which these forms of ξ hold.
 
     Returns:
         One panel per number of keys, at most three: few, the median and many of the rows; of those with rows above
@@ -67,7 +64,7 @@ def stability_curves(findings: Findings) -> Figure:
         figure,
         f"{noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
         "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
-        "it says nothing. Rows of top-k masks are not shown: their ξ hangs on Δ, too.",
+        "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well.",
     )
 
 
@@ -87,9 +84,9 @@ def _rows(findings: Findings) -> pd.DataFrame:
     measurements, parts = findings.measurements, []
     models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
     for model, attention in zip(models["model"], models["attention"], strict=True):
-        own = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
-        moved = (own["secant"] > 0) & (own["dispersion"] > 0) & np.isfinite(own["ln_sound"])
-        parts.append(own.assign(attention=attention, above=exceeding(own, "ln_paper"))[moved])
+        secants = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
+        moved = (secants["secant"] > 0) & (secants["dispersion"] > 0) & np.isfinite(secants["ln_sound"])
+        parts.append(secants.assign(attention=attention, above=exceeding(secants, "ln_paper"))[moved])
     rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return rows
 
@@ -121,14 +118,14 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     points = rows.loc[chosen]
     kinds = [kind for kind in ATTENTION_STYLES | DENSE_STYLES if kind in set(points["attention"])]
     for kind in kinds:
-        style, own = attention_style(kind), points[points["attention"] == kind]
+        style, of_kind = attention_style(kind), points[points["attention"] == kind]
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=4,
                 label=f"{style.name}, measured")  # fmt: skip
         ax.plot(
-            own["dispersion"], own["secant"].clip(lower=_FLOOR), marker=style.marker, markersize=2,
+            of_kind["dispersion"], of_kind["secant"].clip(lower=_FLOOR), marker=style.marker, markersize=2,
             markeredgewidth=0, color=lightened(style.color, 0.2), linestyle="none", zorder=3,
         )  # fmt: skip
-        above = own[own["above"]]
+        above = of_kind[of_kind["above"]]
         ax.plot(
             above["dispersion"], above["secant"], marker=style.marker, markersize=4.5, markeredgecolor=INK,
             markeredgewidth=0.9, color=style.color, linestyle="none", zorder=4,

@@ -44,7 +44,7 @@ SECANTS = Table(
 SAMPLES = 50
 NOISE = 0.01  # of each embedded token's root mean square
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
-_HEADS = 16  # supposed of models of others, for the size of a pass
+_HEADS = 16  # assumed for external models, for the size of a pass
 
 
 def measure_secants(
@@ -61,8 +61,8 @@ def measure_secants(
     """Compare every softmax row of clean inputs with that of noisy copies of the same inputs.
 
     Gaussian noise is added to the embedded tokens (CLS and global ones, too), with a standard deviation of
-    ``level`` times the token's root mean square; everything downstream follows. Clean and noisy inputs share
-    one forward pass in float64, and the noise is the same at every level but for its size.
+    ``level`` times the token's root mean square; everything downstream follows. Clean and noisy inputs share one
+    forward pass in float64, and the noise differs between levels in its size alone.
 
     Source: docs/theory.md#secants. Deviation: not in the paper.
 
@@ -124,24 +124,24 @@ def external_secants(
     min_keys: int = 1,
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> pd.DataFrame:
-    """As :func:`measure_secants`, for models whose attention alone is known: noise enters behind the embedding.
+    """Measure the same as :func:`measure_secants` for an external model: noise enters behind its embedding.
 
     Args:
         loaded: any model; a copy in float64 is run.
         batches: its inputs.
         levels: relative sizes of the noise, each positive.
         samples: inputs to perturb, the first ones.
-        seed: of the noise, which is the same at every level but for its size.
+        seed: of the noise, which differs between levels in its size alone.
         device: where to run; ``mps`` is replaced by the CPU.
         min_keys: queries with fewer keys are left out.
-        note: called with what is not available of the model, why, and where (empty: nowhere).
+        note: called with what is not available, why, and in which module (may be empty).
 
     Returns:
         The table ``secants``; no rows of attention that the noise does not reach.
 
     Raises:
-        NotAvailableError: if the model has no embedding that can be found, attention sinks, or attention that does
-            not keep the samples apart (heads or windows in its batch axis), or if the noise reaches none of it.
+        NotAvailableError: if the embedding cannot be found, the model has attention sinks or attention that does
+            not keep the samples apart (heads or windows in its batch axis), or the noise reaches no attention.
     """
     check_levels(levels)
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
@@ -156,7 +156,7 @@ def external_secants(
     at_once = max(1, _SCORES // (2 * _HEADS * math.prod(longest_call(loaded, few, device, torch.float64))))
     with running(loaded, add, device, torch.float64) as run:
         for level in levels:
-            # One for each place where noise enters, so that batches of other sizes have the same noise.
+            # One for each place where noise enters, so that the noise does not depend on the size of batches.
             generators: dict[int, torch.Generator] = {}
             done = 0
 
@@ -186,15 +186,12 @@ def external_secants(
 
 
 def _small(batch: Batch, at_once: int) -> list[Batch]:
-    """Return a batch in parts of so many samples; a tuple of arguments is not split."""
+    """Return a batch in parts of ``at_once`` samples; a tuple of arguments is not split."""
     return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
 
 
 def check_levels(levels: Sequence[float]) -> None:
-    """Refuse noise levels that no noise has.
-
-    Args:
-        levels: relative sizes of the noise.
+    """Check noise levels.
 
     Raises:
         InputError: if a level is not positive and finite.
@@ -209,11 +206,8 @@ def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
     """Add noise to the embedded tokens of the second half of each batch, inside the context.
 
     Args:
-        encoder: gets a hook on its first block, removed when the context is left by whatever way.
+        encoder: gets a hook on its first block, removed when the context is left, also by an error.
         noise: (B, L, d) in units of each token's root mean square, for batches of 2B.
-
-    Yields:
-        Nothing.
     """
 
     def add_noise(copies: Tensor) -> None:
@@ -229,17 +223,14 @@ def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], N
 
     Args:
         place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
-            its first argument is a tensor of activations. It gets a hook, removed when the context is left
-            by whatever way.
+            its first argument is a tensor of activations. It gets a hook, removed when the context is left, also
+            by an error.
         samples: clean samples at the head of each batch.
         add_noise: called with the copies, which it changes.
-
-    Yields:
-        Nothing.
     """
 
     def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        noisy = inputs[0].clone()  # what came in may be needed elsewhere, as it was
+        noisy = inputs[0].clone()  # the original may be needed elsewhere
         add_noise(noisy[samples:])
         return noisy, *inputs[1:]
 
@@ -253,19 +244,19 @@ def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], N
 def noise_of_samples(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Draw standard normal numbers sample by sample, so that batching does not change them.
 
-    Torch fills a tensor in groups of 16 numbers, and the last group otherwise if it is not full: two draws of half
-    a tensor are not one draw of the whole.
+    Torch fills a tensor in groups of 16 numbers, and an incomplete last group in another way: two draws of half a
+    tensor differ from one draw of the whole.
 
     Args:
         shape: (B, …).
-        generator: whose state moves on.
+        generator: its state advances.
         dtype: of the numbers.
     """
     return torch.stack([torch.randn(shape[1:], generator=generator, dtype=dtype) for _ in range(shape[0])])
 
 
 def token_size(tokens: Tensor) -> Tensor:
-    """Root mean square of each token's vector: (..., d) -> (..., 1)."""
+    """Return the root mean square of each token's vector: (..., d) -> (..., 1)."""
     return tokens.square().mean(-1, keepdim=True).sqrt()
 
 

@@ -1,4 +1,4 @@
-"""What noise changed in softmax rows, as numbers of each pair of rows."""
+"""How noise changes softmax rows: numbers for each pair of rows."""
 
 from torch import Tensor
 
@@ -21,18 +21,19 @@ def row_changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
         noisy: rows of the same inputs with noise.
 
     Returns:
-        The columns of the table ``secants`` that are not places, each of the rows' shape.
+        The columns of the table ``secants`` that name no place, each of the rows' shape.
     """
     # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
-    ours, theirs = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
-    pair = clean.scores, noisy.scores, ours, theirs
+    kept_clean, kept_noisy = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
+    pair = clean.scores, noisy.scores, kept_clean, kept_noisy
     return {
         "kept": clean.kept,
         "weight_change": weight_change(*pair),
         "score_change": score_change(*pair),
         "score_change_max": score_change(*pair, order=float("inf")),
         "score_change_range": score_range_change(*pair),
-        "log_odds": (log_odds_of_largest(clean.scores, ours) + log_odds_of_largest(noisy.scores, theirs)) / 2,
+        "log_odds": (log_odds_of_largest(clean.scores, kept_clean) + log_odds_of_largest(noisy.scores, kept_noisy))
+        / 2,
         "same_set": (clean.selected == noisy.selected).all(-1),
         "dispersion": clean.dispersion.maximum(noisy.dispersion),
         "separation": clean.separation.minimum(noisy.separation),

@@ -1,4 +1,4 @@
-"""Measured changes of softmax rows, beside what each form of ξ promises for them."""
+"""Measured changes of softmax rows, beside the bounds by each form of ξ."""
 
 from typing import Any
 
