@@ -124,8 +124,8 @@ def k_sweep(
         encoders, stream_change (of a head's output and of the stream: docs/theory.md#truncation; at some k), load,
         ln_sound and ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below
         that of full attention); after a rerun accuracy and same_prediction (means over all targets and positions,
-        as in the table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also evenness, the
-        entropy of the weights in that of uniform ones. Empty for a mask that does not depend on the input.
+        as in the table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also
+        evenness, the entropy of the weights in that of uniform ones. Empty for a mask that depends on no input.
 
     Raises:
         InputError: what :func:`k_sweep_tables` raises.
