@@ -95,6 +95,32 @@ def test_the_table_of_kinds_is_that_of_the_committed_report():
         assert f"| `{mask}` | {missing}{' | '.join(said)} |" in page
 
 
+def test_the_table_of_lengths_and_its_answer_are_those_of_the_record():
+    page = (ROOT / "docs" / "commands" / "k-sweep.md").read_text(encoding="utf-8")
+    rows = pd.read_csv(ROOT / "experiments" / "smollm2" / "k_sweep_quarters.csv").query("length > 0")
+    assert set(rows["measure"]) == {"loss"}
+    percent = {name: [f"{100 * math.expm1(x):+.2g}" for x in rows[name]] for name in ("change", "low", "high")}
+    said = rows.assign(**percent)
+    place = ["mask", "length", "swept_k", "quarter"]
+    said, rows = said.set_index(place).sort_index(), rows.set_index(place).sort_index()
+    changes = rows["change"].xs(0, level="quarter").unstack("length")
+    assert ((changes[64] < changes[128]) & (changes[128] < changes[256])).all()  # the k grows
+    for mask, length in rows.index.droplevel(["swept_k", "quarter"]).unique():
+        own, known = said.loc[mask, length], rows.loc[mask, length]
+        whole = [own.loc[k, 0] for k in (16, 32)]
+        quarters = ", ".join(own.loc[32, quarter]["change"] for quarter in range(1, 5))
+        assert known.loc[32, 1]["change"] < known.loc[32, 4]["change"]
+        enough = known.loc[32, 0]["change"] <= 0.01 < known.loc[16, 0]["change"]
+        needed = f"32 ({known.loc[32, 0]['kept']:.0%})" if enough else "above 32"
+        cells = " | ".join(f"{row['change']} ({row['low']} to {row['high']})" for row in whole)
+        assert f"| `{mask}` | {length} | {cells} | {quarters} | {needed} |" in page
+    for k, length in ((16, 64), (16, 128)):  # the same share of keys, at twice the length
+        short, long = said.loc["topk", length, k, 0], said.loc["topk", 2 * length, 2 * k, 0]
+        assert short["kept"] == pytest.approx(long["kept"], abs=0.002)
+        assert f"{short['change']}% and {long['change']}%" in " ".join(page.split())
+        assert (changes[2 * length].xs(2 * k, level=1) <= changes[length].xs(k, level=1)).all()
+
+
 _LOOK = """<!DOCTYPE html><meta charset="utf-8">
 <iframe id="page" src="look.html" style="border:0;width:WIDTHpx;height:2000px"></iframe><pre id="found"></pre>
 <script>

@@ -81,7 +81,12 @@ def render_page(
         eyebrow=_eyebrow(parts),
         best=best,
         external=all(others),
-        tables={"encoders": ENCODERS, "external": EXTERNAL, "measured": MEASURED, "layers": LAYERS},
+        tables={
+            "encoders": ENCODERS,
+            "external": EXTERNAL,
+            "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
+            "layers": LAYERS,
+        },
         sections={name for name, _ in parts},
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,

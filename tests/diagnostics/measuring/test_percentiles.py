@@ -22,10 +22,16 @@ def test_percentiles_are_numpys_default(values):
     assert found["not_positive"] == sum(value <= 0 for value in values)
 
 
-@pytest.mark.parametrize("size", [*range(1, 25), 99, 100, 101, 4999])
+@pytest.mark.parametrize("size", [*range(1, 25), 99, 100, 101, 4999, 2**14 - 1, 2**14, 50_001])
 def test_percentiles_of_many_are_numpys_to_the_last_bit(size):
     values = np.random.default_rng(size).normal(size=size) * 1e3
     found = percentiles(values)
+    assert [found[f"p{p}"] for p in PERCENTILES] == np.percentile(values, PERCENTILES).tolist()
+
+
+def test_a_long_row_of_few_values_is_cut_in_the_same_places():
+    values = np.random.default_rng(0).integers(0, 3, 40_000).astype(float)
+    found = percentiles(np.append(values, np.inf))
     assert [found[f"p{p}"] for p in PERCENTILES] == np.percentile(values, PERCENTILES).tolist()
 
 

@@ -1,6 +1,7 @@
 """Tables of ``semdiag k-sweep``."""
 
 import math
+from collections.abc import Iterator
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import interval_words
@@ -33,8 +34,13 @@ def print_k_sweep(findings: Findings) -> None:
         screen.print(first, soft_wrap=True)
         if result["rerun"]:
             screen.print(_rerun_table(result["rerun"]))
+            for line in _unknown(result["rerun"]):
+                screen.print(line, soft_wrap=True)
         if result["sweep"]:
-            screen.print(_table(result))
+            table, without = _table(result)
+            screen.print(table)
+            if without:
+                screen.print(f"Δ head was not computed at k = {without}.", soft_wrap=True)
             if "stream_change" not in {row["quantity"] for row in result["sweep"]}:
                 screen.print(_NO_STREAM, soft_wrap=True)
         for line in more:
@@ -98,6 +104,19 @@ def _rerun_table(rows: list[Summary]) -> NumberTable:
     return NumberTable(_RERUN, [row | extra for row, extra in zip(shown, added, strict=True)], unit=measure)
 
 
+def _unknown(rows: list[Summary]) -> Iterator[str]:
+    """Say why some rows have no weight."""
+    top = [row for row in rows if row["mask"] == TOP_K and row["mass"] is None]
+    above = [row["k"] for row in top if row["share"] is not None]
+    kept = [row["k"] for row in top if row["share"] is None]
+    if above:
+        yield f"Weight and Δ head of k = {', '.join(map(str, above))} are unknown: the sweep ends below (--max-k)."
+    if kept:
+        yield f"No query has more keys than k = {', '.join(map(str, kept))}: nothing is dropped."
+    if {row["mask"] for row in rows} - {"none", TOP_K, RANDOM}:
+        yield "Weight and Δ head are those of topk alone."
+
+
 def _name(row: Summary, several: bool) -> str:
     """Return the kind of mask and its k; for top-p the share of the weight."""
     if row["k"] < 0:
@@ -116,8 +135,8 @@ _SWEEP = (
 )  # fmt: skip
 
 
-def _table(result: Summary) -> NumberTable:
-    """Return a row a k: what it would keep."""
+def _table(result: Summary) -> tuple[NumberTable, str]:
+    """Return a row a k, what it would keep; and for which of these Δ head is unknown."""
     rows: dict[int, Summary] = {}
     for one in result["sweep"]:
         if one["layer"] == ALL:
@@ -129,7 +148,9 @@ def _table(result: Summary) -> NumberTable:
         for name in "WX":
             row[name] = _met(result["conditions"], row["k"], name)
     names = {column.name.partition(".")[0] for column in _SWEEP}
-    return NumberTable(_SWEEP, [dict.fromkeys(names) | row for row in shown])
+    some = any("head_change" in row for row in shown)
+    without = [str(row["k"]) for row in shown if some and "head_change" not in row]
+    return NumberTable(_SWEEP, [dict.fromkeys(names) | row for row in shown]), ", ".join(without)
 
 
 def _met(conditions: list[Summary], k: int, name: str) -> str | None:

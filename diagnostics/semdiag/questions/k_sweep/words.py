@@ -13,7 +13,7 @@ from semdiag.measuring.findings.strict_json import records
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.answer.quarters import WHOLE, quarter_table, smallest_enough
-from semdiag.questions.k_sweep.answer.rerun import budget_content, change_table
+from semdiag.questions.k_sweep.answer.rerun import budget_content, change_table, tolerance_of
 from semdiag.questions.k_sweep.answer.sparse_verdict import (
     ESTIMATED,
     MASS,
@@ -23,6 +23,7 @@ from semdiag.questions.k_sweep.answer.sparse_verdict import (
     cost_words,
     keys_share,
     limit_words,
+    next_token,
     samples_needed,
     sparse_glance,
     sparse_verdict,
@@ -31,6 +32,12 @@ from semdiag.questions.k_sweep.answer.summary import conditions_defined, conditi
 from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.measure.rerun import HARM, LEAST_SAMPLES, MOST_HARMED
 
+_QUANTITIES = {  # what changes, and the end of a limit of its change
+    "perplexity": ("perplexity", "of perplexity"),
+    "loss": ("the loss", "of loss"),
+    "divergence": ("the output distribution (KL divergence)", "of KL divergence"),
+    "output_change": ("the outputs (of their norm)", "of the outputs' norm"),
+}
 _WHY = {
     "near_uniform": "the attention is near uniform, half of the queries weigh their keys almost evenly",
     "chance": "the model predicts no better than chance (untrained?)",
@@ -72,10 +79,8 @@ def verdict_sentence(verdict: SparseVerdict, model: str) -> str:
         said = _WHY[verdict.reason].format(**_facts(verdict))
         return f"{said}." if verdict.reason in ESTIMATED else f"cannot tell: {said}."
     if verdict.answer == "plausible":
-        return (
-            f"plausible: k = {verdict.k} per query{keys_share(verdict)} {cost_words(verdict)}, keeps "
-            f"{percent(verdict.mass, 1)}% of the weight."
-        )
+        weight = "" if math.isnan(verdict.mass) else f", keeps {percent(verdict.mass, 1)}% of the weight"
+        return f"plausible: k = {verdict.k} per query{keys_share(verdict)} {cost_words(verdict)}{weight}."
     free = "not without loss" if verdict.measure == "loss" else "not without change"
     if verdict.costly is not None:
         return (
@@ -97,7 +102,7 @@ def _facts(verdict: SparseVerdict) -> dict[str, object]:
         "samples": f"{verdict.samples:,}",
         "harmed": round(verdict.harmed * verdict.samples),
         "harmed_high": f"{percent(verdict.harmed_high, 1)}%",
-        "harm": limit_words(verdict, HARM * verdict.tolerance),
+        "harm": named_limit(verdict, HARM * verdict.tolerance),
         "tolerance": limit_words(verdict, verdict.tolerance),
         "needed": f"{LEAST_SAMPLES:,}",
         "would": f"; about {needed:,} would" if needed else "",
@@ -146,14 +151,16 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         lines.append(
             f"Run with masks on {verdict.samples} sample{'s' * (verdict.samples != 1)}.{what} A k is enough if "
             f"the upper end of its interval, and of that of every larger k, is at most "
-            f"{limit_words(verdict, verdict.tolerance)}, and at most {MOST_HARMED:.0%} of the inputs can change "
-            f"by more than {limit_words(verdict, HARM * verdict.tolerance)}."
+            f"{named_limit(verdict, verdict.tolerance)}, and at most {MOST_HARMED:.0%} of the inputs can change "
+            f"by more than {named_limit(verdict, HARM * verdict.tolerance)}."
         )
     elif verdict.reason == "near_uniform":
         lines.append(f"Its loss may tell: semdiag k-sweep {model} --rerun.")
     if len(findings.measurements.budgets):
         lines += budget_lines(findings, model)
-    if verdict.queries and not math.isnan(verdict.share):
+    if verdict.queries and math.isnan(verdict.mass):
+        lines.append(f"The weight that {keys_words(verdict.k or 0)} keep was not measured: the sweep ends below.")
+    elif verdict.queries and not math.isnan(verdict.share):
         lines.append(
             f"Weight kept is the mean over {verdict.queries:,} queries with more than "
             f"{keys_words(verdict.k or 0)}; {verdict.left_out:,} with no more keys are left out, "
@@ -205,7 +212,30 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
         return []
     rows = sorted(records(again), key=lambda row: math.inf if math.isnan(row["change"]) else row["change"])
     each = [f"{row['mask']} {amount(found, row['change'], True)}" for row in rows]
-    return [f"With {keys_words(found.k)} of each kind the change is: {', '.join(each)}."]
+    return [f"Change of {changed_words(found)} with {keys_words(found.k)} of each kind: {', '.join(each)}."]
+
+
+def changed_words(verdict: SparseVerdict) -> str:
+    """Return what it is that changes: "perplexity", "the loss", "the outputs (of their norm)".
+
+    Args:
+        verdict: with a measure.
+    """
+    return _quantity(verdict)[0]
+
+
+def named_limit(verdict: SparseVerdict, value: float) -> str:
+    """Return a limit with what it is a change of: "0.01 nats of loss", "1% of perplexity".
+
+    Args:
+        verdict: with a measure.
+        value: in nats, or relative.
+    """
+    return f"{limit_words(verdict, value)} {_quantity(verdict)[1]}"
+
+
+def _quantity(verdict: SparseVerdict) -> tuple[str, str]:
+    return _QUANTITIES["perplexity" if verdict.perplexity else verdict.measure]
 
 
 def place_lines(findings: Findings, model: str) -> list[str]:
@@ -222,14 +252,27 @@ def place_lines(findings: Findings, model: str) -> list[str]:
     if len(own) and found.perplexity:
         each = ", ".join(amount(found, change, True) for change in own["change"])
         lines.append(
-            f"By place, first to last quarter of the positions, top-k with {keys_words(found.k or 0)} costs "
-            f"{each}: early positions have few keys to lose."
+            f"Change of perplexity by top-k with {keys_words(found.k or 0)}, from the first to the last quarter "
+            f"of the positions: {each}. Early positions have few keys to lose."
         )
     needed = findings(smallest_enough, model)
+    if len(needed):
+        found = _of_quarters(findings, model)
     for mask, rows in needed[needed["mask"] != RANDOM].groupby("mask", sort=False):
         each = ", ".join(f"{needed_words(row)} at {row['length']} tokens" for row in records(rows))
-        lines.append(f"Smallest k of {mask} within {limit_words(found, found.tolerance)} on average: {each}.")
+        lines.append(
+            f"Smallest k of {mask} from which on {changed_words(found)} changes by at most "
+            f"{limit_words(found, found.tolerance)} on average: {each}."
+        )
     return lines
+
+
+def _of_quarters(findings: Findings, model: str) -> SparseVerdict:
+    """The unit of what was run at several lengths, also where the inputs as they are say nothing."""
+    table = findings(quarter_table)
+    measure = str(table.loc[table["model"] == model, "measure"].iloc[0])
+    perplexity = measure == "loss" and next_token(findings, model)
+    return SparseVerdict("", measure=measure, perplexity=perplexity, tolerance=tolerance_of(findings, measure))
 
 
 def needed_words(row: Mapping[str, Any]) -> str:
@@ -262,7 +305,7 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
             high=tested["interval"][1], samples=last - first + 1,
         )  # fmt: skip
         held = {True: "within", False: "not within", None: "too few samples to tell whether within"}
-        within = f", {held[tested['holds']]} {content['tolerance']:g}"
+        within = f", {held[tested['holds']]} {limit_words(change, content['tolerance'])}"
         within = within if math.isfinite(tested["change"]) else ""
         said.append(f"{name} keeps {percent(budget['share'])}% of the keys and {cost_words(change)}{within}")
     if not said:

@@ -118,7 +118,7 @@ def test_a_mean_that_hides_what_some_inputs_suffer_is_no_verdict(made_up):
     found = sparse_verdict(findings, "m")
     assert (found.answer, found.reason, found.k) == ("cannot tell", "harmed", 4)
     assert found.harmed == 2 / SAMPLES
-    assert first_line(findings).endswith("but 2 of 300 samples change by more than 0.1 nats.")
+    assert first_line(findings).endswith("but 2 of 300 samples change by more than 0.1 nats of loss.")
     one = sparse_verdict(shifted(made(made_up, of(4), samples=474), (4, 8, 12), {0: 0.4}), "m")
     assert (one.answer, one.k) == ("plausible", 4)  # of 474 samples with one, 1% of the inputs are excluded
 
@@ -128,7 +128,7 @@ def test_few_samples_exclude_no_rare_harm(made_up):
     assert sparse_verdict(made(made_up, of(4), samples=299), "m").answer == "plausible"
     line = first_line(made(made_up, of(4), samples=12))
     assert line.endswith(
-        "; 12 samples cannot exclude that 22.1% of the inputs change by more than 0.1 nats; 299 can."
+        "; 12 samples cannot exclude that 22.1% of the inputs change by more than 0.1 nats of loss; 299 can."
     )
 
 

@@ -50,7 +50,7 @@ class SparseVerdict:
             that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95% of the
             weight; None: none of these.
         share: mean of k divided by the number of keys of its queries.
-        mass: mean attention weight that k keeps of queries with more than k keys.
+        mass: mean attention weight that k keeps of queries with more than k keys; NaN above the sweep's largest k.
         queries: such queries.
         left_out: queries with at most k keys, of which nothing is dropped.
         measure: what changes: loss (nats per target), divergence (nats per position) or output_change (relative);
@@ -121,7 +121,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         enough = [k for k, kept in mass.items() if kept >= MASS]
         verdict = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
     else:
-        dropping = [row for row in top if not math.isnan(mass.get(row["k"], math.nan))]
+        dropping = [row for row in top if not math.isnan(row["share"])]
         if not dropping:
             return SparseVerdict("cannot tell", "drops_nothing", k=int(top[0]["k"]))
         verdict = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
@@ -130,12 +130,11 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         if verdict.costly is not None:
             share = float(pooled["mean"].get(("share", verdict.costly.k), math.nan))
             verdict = replace(verdict, costly=replace(verdict.costly, share=share, perplexity=perplexity))
-    if verdict.k is not None and verdict.k in mass:
-        queries, left_out = (int(pooled[name]["mass", verdict.k]) for name in ("queries", "undefined"))
-        share = float(pooled["mean"].get(("share", verdict.k), math.nan))
-        verdict = replace(
-            verdict, share=share, mass=mass[verdict.k], queries=queries - left_out, left_out=left_out
-        )
+    if verdict.k is not None:
+        known = "mass" if verdict.k in mass else "share"
+        queries, left_out = (int(pooled[name][known, verdict.k]) for name in ("queries", "undefined"))
+        share, kept = float(pooled["mean"].get(("share", verdict.k), math.nan)), mass.get(verdict.k, math.nan)
+        verdict = replace(verdict, share=share, mass=kept, queries=queries - left_out, left_out=left_out)
     # If as many random keys raise the loss and the largest do not, that decides, however even the weights are.
     if even >= NEAR_UNIFORM and (verdict.measure != "loss" or verdict.answer == "cannot tell"):
         return replace(verdict, answer="cannot tell", reason="near_uniform", costly=None)
@@ -157,11 +156,8 @@ def sparse_glance(findings: Findings) -> Glance:
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else costs
     if len(verdicts) == 1:
         (one,) = judged
-        return Glance(
-            answer, f"k = {one.k}",
-            f"per query ({one.share:.0%} of the keys) {cost_words(one)} and keeps {percent(one.mass)}% of the "
-            "weight",
-        )  # fmt: skip
+        weight = "" if math.isnan(one.mass) else f" and keeps {percent(one.mass)}% of the weight"
+        return Glance(answer, f"k = {one.k}", f"per query ({one.share:.0%} of the keys) {cost_words(one)}{weight}")
     words = "that were run with masks need at most half of their keys"
     words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
     words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""

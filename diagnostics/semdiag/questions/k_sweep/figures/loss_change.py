@@ -80,10 +80,13 @@ def loss_change(findings: Findings) -> Figure:
     drawn = [ax for ax in axes if np.isfinite(ax.dataLim.minposx)]
     for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be NaN
         ax.set_xlim(drawn[0].get_xlim())
+    top = again[again["mask"] == "topk"]
+    unknown = sorted({int(k) for k in top.loc[top["mass"].isna() & top["share"].notna(), "k"]})
+    ends = f"; unknown at {', '.join(map(str, unknown))}, above the sweep's largest k (--max-k)" if unknown else ""
     return finished(
         figure,
         "Bands: 95% intervals over samples. Horizontal line: the largest change that counts as none; the axis "
-        "is linear below it and logarithmic above. Weight: mean over queries with more than k keys.",
+        f"is linear below it and logarithmic above. Weight: mean over queries with more than k keys{ends}.",
     )
 
 

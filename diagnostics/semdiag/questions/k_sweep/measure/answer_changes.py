@@ -39,8 +39,11 @@ def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
         loss = -second.gather(-1, own[:, None])[:, 0].double()
         choices, others = predicted_classes(first), predicted_classes(second)
         likely = first.exp()
-        terms = first.sub_(second).mul_(likely).masked_fill_(likely == 0, 0)
-        parts.append((choices, others, terms.sum(-1, dtype=torch.float64), loss))
+        terms = first.sub_(second).mul_(likely)
+        divergence = terms.sum(-1, dtype=torch.float64)
+        if divergence.isnan().any():  # 0 times ∞; any other term of probability 0 is 0 already
+            divergence = terms.masked_fill_(likely == 0, 0).sum(-1, dtype=torch.float64)
+        parts.append((choices, others, divergence, loss))
     choices, others, divergence, loss = (torch.cat(each).view(counted.shape) for each in zip(*parts, strict=True))
     values["predictions"] = counted.long()
     values["changed"] = ((choices != others) & counted).long()
@@ -60,10 +63,10 @@ def output_change(before: Answers, after: Answers) -> Tensor:
     """
     parts = []
     for one, two in _strips(before.values, after.values):
-        stays = one.isinf() & (one == two)
-        change, size = (
-            torch.linalg.vector_norm(x.double().masked_fill(stays, 0), dim=-1) for x in (difference(two, one), one)
-        )
+        change, size = _norms(two - one, one)
+        if not (change.isfinite().all() and size.isfinite().all()):
+            stays = one.isinf() & (one == two)
+            change, size = _norms(*(x.masked_fill(stays, 0) for x in (difference(two, one), one)))
         parts.append((change, size))
     counted = before.counted
     change, size = (
@@ -72,6 +75,11 @@ def output_change(before: Answers, after: Answers) -> Tensor:
     )
     relative: Tensor = (change / size).masked_fill(change == 0, 0)
     return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~counted.any(1), math.nan)
+
+
+def _norms(*values: Tensor) -> Iterator[Tensor]:
+    """Yield the norms of rows, in float64."""
+    return (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in values)
 
 
 def _kind(values: Tensor) -> torch.dtype:

@@ -120,12 +120,12 @@ def k_sweep(
         :func:`~semdiag.measuring.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
         δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores; all three over queries
         with more than k keys, the others are counted as undefined), mass_without_first (without the first key
-        on both sides), share (k in their keys), head_change and, of our own encoders, stream_change (of a head's
-        output and of the stream: docs/theory.md#truncation; at some k), load, ln_sound and
-        ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below that of full
-        attention); after a rerun accuracy and same_prediction (means over all targets and positions, as in the
-        table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also evenness, the
-        entropy of the weights in that of uniform ones. Empty for a mask that does not depend on the input.
+        on both sides), share (k in their keys; also of larger k that are run), head_change and, of our own
+        encoders, stream_change (of a head's output and of the stream: docs/theory.md#truncation; at some k), load,
+        ln_sound and ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below
+        that of full attention); after a rerun accuracy and same_prediction (means over all targets and positions,
+        as in the table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also
+        evenness, the entropy of the weights in that of uniform ones. Empty for a mask that depends on no input.
 
     Raises:
         InputError: what :func:`k_sweep_tables` raises.
@@ -209,11 +209,11 @@ def k_sweep_tables(
     seconds = time.perf_counter() - started
     for text in draws.remarks:
         remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
-    sweep, reruns = collected.table(), list[dict[str, Any]]()
+    ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
         few = loaded.external and plan.max_k is None
-        ks = plan.ks or (few_ks(most + 1) if few else rerun_ks(min(largest, most)))
+        ks = plan.ks or tuple(few_ks(most + 1) if few else rerun_ks(min(largest, most)))
         how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
         tables |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
         reruns += _accuracies(tables["rerun"])
@@ -223,7 +223,7 @@ def k_sweep_tables(
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in collected.estimates())
         tables["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
-    parts = [sweep, *([pd.DataFrame(reruns)] if reruns else [])]
+    parts = [collected.table(ks), *([pd.DataFrame(reruns)] if reruns else [])]
     tables["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
     return tables
 

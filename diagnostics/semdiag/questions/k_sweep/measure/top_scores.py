@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -126,15 +127,20 @@ class TopScores:
                     row = {"k": k, "quantity": quantity, "statistic": found.statistic, "target": target}
                     yield {**row, "estimate": found.estimate, "low": low, "high": high}
 
-    def table(self) -> pd.DataFrame:
-        """Return the table without the column model: all quantities for every k, by head, then pooled."""
+    def table(self, further: Sequence[int] = ()) -> pd.DataFrame:
+        """Return the table without the column model: all quantities for every k, by head, then pooled.
+
+        Args:
+            further: other k, of which only the share of the keys is told.
+        """
         places = self._places()
         together = _joined(places.values())
         labels = [*places, (ALL, ALL)]
         sizes, loads = ([p[name].shape[-1] for p in places.values()] for name in ("keys", "load"))
         columns: list[dict[str, NDArray[Any]]] = []
         names: list[tuple[int, str]] = []
-        for k, quantity, values in _quantities(together, self._swept, self._output_ks):
+        shares = ((k, "share", _share(together["keys"], k)) for k in further if k > self._swept)
+        for k, quantity, values in chain(_quantities(together, self._swept, self._output_ks), shares):
             values = values.astype(np.float64)
             own = _by_place(values, loads if quantity == "load" else sizes)
             blocks = [*map(percentile_columns, own), percentile_columns(values[None])]
@@ -188,11 +194,16 @@ def _quantities(
         for name in _CHANGES:
             if name in place and k in output_ks:
                 yield k, name, np.where(drops, place[name][output_ks.index(k)], np.nan)
-        yield k, "share", np.where(drops, k / keys, np.nan)
+        yield k, "share", _share(keys, k)
         yield k, "load", place["load"][k - 1]
         yield k, "ln_sound", sound
         yield k, "ln_paper", log_paper_heavy_hitter(*row).numpy()
         yield k, "sound_better", (sound < full).astype(np.float64)
+
+
+def _share(keys: NDArray[Any], k: int) -> NDArray[np.float64]:
+    """Return k in the keys of each query that has more."""
+    return np.where(keys > k, k / keys, np.nan)
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:

@@ -1,0 +1,78 @@
+"""A k that is run with masks and is above the largest of the sweep: it is judged, and what is unknown is said."""
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.survey import survey
+from semdiag.questions.k_sweep.answer.rerun import change_table
+from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
+from semdiag.questions.k_sweep.figures.loss_change import loss_change
+from semdiag.questions.k_sweep.measure.probe import LARGEST_K, KSweepPlan
+from semdiag.questions.k_sweep.terminal import print_k_sweep
+from semdiag.questions.k_sweep.words import kinds_lines, place_lines, verdict_lines
+
+LETTERS, LENGTH = 5, 260
+
+
+class Sharp(nn.Module):
+    """One block of causal attention with large scores, to the logits of the next token."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(LETTERS, width), nn.Embedding(LENGTH, width)
+        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, LETTERS)
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]
+        q, k, v = (2 * part for part in self.qkv(x)[:, None].chunk(3, -1))
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+
+
+@pytest.fixture(scope="module")
+def findings():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Sharp().double().eval()
+    ids = torch.randint(LETTERS, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
+    plan = KSweepPlan(rerun=True, kinds=("topk", "window"))
+    return Findings(survey([loaded], Conditions(plans=(plan,), dtype="float64")))
+
+
+def test_the_share_of_every_k_that_was_run_is_known_and_decides_which_are_judged(findings):
+    top = change_table(findings).query("mask == 'topk'").set_index("k")
+    assert list(top.index) == [32, 64, 128]
+    for k in top.index:
+        keys = range(k + 1, LENGTH + 1)
+        assert top.loc[k, "share"] == pytest.approx(sum(k / n for n in keys) / len(keys), rel=1e-12)
+        assert (top.loc[k, "mass"] > 0) == (k <= LARGEST_K)
+    # At most half of the keys: 64, not 128. It was left out, and 32 was called the largest that is sparse.
+    assert top["share"].between(0.0, 0.5).tolist() == [True, True, False]
+    found = sparse_verdict(findings, "own:model")
+    assert found.k == 64
+    assert (found.queries, found.left_out) == (3 * (LENGTH - 64), 3 * 64)
+
+
+def test_what_is_unknown_there_is_said_where_it_is_missing(findings, capsys):
+    print_k_sweep(findings)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Weight and Δ head of k = 64, 128 are unknown: the sweep ends below (--max-k)." in printed
+    assert "Weight and Δ head are those of topk alone." in printed
+    assert "The weight that 64 keys keep was not measured: the sweep ends below." in printed
+    assert "nan" not in printed.lower().replace("semdiag", "")
+    figure = loss_change(findings)
+    said = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
+    assert "unknown at 64, 128, above the sweep's largest k" in said
+    plt.close(figure)
+
+
+def test_every_change_and_every_limit_names_what_it_is_a_change_of(findings):
+    lines = [*kinds_lines(findings, "own:model"), *place_lines(findings, "own:model")]
+    assert [line.split(" by ")[0].split(" with ")[0] for line in lines] == ["Change of perplexity"] * 2
+    assert "is at most 1% of perplexity, and" in " ".join(verdict_lines(findings, "own:model"))
