@@ -241,8 +241,9 @@ def two(attend):
 
 
 def exported():
-    torch.compiler.reset()  # torch 2.7 counts all modules of torch.nn as one function, and compiles 8 in a process
-    return torch.export.export(two(early)(), (stream(),)).module()
+    # Not strict, as newer torch does by default: strictly, torch 2.7 exports through its compiler, and late in a
+    # long process fails. The compiler takes, for one, only eight modules of torch.nn.
+    return torch.export.export(two(early)(), (stream(),), strict=False).module()
 
 
 def torch_rows():
