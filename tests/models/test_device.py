@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from semdiag_models import device
 from semdiag_models.device import find_device
 from semdiag_models.errors import InputError
 
@@ -10,6 +11,7 @@ def present(monkeypatch):
     """Call with which accelerators there are."""
 
     def pretend(cuda, mps):
+        monkeypatch.setattr(device, "BEST", device.BEST[-3:])  # without that of SEMDIAG_SECOND_DEVICE=auto
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-NAME = "second"
+NAME = "second_device"  # modules get a method of this name: no model may have a part that is called so
 _SOURCE = Path(__file__).with_name("device.cpp")
 _BUILT = _SOURCE.parents[2] / ".pytest_cache" / "second_device"
 
 
 def make_second_device():
-    """Compile the device, if this version of it has not been, and make torch know it as ``second``."""
+    """Compile the device, if this version of it has not been, and make torch know it by this name."""
     torch.ops.load_library(_library())
     torch.utils.rename_privateuse1_backend(NAME)
     module = types.ModuleType(f"torch.{NAME}")

@@ -20,6 +20,9 @@ from semdiag_models.sweeps.runs import at_its_end, inspect
 from semdiag_models.training import Trainer
 
 STEPS = 3  # timed steps, after an untimed one
+_COSTLY = (
+    "train_samples", "holdout_samples", "batch_size", "optimizer", "precision", "compiled", "listops",
+)  # fmt: skip
 _HELD_OUT = 25  # further samples to evaluate
 _COLD = 20.0  # seconds: anything faster is timed again, without warm-up costs
 _WHOLE, _LARGEST = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
@@ -58,26 +61,30 @@ def estimate(
         runs: of the sweep.
         folder: of the sweep; it need not exist.
         device: where the steps are timed.
-        tell: called with what is being timed.
+        tell: called with what is being timed, by what sets it apart in the sweep.
         records: folder of finished runs, which count as done; None means none.
 
     Returns:
         One estimate per run, in order. Runs that differ only in seed, activation and labels share their cost.
     """
     epochs: list[int] = []
-    spent: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    spent: dict[tuple[tuple[str, object], ...], list[float]] = defaultdict(list)
     for run in runs:
         done, past = _past(folder / run.name, run, records)
         epochs.append(0 if done is None else max(0, run.training.epochs - done))
         spent[_cost(run)].extend(past)
-    known: dict[tuple[object, ...], tuple[float, str]] = {
+    known: dict[tuple[tuple[str, object], ...], tuple[float, str]] = {
         cost: (statistics.median(seconds), "history") for cost, seconds in spent.items() if seconds
     }
     estimates = []
+    first: dict[str, tuple[tuple[str, object], ...]] = {}
     for run, left in zip(runs, epochs, strict=True):
         cost = _cost(run)
+        label = f"{run.training.task_label}, {run.model.attention_label}, length {run.model.length}"
+        usual = first.setdefault(label, cost)
         if cost not in known and left:
-            tell(f"Timing {run.training.task_label}, {run.model.attention_label}, length {run.model.length}")
+            other = (f", {name.replace('_', ' ')} {value}" for name, value in cost if (name, value) not in usual)
+            tell(f"Timing {label}{''.join(other)}")
             known[cost] = time_epoch(run, device), "measured"
         seconds, source = known.get(cost, (0.0, "history"))
         estimates.append(Estimate(left, seconds, source))
@@ -97,14 +104,12 @@ def _past(folder: Path, run: SweepRun, records: Path | None) -> tuple[int | None
     return (None if status == "done" else 0 if saved is None else saved.epoch), seconds
 
 
-def _cost(run: SweepRun) -> tuple[object, ...]:
+def _cost(run: SweepRun) -> tuple[tuple[str, object], ...]:
     """Return what determines an epoch's cost up to a few per cent: equal across seeds and tasks of a length."""
     model = replace(run.model, activation="relu", selection_seed=0)
     if run.training.text is None:  # a small vocabulary costs nothing
         model = replace(model, vocabulary_size=2, classes=2)
-    training = run.training
-    sizes = training.train_samples, training.holdout_samples, training.batch_size
-    return (model, *sizes, training.optimizer, training.precision, training.compiled, training.listops)
+    return (*vars(model).items(), *((name, getattr(run.training, name)) for name in _COSTLY))
 
 
 def _timed(trainer: Trainer) -> tuple[float, float]:

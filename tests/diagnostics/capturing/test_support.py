@@ -240,6 +240,12 @@ def two(attend):
     return lambda: nn.Sequential(Attention(attend), Attention(attend))
 
 
+def exported():
+    # Not strict, as newer torch does by default: strictly, torch 2.7 exports through its compiler, and late in a
+    # long process fails. The compiler takes, for one, only eight modules of torch.nn.
+    return torch.export.export(two(early)(), (stream(),), strict=False).module()
+
+
 def torch_rows():
     yield "nn.TransformerEncoder, padded, train", Row(training(encoder), 2, padded_stream)
     yield "nn.TransformerEncoder, padded, eval", Row(encoder, 2, padded_stream, same=False)
@@ -257,10 +263,7 @@ def torch_rows():
     yield "timm ViT, fused", timm_vit(True)
     yield "timm ViT, unfused", timm_vit(False)
     yield "compiled (aot_eager)", Row(lambda: torch.compile(two(nano)(), backend="aot_eager"), 2, on_stream, False)
-    yield (
-        "exported (torch.export)",
-        Row(lambda: torch.export.export(two(early)(), (stream(),)).module(), 2, on_stream),
-    )
+    yield "exported (torch.export)", Row(exported, 2, on_stream)
 
 
 ROWS = {**dict(hugging_face_rows()), **dict(torch_rows())}

@@ -184,6 +184,9 @@ def test_a_name_that_another_locale_could_read_is_refused_with_both_remedies(her
         )
 
     refused = measured()
+    if int(pd.__version__.split(".")[0]) < 3:  # whose tables hold such a name
+        assert refused.returncode == 0
+        return
     assert refused.returncode == 2
     assert "not text here. Rename the file, or set PYTHONUTF8=1 if it is UTF-8." in refused.stderr
     assert refused.stderr.count("\n") == 1

@@ -30,7 +30,8 @@ def padded_inputs(tmp_path):
 
 
 def test_every_model_is_measured_on_its_own_held_out_samples(tiny_runs, tiny_models):
-    found = survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=10, batch_size=4, dtype="float32"))
+    conditions = Conditions(samples=10, batch_size=4, dtype="float32", device="cpu")  # where the models are
+    found = survey([tiny_runs.full, tiny_runs.topk], conditions)
     assert found.models["model"].tolist() == [str(tiny_runs.full), str(tiny_runs.topk)]
     for model in tiny_models:
         tokens, labels, source = model.default_inputs(10, 0)

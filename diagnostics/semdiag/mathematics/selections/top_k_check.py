@@ -180,7 +180,9 @@ class _Part:
         if not others.numel():
             return kth
         own = others.to(self.scores.device)
-        again = self.scores[own].to(torch.float64 if self.scores.dtype == torch.float64 else torch.float32)
+        dtype = self.scores.dtype
+        words = self.scores.view(torch.uint8) if dtype.itemsize == 1 else self.scores  # for torch 2.7
+        again = words[own].view(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
         self._mask_(again, self.first[own], self.end[own])
         largest = again.topk(min(k, self.keys), 1).values.cpu().double()
         wanted = needed[others]
