@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.inputs.tokenising import Tokeniser, read_tokenizer
@@ -121,7 +121,7 @@ def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions
         if labels is not None:
             batch["labels"] = labels[part]
         elif given.targets:
-            batch = _with_targets(tokenise, batch, given.targets[part])
+            batch = _with_targets(tokenise, batch, given.targets[part], model.module)
         batches.append(batch)
     return batches
 
@@ -171,12 +171,17 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
     return torch.tensor(numbers)
 
 
-def _with_targets(tokenise: Tokeniser, batch: dict[str, Tensor], targets: Sequence[str]) -> dict[str, Tensor]:
-    """Return a batch with targets as the decoder's input and as labels."""
+def _with_targets(
+    tokenise: Tokeniser, batch: dict[str, Tensor], targets: Sequence[str], model: nn.Module
+) -> dict[str, Tensor]:
+    """Return a batch with targets as the decoder's input, shifted as the model shifts them, and as labels."""
     if "decoder_input_ids" not in batch:
         raise InputError("Targets are for sequence-to-sequence models, but this model has no separate decoder.")
-    answers = tokenise(targets)
+    answers = tokenise(targets, targets=True)
     ids = answers["input_ids"]
-    mask = answers.get("attention_mask", torch.ones_like(ids)).bool()
-    own = {name: x for name, x in answers.items() if name.startswith("decoder_")}
-    return batch | own | {"labels": ids.where(mask, _IGNORED)}
+    labels = ids.where(answers.get("attention_mask", torch.ones_like(ids)).bool(), _IGNORED)
+    shifted = {name: x for name, x in answers.items() if name.startswith("decoder_")}
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if callable(shift):  # mBART's decoders, for one, begin with the last token, which is the language
+        shifted["decoder_input_ids"] = shift(labels=labels)
+    return batch | shifted | {"labels": labels}

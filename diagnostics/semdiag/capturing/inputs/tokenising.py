@@ -37,14 +37,22 @@ class Tokeniser:
         self._spec, self._tokenizer, self._config = spec, tokenizer, getattr(model, "config", None)
         self._known = _vocabulary(model)
 
-    def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def __call__(self, texts: Sequence[str], targets: bool = False) -> dict[str, Tensor]:
         """Return the model's input.
+
+        Args:
+            texts: of a batch.
+            targets: whether these are what the model should answer, in a translator's other language.
 
         Raises:
             InputError: if the tokenizer fails or is another model's, a text has no token, or an encoder–decoder
                 does not name the token with which its decoder starts.
         """
-        cut = {"truncation": self.longest is not None, "max_length": self.longest}
+        cut: dict[str, Any] = {
+            "truncation": self.longest is not None,
+            "max_length": self.longest,
+            "targets": targets,
+        }
         if self._tokenizer.pad_token is None:
             left = self._tokenizer.padding_side == "left"
             batch = _padded(self._tokens(texts, return_attention_mask=True, **cut), left)
@@ -110,13 +118,14 @@ class Tokeniser:
         known = [str(each if name is None else name) for each, name in zip(ids, names, strict=True)]
         return [text if text and _UNKNOWN not in text else name for text, name in zip(texts, known, strict=True)]
 
-    def _tokens(self, texts: Sequence[str], **how: Any) -> dict[str, Any]:
+    def _tokens(self, texts: Sequence[str], targets: bool = False, **how: Any) -> dict[str, Any]:
         import transformers
 
         most = None if self.longest is None else _CHARACTERS * self.longest + _MARGIN
+        cut = [text[:most] for text in texts]
         try:
             with silent(transformers):
-                return dict(self._tokenizer([text[:most] for text in texts], **how))
+                return dict(self._tokenizer(text_target=cut, **how) if targets else self._tokenizer(cut, **how))
         except Exception as error:  # a configuration that says what no tokenizer can do
             raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
 

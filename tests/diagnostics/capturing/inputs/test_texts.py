@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from semdiag.capturing.inputs.texts import TextOptions, read_texts, text_batches, tokeniser_of
+from semdiag.capturing.inputs.tokenising import Tokeniser
 from semdiag.capturing.loading import load
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
@@ -116,11 +117,18 @@ def test_a_masked_language_model_is_asked_for_masked_tokens(tmp_path):
     assert "run with 15% of the tokens masked (seed 3): the loss is that of these tokens" in said
 
 
-def test_a_sequence_to_sequence_model_answers_with_its_targets(tmp_path):
+@pytest.mark.parametrize("family", ["T5", "MBart"])
+def test_a_sequence_to_sequence_model_answers_with_its_targets(tmp_path, family):
+    """MBart begins its decoder's input with the last token of the target."""
     folder = tmp_path / "answers"
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    if family == "MBart":
+        part = {"layers": 2, "attention_heads": 2, "ffn_dim": 16}
+        sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in part.items()}
+        sizes = {"d_model": 16, **sides}
     fields = {"vocab_size": len(WORDS), "decoder_start_token_id": 0, "pad_token_id": 0, **sizes}
-    model = saved(folder, transformers.T5ForConditionalGeneration, transformers.T5Config, **fields)
+    kinds = (getattr(transformers, f"{family}{name}") for name in ("ForConditionalGeneration", "Config"))
+    model = saved(folder, *kinds, **fields)
     targets = ["a b", "c d e f", "g", "h i"]
     rows = [{"text": text, "target": target} for text, target in zip(TEXTS, targets, strict=True)]
     found = swept(folder, lines(tmp_path / "texts.jsonl", rows))
@@ -132,6 +140,23 @@ def test_a_sequence_to_sequence_model_answers_with_its_targets(tmp_path):
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels
         ).loss.item()
     assert loss_of(found) == pytest.approx(own, rel=1e-5)
+
+
+class Translator:
+    """A tokenizer whose other language has other tokens."""
+
+    pad_token, padding_side, model_max_length = "[PAD]", "right", 16
+
+    def __call__(self, texts=None, text_target=None, **how):
+        words = text_target or texts
+        ids = [[1 + len(word) + 10 * (text_target is not None) for word in text.split()] for text in words]
+        return {"input_ids": torch.tensor(ids)}
+
+
+def test_targets_are_tokens_of_the_other_language():
+    tokenise = Tokeniser("translator", Translator(), torch.nn.Identity())
+    assert tokenise(["a bb", "ccc d"])["input_ids"].tolist() == [[2, 3], [4, 2]]
+    assert tokenise(["a bb", "ccc d"], targets=True)["input_ids"].tolist() == [[12, 13], [14, 12]]
 
 
 @pytest.mark.parametrize(
