@@ -65,7 +65,7 @@ def test_a_mask_can_be_put_under_noise_unless_it_ignores_the_scores():
     for name, selection in SELECTIONS.items():
         assert (selection is None) == (name in (*FIXED_MASKS, "redrawn") and name not in DENSE)
         if selection is not None:
-            assert selection.own == (name in CHANGING)
+            assert selection.by_model == (name in CHANGING)
 
 
 @pytest.mark.parametrize("source", ["semdiag", "paper code", "python", *EXTERNAL_SOURCES])

@@ -146,7 +146,7 @@ def test_tables_and_json_hold_the_changes_beside_the_weight(wild_encoder, padded
         findings = Findings(semdiag.k_sweep(model, *given, plan=plan))
         print_k_sweep(findings)
         shown = capsys.readouterr().out
-        assert shown.count("Δ head") == 2
+        assert shown.count("Δ head  ") == 2  # headings
         assert shown.count("Δ stream") == (2 if known else 1)  # in two tables, or in the reason why not
         assert ("Δ stream is left out: " in shown) != known
         (result,) = findings(k_sweep_summary)["results"]
