@@ -113,7 +113,8 @@ def _unknown(rows: list[Summary]) -> Iterator[str]:
         yield f"Weight and Δ head of k = {', '.join(map(str, above))} are unknown: the sweep ends below (--max-k)."
     if kept:
         yield f"No query has more keys than k = {', '.join(map(str, kept))}: nothing is dropped."
-    if {row["mask"] for row in rows} - {"none", TOP_K, RANDOM}:
+    masks = {row["mask"] for row in rows}
+    if TOP_K in masks and masks - {"none", TOP_K, RANDOM}:
         yield "Weight and Δ head are those of topk alone."
 
 

@@ -54,6 +54,7 @@ _WHY = {
     "a probability becomes 0)",
     "fixed_mask": "its mask does not rank keys by their scores",
     "own_mask": "it was trained to keep its k largest scores, and was not run with fewer",
+    "other_kinds": "a verdict is about topk, which is not among the kinds that were run",
     "not_measured": "it was not measured",
 }
 

@@ -272,6 +272,16 @@ def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
     assert sparse_verdict(made(made_up, evenness=0.99), "m").reason == "near_uniform"
 
 
+def test_a_run_with_other_kinds_alone_is_no_answer_about_top_k(made_up):
+    """The command that would run it is not advised: it was run."""
+    findings = made(made_up, of(4))
+    rerun = findings.measurements.rerun.copy()
+    rerun["mask"] = rerun["mask"].replace("topk", "window")
+    findings = Findings(findings.measurements.replace(rerun=rerun))
+    assert sparse_verdict(findings, "m").reason == "other_kinds"
+    assert first_line(findings).startswith("cannot tell: a verdict is about topk, which is not among the kinds")
+
+
 def test_a_mask_of_its_own_is_judged_only_when_it_was_run_with_fewer_keys(made_up):
     """The weight of all its scores is that of a softmax which the model never computes."""
     findings = made(made_up, attention="topk", k=5)

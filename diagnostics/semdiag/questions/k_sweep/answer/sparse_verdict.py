@@ -31,6 +31,7 @@ _CHANGES = {
 ROUNDING = 5e-5  # nats: anything smaller may be rounding
 _DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
 _OF_MASKS = "fixed_mask", "own_mask"  # reasons why a model with its own mask cannot be judged
+_BY_WEIGHT = "not_rerun", "other_kinds"  # reasons that leave only the weights to go by
 ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons that are shown with the estimate
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
 
@@ -44,8 +45,8 @@ class SparseVerdict:
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
         reason: why there is no answer, as a keyword: near_uniform, chance, control, few_samples, harmed,
-            uncertain, not_sparse, not_rerun, not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty
-            if there is one.
+            uncertain, not_sparse, not_rerun, other_kinds (run, but not with top-k), not_finite, drops_nothing,
+            fixed_mask, own_mask, not_measured; empty if there is one.
         k: what the answer is about: the smallest k from which on the loss stays; if there is none, the largest
             that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95% of the
             weight; None: none of these.
@@ -119,7 +120,8 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         return SparseVerdict("cannot tell", "own_mask")
     if not top:
         enough = [k for k, kept in mass.items() if kept >= MASS]
-        verdict = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
+        reason = "not_rerun" if again.empty else "other_kinds"
+        verdict = SparseVerdict("cannot tell", reason, k=min(enough, default=None))
     else:
         dropping = [row for row in top if not math.isnan(row["share"])]
         if not dropping:
@@ -166,7 +168,7 @@ def sparse_glance(findings: Findings) -> Glance:
 
 def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
     """Return how many keys hold most of the weight, if no model was judged by a rerun."""
-    weighed = [each for each in verdicts if each.reason == "not_rerun" and each.k is not None]
+    weighed = [each for each in verdicts if each.reason in _BY_WEIGHT and each.k is not None]
     if not weighed:
         return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models have attention for which this can be answered")
     dense = sum(each.reason not in _OF_MASKS for each in verdicts)
