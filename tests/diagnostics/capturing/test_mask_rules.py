@@ -179,6 +179,10 @@ def test_a_window_keeps_as_many_keys_as_top_k():
     assert rule_of("topk-4-layers", 8, 0) == TopK(8, shared="layer", every=4)
     assert rule_of("random", 8, 3) == RandomK(8, 3)
     assert [k for name, k, _ in masks_of([8, 16], 0, ("block-16",))] == [16]
+    remarks = []
+    masks = masks_of([2, 4], 0, ["topk", "window"], ["window"], lambda text, code: remarks.append((text, code)))
+    assert {name for name, _, _ in masks} == {"topk"}
+    assert remarks == [("window is left out: it needs k of at least 5, and 4 is the largest", "k-left-out")]
     assert {name for name, _, _ in masks_of([64], 0, tuple(KINDS))} == set(KINDS)
 
 

@@ -1,6 +1,6 @@
 """Kinds of sparse attention that a model is run with, side by side at equal numbers of keys."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from semdiag.capturing.mask_rules import Keep, RandomK, Rule, TopK, TopP
 from semdiag_models import InputError
@@ -54,7 +54,11 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
 
 
 def masks_of(
-    ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS, asked: Sequence[str] = ()
+    ks: Sequence[int],
+    seed: int,
+    kinds: Sequence[str] = OWN_KINDS,
+    asked: Sequence[str] = (),
+    remark: Callable[[str, str], None] | None = None,
 ) -> list[tuple[str, int, Keep]]:
     """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent.
 
@@ -63,9 +67,10 @@ def masks_of(
         seed: of random keys.
         kinds: names.
         asked: those that a user named, which are not left out silently.
+        remark: gets a text and a code for each of these that has no rule for any of these k; None: it is refused.
 
     Raises:
-        InputError: if one that was asked for has a rule for none of these k.
+        InputError: if one that was asked for has no rule, and there is no remark.
 
     Example:
         >>> [(name, k) for name, k, _ in masks_of([2, 8], 0, ("topk", "window", "random"))]
@@ -81,7 +86,10 @@ def masks_of(
         ruled = [(k, rule_of(kind, k, seed)) for k in ks]
         if kind in asked and not any(rule for _, rule in ruled):
             least = next(k for k in range(1, max(ks) + 65) if rule_of(kind, k, seed) is not None)
-            raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
+            if remark is None:
+                raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
+            said = f"{kind} is left out: it needs k of at least {least}, and {max(ks)} is the largest"
+            remark(said, "k-left-out")
         masks += [(kind, k, rule) for k, rule in ruled if rule is not None]
     return masks
 

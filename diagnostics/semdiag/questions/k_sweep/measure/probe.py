@@ -244,7 +244,7 @@ def _reruns(
     """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
-    masks = masks_of(ks, seed, kinds, plan.kinds)
+    masks = masks_of(ks, seed, kinds, plan.kinds, None if plan.ks else how["remark"])
     if labels is None:
         batches = masked_language(loaded, batches, seed, how["remark"])
     chosen = batches if plan.rerun else _fitting(batches, seconds, len(masks), plan.seconds or 0, how["remark"])
