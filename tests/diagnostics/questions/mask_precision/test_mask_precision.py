@@ -135,7 +135,8 @@ class Biased(nn.Module):
 
     def forward(self, x):
         q, k, v = (t.unflatten(2, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        distance = -(torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs().float()
+        place = torch.arange(x.shape[1], device=x.device)
+        distance = -(place[:, None] - place).abs().float()
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=distance)
         return F.scaled_dot_product_attention(q, k, mixed)
 
