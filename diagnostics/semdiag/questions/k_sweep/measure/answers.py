@@ -182,10 +182,9 @@ class Reader:
         if losses is None or not math.isfinite(losses[0]):
             return ""
         own, ours, rounding = losses
-        there, earlier = (abs(each - own) <= rounding for each in ours)
-        if there != earlier:
-            self._moved = earlier
-        if there or earlier:
+        there, earlier = (abs(each - own) for each in ours)
+        if there <= rounding or earlier <= rounding:
+            self._moved = None if there == earlier else earlier < there  # the nearer of two that are near
             return ""
         return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {_either(ours)}"
 
