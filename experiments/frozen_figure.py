@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 
+Values = NDArray[np.float64]
 ATTENTIONS = {"topk-5": "top-5", "full-times-4": "full, scores × 4", "random-5": "random-5"}
 ARMS = {"trained": ("o", "C0", 0.14), "frozen": ("s", "C3", -0.14)}  # marker, colour, place beside the line
 
@@ -37,17 +39,29 @@ def figure(advantages: pd.DataFrame) -> Figure:
 
 def _draw(ax: Axes, own: pd.DataFrame, first: bool) -> None:
     tasks = list(own["task"])
-    rows = np.arange(len(tasks))[::-1]
-    for arm, (marker, colour, beside) in ARMS.items():
-        middle, low, high = (own[f"{arm}{end}"].to_numpy(float) for end in ("", "_low", "_high"))
-        ax.errorbar(
-            middle, rows + beside, xerr=[middle - low, high - middle], linestyle="none", marker=marker,
-            color=colour, markersize=4, linewidth=1.2, capsize=2, label=f"queries and keys {arm}",
-        )  # fmt: skip
-    ax.axvline(0.0, color="black", linewidth=0.8, linestyle="--")
-    ax.set_yticks(rows, tasks)
-    ax.tick_params(labelleft=first)
+    for arm, style in ARMS.items():
+        ends = (own[f"{arm}{end}"].to_numpy(float) for end in ("", "_low", "_high"))
+        draw_row(ax, np.arange(len(tasks))[::-1], *ends, *style, f"queries and keys {arm}")
+    label_rows(ax, tasks, first)
     ax.set_xlabel("advantage over trained full attention")
+
+
+def draw_row(
+    ax: Axes, rows: Values, middle: Values, low: Values, high: Values, marker: str, colour: str, beside: float,
+    label: str,
+) -> None:  # fmt: skip
+    """Draw a point with its interval beside each of these rows."""
+    ax.errorbar(
+        middle, rows + beside, xerr=[middle - low, high - middle], linestyle="none", marker=marker,
+        color=colour, markersize=4, linewidth=1.2, capsize=2, label=label,
+    )  # fmt: skip
+
+
+def label_rows(ax: Axes, names: list[str], first: bool) -> None:
+    """Name the rows, the first name on top, in the first panel; and draw the line of no advantage."""
+    ax.axvline(0.0, color="black", linewidth=0.8, linestyle="--")
+    ax.set_yticks(range(len(names)), names[::-1])
+    ax.tick_params(labelleft=first)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from frozen_figure import draw_row, label_rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -34,17 +35,12 @@ def figure(advantages: pd.DataFrame) -> Figure:
 
 def _draw(ax: Axes, own: pd.DataFrame, first: bool) -> None:
     levels = list(dict.fromkeys(own["level"]))
-    for attention, (name, marker, colour, beside) in ATTENTIONS.items():
+    for attention, (name, *style) in ATTENTIONS.items():
         shown = own[(own["attention"] == attention) & (own["missing"] == 0)]
         rows = np.array([len(levels) - 1 - levels.index(level) for level in shown["level"]])
-        middle, low, high = (shown[column].to_numpy(float) for column in ("advantage", "low", "high"))
-        ax.errorbar(
-            middle, rows + beside, xerr=[middle - low, high - middle], linestyle="none", marker=marker,
-            color=colour, markersize=3.5, linewidth=1.0, capsize=1.5, label=name,
-        )  # fmt: skip
-    ax.axvline(0.0, color="black", linewidth=0.8, linestyle="--")
-    ax.set_yticks(range(len(levels)), levels[::-1])
-    ax.tick_params(labelleft=first)
+        ends = (shown[column].to_numpy(float) for column in ("advantage", "low", "high"))
+        draw_row(ax, rows, *ends, *style, name)
+    label_rows(ax, levels, first)
     ax.set_xlabel("advantage over full attention")
 
 

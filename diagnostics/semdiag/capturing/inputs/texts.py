@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.inputs.tokenising import Tokeniser, read_tokenizer
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.pretrained import first_line
 from semdiag_models import InputError
 from semdiag_models.tasks.text_lines import read_lines
 
@@ -183,5 +184,8 @@ def _with_targets(
     shifted = {name: x for name, x in answers.items() if name.startswith("decoder_")}
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if callable(shift):  # mBART's decoders, for one, begin with the last token, which is the language
-        shifted["decoder_input_ids"] = shift(labels=labels)
+        try:
+            shifted["decoder_input_ids"] = shift(labels=labels)
+        except (ValueError, TypeError, AssertionError) as error:  # a token that the configuration lacks
+            raise InputError(f"The model takes no targets ({first_line(error)}).") from error
     return batch | shifted | {"labels": labels}

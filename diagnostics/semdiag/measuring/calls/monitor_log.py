@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.capturing.pretrained import first_line
 from semdiag.measuring.calls.monitor_heads import LIMITS, head_columns
 from semdiag.measuring.csv_tables import csv_text, from_csv_table
 from semdiag.measuring.table import read_parquet
@@ -50,7 +51,9 @@ class MonitorLog:
             last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
         except OverflowError as error:
             self._release()
-            raise InputError(f"{path} cannot be continued (a step: {_reason(error)}). Name a new file.") from None
+            raise InputError(
+                f"{path} cannot be continued (a step: {first_line(error)}). Name a new file."
+            ) from None
         if first_step is not None and last >= first_step:
             warnings.warn(
                 f"{path} goes up to step {last}, but this monitor starts at step {first_step}: steps may occur "
@@ -175,7 +178,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
         else:
             table = read_parquet(path)
     except (OSError, ValueError, OverflowError) as error:  # pandas 3.0 reads no whole number of 400 digits
-        raise InputError(f"{path} cannot be continued ({_reason(error)}). Name a new file.") from None
+        raise InputError(f"{path} cannot be continued ({first_line(error)}). Name a new file.") from None
     if list(table) != columns:
         raise InputError(
             f"{path} cannot be continued: its columns are {', '.join(map(str, table))}, "
@@ -185,11 +188,6 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
         os.truncate(path, path.stat().st_size - torn)
         warnings.warn(f"The last line of {path} was incomplete and is left out.", stacklevel=6)
     return table
-
-
-def _reason(error: Exception) -> str:
-    """Return the beginning of what an error says: pandas repeats a cell, however long."""
-    return str(error).splitlines()[0][:100]
 
 
 def read_heads(path: Path) -> pd.DataFrame:
@@ -221,4 +219,4 @@ def read_heads(path: Path) -> pd.DataFrame:
     except InputError:
         raise
     except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise InputError(f"{heads} cannot be read ({_reason(error)}).") from None
+        raise InputError(f"{heads} cannot be read ({first_line(error)}).") from None

@@ -142,6 +142,18 @@ def test_a_sequence_to_sequence_model_answers_with_its_targets(tmp_path, family)
     assert loss_of(found) == pytest.approx(own, rel=1e-5)
 
 
+def test_a_model_that_cannot_shift_its_targets_is_refused_in_one_line(tmp_path):
+    """Bart's shift needs a padding token, which this configuration lacks."""
+    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    fields = {"vocab_size": len(WORDS), "d_model": 16, "pad_token_id": None, "decoder_start_token_id": 2}
+    saved(
+        tmp_path / "answers", transformers.BartForConditionalGeneration, transformers.BartConfig, **fields, **sizes
+    )
+    path = lines(tmp_path / "texts.jsonl", [{"text": "a", "target": "b"}])
+    with pytest.raises(InputError, match=r"^The model takes no targets \(\w+: .*pad_token_id"):
+        text_batches(path, load(f"hf:{tmp_path / 'answers'}"), 10, TextOptions())
+
+
 class Translator:
     """A tokenizer whose other language has other tokens."""
 

@@ -351,7 +351,7 @@ def _heads(number):
         (b"step,layer\n0,0\n", r"is not a monitor's table of heads: it lacks the column head"),
         (b"\x00\xff", r"run-heads\.csv cannot be read"),
         (b"", r"run-heads\.csv cannot be read"),
-        (_heads("9" * 400), r"run-heads\.csv cannot be read \((int too large|Unable to parse)"),
+        (_heads("9" * 400), r"run-heads\.csv cannot be read \(\w+: (int too large|Unable to parse)"),
         (_heads("inf"), r"run-heads\.csv cannot be read"),
     ],
 )
