@@ -1,4 +1,4 @@
-"""The support matrix: what is captured of which model. Its rows are found here and stand in docs/support.md.
+"""The support matrix: what is captured of which model. Its rows are found here and stand in a fixture.
 
 To write the file anew: SEMDIAG_WRITE_SUPPORT=1 pytest tests/diagnostics/capturing/test_support.py
 """
@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_before
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.calls.residual import recomputation_residual
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "support.md"
+DOCUMENT = Path(__file__).parents[2] / "fixtures" / "support_rows.md"
 BATCH, LENGTH, WIDTH, HEADS = 2, 9, 32, 4
 
 
