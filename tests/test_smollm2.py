@@ -96,7 +96,10 @@ def test_the_table_of_kinds_is_that_of_the_committed_report():
 
 
 def test_the_table_of_lengths_and_its_answer_are_those_of_the_record():
-    page = (ROOT / "docs" / "commands" / "k-sweep.md").read_text(encoding="utf-8")
+    page, answer = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("experiments/smollm2/README.md", "docs/commands/k-sweep.md")
+    )
     rows = pd.read_csv(ROOT / "experiments" / "smollm2" / "k_sweep_quarters.csv").query("length > 0")
     assert set(rows["measure"]) == {"loss"}
     percent = {name: [f"{100 * math.expm1(x):+.2g}" for x in rows[name]] for name in ("change", "low", "high")}
@@ -117,7 +120,7 @@ def test_the_table_of_lengths_and_its_answer_are_those_of_the_record():
     for k, length in ((16, 64), (16, 128)):  # the same share of keys, at twice the length
         short, long = said.loc["topk", length, k, 0], said.loc["topk", 2 * length, 2 * k, 0]
         assert short["kept"] == pytest.approx(long["kept"], abs=0.002)
-        assert f"{short['change']}% and {long['change']}%" in " ".join(page.split())
+        assert f"{short['change']}% and {long['change']}%" in " ".join(answer.split())
         assert (changes[2 * length].xs(2 * k, level=1) <= changes[length].xs(k, level=1)).all()
 
 
