@@ -1,7 +1,7 @@
 """Every softmax of many architectures: captured and right, in the audit, or no attention. None is missing.
 
-Held against an independent truth, which shares nothing with the capture. The counts stand in docs/support.md;
-to write them anew: SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_architectures.py
+Held against an independent truth, which shares nothing with the capture. The counts stand in docs/support.md,
+the names in a fixture; to write them anew: SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_architectures.py
 """
 
 import os
@@ -14,7 +14,7 @@ from recorded_softmaxes import found_in
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-DOCUMENT = Path(__file__).parents[3] / "docs" / "support.md"
+ROOT = Path(__file__).parents[3]
 ARCHITECTURES = architectures()
 # In the audit, although its softmax is no attention: it makes the kernels of a convolution.
 FALSE_ALARMS = {"ConvBert": 2}
@@ -59,22 +59,28 @@ def lines():
     yield f"| silent | {silent} |"
     alarms = ", ".join(f"{n}, whose softmax makes kernels of a convolution" for n in FALSE_ALARMS)
     yield f"| false alarms: {alarms} | {len(FALSE_ALARMS)} |"
-    yield ""
-    names = sorted({n.partition(",")[0] for n in whole})
+
+
+def names():
+    """What the fixture says."""
+    all_found = {name: found(name) for name in ARCHITECTURES}
+    whole = sorted({n.partition(",")[0] for n, f in all_found.items() if f.captured and not f.audited})
     calls = sum(f.captured for f in all_found.values())
     others = sum(f.others for f in all_found.values())
     yield (
         f"{calls} attentions were captured, and {others} softmaxes were routers and the like, which are counted. "
-        f"Captured whole: {', '.join(names)}."
+        f"Captured whole: {', '.join(whole)}."
     )
 
 
-def test_the_document_says_what_was_found_of_architectures():
-    written = "\n".join(lines())
-    text = DOCUMENT.read_text("utf-8")
+@pytest.mark.parametrize(("page", "said"), [("docs/support.md", lines), ("tests/fixtures/support_rows.md", names)])
+def test_the_pages_say_what_was_found_of_architectures(page, said):
+    written = "\n".join(said())
+    document = ROOT / page
+    text = document.read_text("utf-8")
     start, _, rest = text.partition("<!-- architectures -->\n")
     _, _, end = rest.partition("<!-- end of architectures -->\n")
     if os.environ.get("SEMDIAG_WRITE_SUPPORT"):
         text = f"{start}<!-- architectures -->\n{written}\n<!-- end of architectures -->\n{end}"
-        DOCUMENT.write_text(text, "utf-8")
+        document.write_text(text, "utf-8")
     assert written in text
