@@ -1,7 +1,9 @@
 """Every softmax of many architectures: captured and right, in the audit, or no attention. None is missing.
 
 Held against an independent truth, which shares nothing with the capture. The counts stand in docs/support.md,
-the names in a fixture; to write them anew: SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_architectures.py
+the names in a fixture. To write them anew:
+
+    SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_architectures.py
 """
 
 import os
