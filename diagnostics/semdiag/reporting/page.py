@@ -5,15 +5,13 @@ from importlib.resources import files
 from typing import Any, TypedDict
 
 import pandas as pd
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
-from semdiag.presenting.page_style import page_style
+from semdiag.presenting.page_style import page_environment, page_style
 from semdiag.presenting.section import Heading
 from semdiag.questions.registry import sections
 from semdiag.reporting.page_tables import ENCODERS, EXTERNAL, LAYERS, MEASURED
-from semdiag_models.plain_text import visible
 
 
 class Picture(TypedDict):
@@ -51,9 +49,6 @@ def render_page(
         theory: names of the tables of the theory beside the page.
         outliers: heads that stand out: name, the page that shows it (None if there is none), and the reason.
     """
-    environment = Environment(
-        autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = content["results"]
     glances = content["glances"]
@@ -65,33 +60,39 @@ def render_page(
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
         for row, other in zip(rows, others, strict=True)
     }
-    return environment.from_string(source).render(
-        page_style=Markup(page_style()),
-        report=content,
-        parts=parts,
-        pictures=pictures,
-        missing={name for name, picture in pictures.items() if picture["missing"]},
-        models=", ".join(sorted(named)),
-        title=_title(rows),
-        tiles=[tile for tile in tiles if not tile[1]["claim"]],
-        claims=[tile for tile in tiles if tile[1]["claim"]],
-        about=_about(content),
-        made_with=_settings({name: value for name, value in content["provenance"].items() if name != "command"}),
-        lead=content["verdict"][0],
-        eyebrow=_eyebrow(parts),
-        best=best,
-        external=all(others),
-        tables={
-            "encoders": ENCODERS,
-            "external": EXTERNAL,
-            "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
-            "layers": LAYERS,
-        },
-        sections={name for name, _ in parts},
-        non_finite=non_finite.to_dict("records"),
-        keep_queries=keep_queries,
-        theory=theory,
-        outliers=outliers,
+    return (
+        page_environment()
+        .from_string(source)
+        .render(
+            page_style=Markup(page_style()),
+            report=content,
+            parts=parts,
+            pictures=pictures,
+            missing={name for name, picture in pictures.items() if picture["missing"]},
+            models=", ".join(sorted(named)),
+            title=_title(rows),
+            tiles=[tile for tile in tiles if not tile[1]["claim"]],
+            claims=[tile for tile in tiles if tile[1]["claim"]],
+            about=_about(content),
+            made_with=_settings(
+                {name: value for name, value in content["provenance"].items() if name != "command"}
+            ),
+            lead=content["verdict"][0],
+            eyebrow=_eyebrow(parts),
+            best=best,
+            external=all(others),
+            tables={
+                "encoders": ENCODERS,
+                "external": EXTERNAL,
+                "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
+                "layers": LAYERS,
+            },
+            sections={name for name, _ in parts},
+            non_finite=non_finite.to_dict("records"),
+            keep_queries=keep_queries,
+            theory=theory,
+            outliers=outliers,
+        )
     )
 
 
@@ -141,8 +142,3 @@ def _settings(named: Mapping[str, Any]) -> str:
         return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value}"
 
     return ", ".join(f"{name.replace('_', ' ')} {said(value)}" for name, value in named.items())
-
-
-def _shown(value: Any) -> Any:
-    """Return a value for the template, escaped unless a macro made it."""
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -9,13 +9,12 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from semdiag.capturing.audit import WARNING
 from semdiag.presenting.columns import finite, percent
 from semdiag.presenting.drawing.reference_ranges import reference_words
-from semdiag.presenting.page_style import page_style
+from semdiag.presenting.page_style import page_environment, page_style
 from semdiag.questions.look.measure.heads import LARGEST, Head, Seen, SeenLayer
 from semdiag.questions.look.measure.sample import LONGEST, Cut
 from semdiag_models.plain_text import visible
@@ -49,9 +48,7 @@ def render_look(seen: Seen, k: int, command: str) -> str:
     Returns:
         HTML that needs no other file.
     """
-    environment = Environment(
-        autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = page_environment()
     environment.filters["number"] = finite
     environment.filters["percent"] = percent
     folder = files("semdiag.questions.look").joinpath("templates")
@@ -223,8 +220,3 @@ def _sink(value: float | None) -> float | str | None:
 def _share(value: float, largest: float) -> int:
     """Return how strongly a cell is coloured, 0 … 100: by the root, so that one outlier does not hide the rest."""
     return round(100 * math.sqrt(max(value, 0.0) / largest)) if largest and math.isfinite(value) else 0
-
-
-def _shown(value: Any) -> Any:
-    """Return a value for the template, escaped unless a macro made it."""
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
