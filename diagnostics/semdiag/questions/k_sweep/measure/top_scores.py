@@ -141,10 +141,8 @@ class TopScores:
         names: list[tuple[int, str]] = []
         shares = ((k, "share", _share(together["keys"], k)) for k in further if k > self._swept)
         for k, quantity, values in chain(_quantities(together, self._swept, self._output_ks), shares):
-            values = values.astype(np.float64)
-            own = _by_place(values, loads if quantity == "load" else sizes)
-            blocks = [*map(percentile_columns, own), percentile_columns(values[None])]
-            columns.append({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]})
+            own = _by_place(values.astype(np.float64, copy=False), loads if quantity == "load" else sizes)
+            columns.append(percentile_columns(own, pooled=True))
             names.append((k, quantity))
         order = np.arange(len(names) * len(labels)).reshape(len(names), -1).T.ravel()
         table = pd.DataFrame({name: np.concatenate([c[name] for c in columns])[order] for name in columns[0]})
