@@ -41,10 +41,14 @@ def percentile_columns(tables: Iterable[NDArray[np.float64]], pooled: bool = Fal
     ordered = [_ordered(values) for values, _ in parts]
     blocks = [_columns(*part, inside) for part, inside in zip(parts, ordered, strict=True)]
     if pooled:
-        whole, inside = (np.concatenate([x.ravel() for x in each])[None] for each in ([v for v, _ in parts], ordered))
         size = sum(len(values) * size for values, size in parts)
-        blocks.append(_columns(whole, size, _ordered(inside)))  # what is in order by rows is soon in order
+        # What is in order row by row is soon in order.
+        blocks.append(_columns(_joined(v for v, _ in parts), size, _ordered(_joined(ordered))))
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def _joined(tables: Iterable[NDArray[np.float64]]) -> NDArray[np.float64]:
+    return np.concatenate([values.ravel() for values in tables])[None]
 
 
 def _finite(values: NDArray[np.float64]) -> Iterator[tuple[NDArray[np.float64], int]]:
