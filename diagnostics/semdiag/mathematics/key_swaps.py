@@ -36,8 +36,8 @@ def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tenso
     delta, gap, k = broadcast(dispersion, separation, keys)
     gap = gap.clamp(min=0)
     inner = torch.minimum(_stationary_height(gap, k), delta)
-    candidates = [_log_cost(height, gap, k) for height in (torch.zeros_like(delta), inner, delta)]
-    return torch.stack(candidates).amax(0)
+    none, some, most = (_log_cost(height, gap, k) for height in (delta.new_zeros(()), inner, delta))
+    return torch.maximum(torch.maximum(none, some), most)
 
 
 def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
@@ -56,5 +56,5 @@ def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
     u = torch.where(exists, excess, 1.0)
     x = 1 + torch.sqrt(2 * u) + u
     for _ in range(_NEWTON_STEPS):
-        x = x * ((torch.log(x) + u) / (x - 1))  # x − (x − ln x − t) / (1 − 1/x)
+        x *= torch.log(x).add_(u).div_(x - 1)  # x − (x − ln x − t) / (1 − 1/x)
     return torch.where(exists, (x + 1 - 2 * torch.where(exists, gap, 0.0)).clamp(min=0), 0.0)

@@ -1,6 +1,7 @@
 """Run a model over inputs and reduce its attention to measurements."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from itertools import chain, islice
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
 from semdiag.capturing.arguments import whole_number, whole_numbers
+from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_kinds import APPROXIMATE
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
@@ -26,6 +28,7 @@ from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.probe import Watcher
 from semdiag.measuring.runs.training_runs import setting_in_words
 from semdiag.measuring.table import typed
 from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS
@@ -51,6 +54,7 @@ def measure(
     min_keys: int = 1,
     max_queries: int = MAX_QUERIES,
     after_batch: Callable[[int], None] = lambda samples: None,
+    watchers: Sequence[Watcher] = (),
 ) -> Measurements:
     """Measure dispersion, separation and key load of every query of every attention layer, of any model.
 
@@ -84,6 +88,7 @@ def measure(
         max_queries: rows kept in the tables of queries and of loads. Beyond it, a sample of the rows is kept, and
             the table ``sketches`` has exact counts, means and extremes, and close percentiles.
         after_batch: called with the number of samples of each finished batch.
+        watchers: further consumers of the attention calls.
 
     Returns:
         Measurements of this one model.
@@ -128,10 +133,19 @@ def measure(
         ahead, cut = _ahead(cut)
         draws.expect(longest_call(loaded, ahead, device, dtype)[0])
     collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
-    with running(loaded, collected.add, device, dtype, real) as run:
+    consumers: list[Collector | Watcher] = [collected, *watchers]
+
+    def add(call: AttentionCall) -> None:
+        for consumer in consumers:
+            consumer.add(call)
+
+    with running(loaded, add, device, dtype, real) as run, ExitStack() as stack:
+        for watcher in watchers:
+            stack.enter_context(watcher.watched(run.module))
         answers = []  # classes only: logits of long texts are large
         for batch in cut:
-            collected.start(batching.samples_of(batch))
+            for consumer in consumers:
+                consumer.start(batching.samples_of(batch))
             _check_real(real, collected.samples, 0)  # more may follow
             logits = run(batch)
             if logits is not None:  # an external model's output is unknown

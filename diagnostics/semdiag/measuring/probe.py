@@ -1,13 +1,15 @@
 """Probes: measurements of a model beyond the attention of a clean forward pass."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
@@ -16,6 +18,19 @@ from semdiag.measuring.tables import REMARKS
 from semdiag_models import InputError
 
 P = TypeVar("P")
+
+
+class Watcher(Protocol):
+    """Looks on while a model makes its clean pass, so that a probe need not make the same pass again."""
+
+    def watched(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of the pass, from what runs."""
+
+    def start(self, samples: int) -> None:
+        """Start a batch with so many samples."""
+
+    def add(self, call: AttentionCall) -> None:
+        """Look at a call while its tensors are alive."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +51,7 @@ class Subject:
         expect: called with the number of steps, if it becomes known only while measuring.
         missing: by name, why something is not available; probes fill it.
         said: other remarks on how the model was measured; probes fill it.
+        watchers: by name of a probe, what looked on for it during the clean pass.
     """
 
     model: LoadedModel
@@ -51,6 +67,7 @@ class Subject:
     expect: Callable[[int], None] = lambda steps: None
     missing: dict[str, Remark] = field(default_factory=dict)
     said: list[Remark] = field(default_factory=list)
+    watchers: dict[str, Watcher] = field(default_factory=dict)
 
     def note(self, name: str, why: str, where: str = "") -> None:
         """Note that something is not available for this model.
@@ -72,6 +89,11 @@ class Subject:
             code: of the remark.
         """
         self.said.append(Remark("", text, code))
+
+    def watch(self, probe: "Probe", plan: Any, prepared: Any) -> None:
+        """Let a probe look on during the clean pass that follows, if it would make the same one."""
+        if (watcher := probe.watch(self, plan, prepared)) is not None:
+            self.watchers[probe.name] = watcher
 
     @property
     def remarks(self) -> pd.DataFrame:
@@ -119,6 +141,7 @@ class Probe:
         measure: makes tables by name from subject, plan and the result of ``prepare``. If something cannot be
             measured, it calls :meth:`Subject.note` or raises
             :class:`~semdiag.measuring.calls.scored_rows.NotAvailableError`.
+        watch: what looks on during the clean pass, from what ``measure`` is given; None: nothing does.
         prepare: reads what is needed before the first model is measured, from plan and conditions, so that a wrong
             path does not cost minutes.
         check: raises an :class:`~semdiag_models.InputError` if the plan cannot be measured on a model, from model,
@@ -133,6 +156,7 @@ class Probe:
     plan: type
     tables: tuple[Table, ...]
     measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
+    watch: Callable[[Subject, Any, Any], Watcher | None] = lambda subject, plan, prepared: None
     prepare: Callable[[Any, Any], Any] = _none
     check: Callable[[LoadedModel, Any, Any], object] = _none
     steps: Callable[[Any], int] = lambda plan: 0

@@ -166,6 +166,14 @@ def _surveyed(
     progress.announce(model.path, sum(map(samples_of, batches)))
     if model.external and ours:
         placed(model.module, device, DTYPES[conditions.dtype])  # in place: it may be large
+    subject = Subject(
+        model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
+        conditions.queries, conditions.probe_samples, progress.after_batch, progress.expect,
+    )  # fmt: skip
+    probes = [all_probes()[type(plan)] for plan in conditions.plans]
+    asked = [*zip(probes, conditions.plans, prepared, strict=True)]
+    for probe, plan, known in asked:
+        subject.watch(probe, plan, known)
     part = measure(
         model,
         batches,
@@ -179,15 +187,11 @@ def _surveyed(
         min_keys=conditions.min_keys,
         max_queries=conditions.max_queries,
         after_batch=progress.after_batch,
+        watchers=[*subject.watchers.values()],
     )
-    subject = Subject(
-        model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
-        conditions.queries, conditions.probe_samples, progress.after_batch, progress.expect,
-    )  # fmt: skip
     tables: dict[str, pd.DataFrame] = {}
     diverged = has_diverged(part)
-    for plan, known in zip(conditions.plans, prepared, strict=True):
-        probe = all_probes()[type(plan)]
+    for probe, plan, known in asked:
         if diverged:
             subject.note(probe.name, "its attention scores are not finite")
             continue

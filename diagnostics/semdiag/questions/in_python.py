@@ -12,7 +12,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.calls.running import home_of, refuse_masked, unnamed
+from semdiag.measuring.calls.running import converted, home_of, refuse_masked, unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measure import measure
@@ -258,8 +258,13 @@ def _asked(
     if labels is not None and loaded.external and not compared:
         raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.")
     own_labels = None if loaded.external else labels
-    measured = measure(loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype)
     subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
+    if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
+        subject.watch(probe, plan, prepared)
+    measured = measure(
+        loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype,
+        watchers=[*subject.watchers.values()],
+    )  # fmt: skip
     try:
         tables = probe.measure(subject, plan, prepared)
     except NotAvailableError as reason:

@@ -60,8 +60,9 @@ def test_columns_are_the_percentiles_of_each_row(spoilt):
     values = np.random.default_rng(0).normal(size=(3, 5))
     for place in spoilt:
         values[place] = np.nan
-    found = pd.DataFrame(percentile_columns(values))
-    pd.testing.assert_frame_equal(found, pd.DataFrame([percentiles(row) for row in values]), check_exact=True)
+    found = pd.DataFrame(percentile_columns([values[:2], values[2:]], pooled=True))
+    expected = pd.DataFrame([*map(percentiles, values), percentiles(values)])
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
 
 
 def test_numbers_are_plain_ones():

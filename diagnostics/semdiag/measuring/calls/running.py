@@ -215,7 +215,7 @@ def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
         >>> home_of(nn.Linear(2, 2).double())
         (device(type='cpu'), torch.float64)
     """
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    tensors = _floating(module)
     first = next((t for t in tensors if not t.is_meta), None)
     kind = torch.get_default_dtype() if not tensors else tensors[0].dtype
     return (torch.device("cpu"), kind) if first is None else (first.device, first.dtype)
@@ -276,16 +276,30 @@ def _frequencies(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     ]
 
 
+def converted(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a module must be converted to run in a dtype.
+
+    Args:
+        module: any.
+        dtype: of its floating-point parameters and buffers, as of :func:`placed`.
+    """
+    own = {id(held[name]) for held, name in (*_frequencies(module), *kept_in_float32(module, dtype))}
+    return any(t.dtype != dtype for t in _floating(module) if id(t) not in own)
+
+
+def _floating(module: nn.Module) -> list[Tensor]:
+    return [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+
+
 def _placed(
     module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[nn.Module, torch.device, torch.dtype]:
     """Return the module on a device and in a dtype; a copy only if it must change."""
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    tensors = _floating(module)
     place, kind = home_of(module)
     place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
     there = all(t.is_meta or t.device.type == place.type for t in tensors)
-    own = {id(held[name]) for held, name in (*_frequencies(module), *kept_in_float32(module, dtype))}
-    if not there or (dtype is not None and any(t.dtype != kind for t in tensors if id(t) not in own)):
+    if not there or (dtype is not None and converted(module, dtype)):
         if any(t.is_meta for t in tensors):
             raise NotAvailableError(
                 "its weights are offloaded (meta tensors): it runs only as it is, on its device and in its dtype"

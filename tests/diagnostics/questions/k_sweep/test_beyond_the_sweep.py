@@ -13,7 +13,8 @@ from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
 from semdiag.questions.k_sweep.figures.loss_change import loss_change
-from semdiag.questions.k_sweep.measure.probe import LARGEST_K, KSweepPlan
+from semdiag.questions.k_sweep.measure.clean_pass import LARGEST_K
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.k_sweep.terminal import print_k_sweep
 from semdiag.questions.k_sweep.words import kinds_lines, place_lines, verdict_lines
 

@@ -1,6 +1,5 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,20 +12,18 @@ from torch import Tensor, nn
 from semdiag.capturing.attention_kinds import SCORED
 from semdiag.capturing.batches import Batch, first_samples, longest, samples_of, split
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.calls.call_lengths import longest_call
-from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import ALL, Table
-from semdiag.questions.k_sweep.measure.budget_search import halves, search
+from semdiag.questions.k_sweep.measure.budget_search import search
+from semdiag.questions.k_sweep.measure.clean_pass import CleanPass, clean_pass
 from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
 from semdiag.questions.k_sweep.measure.kinds import EXTERNAL_KINDS, OWN_KINDS, TOP_K, check_kinds, masks_of
 from semdiag.questions.k_sweep.measure.masked_language import masked_language
 from semdiag.questions.k_sweep.measure.passes import NO_MASK
-from semdiag.questions.k_sweep.measure.quarters import QUARTERS_TABLE, check_placed, packed
+from semdiag.questions.k_sweep.measure.quarters import QUARTERS_TABLE, check_placed
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE, few_ks, rerun, rerun_ks
-from semdiag.questions.k_sweep.measure.top_scores import TopScores
 from semdiag_models import InputError
 
 K_SWEEP_TABLE = Table(
@@ -55,8 +52,6 @@ SWEEP_ESTIMATES = Table(
     },
 )
 _TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, QUARTERS_TABLE, BUDGET_TABLE)
-
-LARGEST_K = 48
 
 
 @dataclass(frozen=True)
@@ -155,6 +150,7 @@ def k_sweep_tables(
     remark: Callable[[str, str], None] = lambda text, code: None,
     after_batch: Callable[[int], None] = lambda samples: None,
     expect: Callable[[int], None] = lambda steps: None,
+    seen: CleanPass | None = None,
 ) -> dict[str, pd.DataFrame]:
     """Return all tables of a k-sweep; arguments as in :func:`k_sweep`.
 
@@ -173,6 +169,7 @@ def k_sweep_tables(
         remark: called with what is to be known of a rerun, as of :func:`~.rerun.rerun`, and of the draws.
         after_batch: called with the number of samples after each forward pass over a batch.
         expect: called with the number of samples of all forward passes, when it is known.
+        seen: a clean pass over these inputs under these conditions; None: it is made here.
 
     Returns:
         ``sweep``; ``sweep_estimates``, empty unless queries were drawn; ``rerun`` and ``budgets``, empty unless
@@ -188,37 +185,28 @@ def k_sweep_tables(
     tables = {table.name: table.empty() for table in _TABLES}
     if not loaded.external and loaded.encoder.config.attention not in SCORED:
         return tables
-    batches = split(tokens, batch_size)
-    lengths = longest_call(loaded, batches, device, dtype)
-    largest = _largest_k(plan, lengths[1])
-    if plan.budget:
-        halves(batches)  # refused before minutes are spent
-    if plan.lengths and not loaded.external:
-        raise InputError("--lengths takes models from elsewhere. For runs: semdiag convergence --lengths 40,60.")
-    pieces = {n: packed(batches, n, max(1, batch_size * lengths[1] // n)) for n in plan.lengths}
-    draws = QueryDraws(queries, seed)
-    draws.expect(lengths[0])
-    collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun, run=plan.ks or tuple(rerun_ks(largest)))
-    expect(sum(map(samples_of, batches)))
-    started = time.perf_counter()
-    with running(loaded, collected.add, device, dtype) as run, collected.streams.watched(run.module):
-        for batch in batches:
-            collected.samples.start(samples_of(batch))
-            run(batch)
-            after_batch(samples_of(batch))
-    seconds = time.perf_counter() - started
+    whole = 0  # samples of a pass that is made here
+    if seen is None:
+        seen = clean_pass(loaded, tokens, plan, batch_size, device, dtype, min_keys, queries, seed)
+        expect(whole := sum(map(samples_of, seen.batches)))
+        with running(loaded, seen.add, device, dtype) as run, seen.watched(run.module):
+            for batch in seen.batches:
+                seen.start(samples_of(batch))
+                run(batch)
+                after_batch(samples_of(batch))
+    collected, draws = seen.scores, seen.scores.draws
     for text in draws.remarks:
         remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
     ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
         few = loaded.external and plan.max_k is None
-        ks = plan.ks or tuple(few_ks(most + 1) if few else rerun_ks(min(largest, most)))
+        ks = plan.ks or tuple(few_ks(most + 1) if few else rerun_ks(min(collected.largest, most)))
         how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
-        tables |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
+        tables |= _reruns(loaded, seen, labels, plan, ks, seed, after_batch, lambda n: expect(whole + n), how)
         reruns += _accuracies(tables["rerun"])
     if plan.budget:
-        budgets, tests = search(loaded, batches, labels, plan.tolerance, min_keys, device, dtype)
+        budgets, tests = search(loaded, seen.batches, labels, plan.tolerance, min_keys, device, dtype)
         tables |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([tables["rerun"], tests])}
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in collected.estimates())
@@ -230,13 +218,11 @@ def k_sweep_tables(
 
 def _reruns(
     loaded: LoadedModel,
-    batches: list[Batch],
+    seen: CleanPass,
     labels: Tensor | None,
     plan: KSweepPlan,
     ks: Sequence[int],
     seed: int,
-    seconds: float,
-    pieces: Mapping[int, Sequence[Batch]],
     after_batch: Callable[[int], None],
     expect: Callable[[int], None],
     how: dict[str, Any],
@@ -245,15 +231,17 @@ def _reruns(
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
     masks = masks_of(ks, seed, kinds, plan.kinds, None if plan.ks else how["remark"])
+    batches, pieces = seen.batches, seen.pieces
     if labels is None:
         batches = masked_language(loaded, batches, seed, how["remark"])
-    chosen = batches if plan.rerun else _fitting(batches, seconds, len(masks), plan.seconds or 0, how["remark"])
+    limit = plan.seconds or 0
+    chosen = batches if plan.rerun else _fitting(batches, seen.seconds, len(masks), limit, how["remark"])
     of_length = {n: masks_of(plan.ks or few_ks(n), seed, kinds) for n in pieces}
     usual = max(map(longest, batches)) if pieces else 1
     steps = {n: max(1, round(n / usual)) for n in pieces}  # what a piece takes, in samples
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
-    whole, few = (sum(map(samples_of, every)) for every in (batches, chosen))
-    expect(whole + (1 + len(masks)) * few + more)
+    few = sum(map(samples_of, chosen))
+    expect((1 + len(masks)) * few + more)
     labels = labels if labels is None or plan.rerun else labels[:few]
     places: list[dict[str, Any]] = []
 
@@ -314,24 +302,22 @@ def _accuracies(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
 
 
-def _largest_k(plan: KSweepPlan, keys: int) -> int:
-    most = max(keys, *plan.lengths, 2)
-    if plan.ks and max(plan.ks) > most:
-        raise InputError(f"k must lie in 1 … {most}, the most keys of a query here. Got k={max(plan.ks)}.")
-    if plan.max_k is not None and plan.max_k >= max(keys, 2):
-        raise InputError(
-            f"The largest k must be below the number of keys, at most {keys} here: otherwise nothing is dropped. "
-            f"Got {plan.max_k}."
-        )
-    largest = plan.max_k or max(1, min(LARGEST_K, keys - 1))
-    return max(largest, min(max(plan.ks, default=1), keys - 1))  # what is run is measured, too
+_SAME = ("batch_size", "device", "dtype", "queries", "seed")  # of a subject and of a k-sweep
+
+
+def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> CleanPass | None:
+    model, inputs = subject.model, split(subject.first[0], subject.batch_size)
+    scored = model.external or model.encoder.config.attention in SCORED
+    if not scored or [*map(samples_of, inputs)] != [*map(samples_of, subject.batches)]:
+        return None
+    return clean_pass(model, inputs, plan, **{n: getattr(subject, n) for n in _SAME}, min_keys=prepared or 1)
 
 
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
     inputs, labels = subject.first
-    same = ("batch_size", "device", "dtype", "queries", "seed", "remark", "expect")
-    how = {name: getattr(subject, name) for name in same} | {"min_keys": prepared or 1}
-    return k_sweep_tables(subject.model, inputs, labels, plan, **how, after_batch=subject.after_point)
+    how = {name: getattr(subject, name) for name in (*_SAME, "remark", "expect")} | {"min_keys": prepared or 1}
+    seen: Any = subject.watchers.pop(K_SWEEP.name, None)
+    return k_sweep_tables(subject.model, inputs, labels, plan, **how, after_batch=subject.after_point, seen=seen)
 
 
 def _provenance(plan: KSweepPlan, samples: int, few: int) -> dict[str, Any]:
@@ -343,6 +329,7 @@ K_SWEEP = Probe(
     KSweepPlan,
     _TABLES,
     _measure,
+    watch=_watch,
     prepare=lambda plan, conditions: conditions.min_keys,
     provenance=_provenance,
     draws=True,

@@ -141,10 +141,8 @@ class TopScores:
         names: list[tuple[int, str]] = []
         shares = ((k, "share", _share(together["keys"], k)) for k in further if k > self._swept)
         for k, quantity, values in chain(_quantities(together, self._swept, self._output_ks), shares):
-            values = values.astype(np.float64)
-            own = _by_place(values, loads if quantity == "load" else sizes)
-            blocks = [*map(percentile_columns, own), percentile_columns(values[None])]
-            columns.append({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]})
+            own = _by_place(values.astype(np.float64, copy=False), loads if quantity == "load" else sizes)
+            columns.append(percentile_columns(own, pooled=True))
             names.append((k, quantity))
         order = np.arange(len(names) * len(labels)).reshape(len(names), -1).T.ravel()
         table = pd.DataFrame({name: np.concatenate([c[name] for c in columns])[order] for name in columns[0]})
@@ -169,7 +167,7 @@ def _quantities(
 ) -> Iterator[tuple[int, str, NDArray[Any]]]:
     """Yield every quantity of every k, over the queries (or keys) of one layer and head."""
     top, whole, keys = place["top"].astype(np.float64), place["range"].astype(np.float64), place["keys"]
-    kept_mass = np.logaddexp.accumulate(top[:largest], axis=0) - place["log_sum_exp"]
+    mass = np.exp(top[:largest] - place["log_sum_exp"]).cumsum(0)
     besides = np.where(np.arange(largest)[:, None] == place["first_rank"], -np.inf, top[:largest])
     besides = np.exp(besides - np.where(keys > 1, place["others"], 0.0)).cumsum(0)
     full = fixed_mask_stability(_tensor(whole), _tensor(keys)).log_value.numpy()
@@ -189,7 +187,7 @@ def _quantities(
         spread = drops & (whole > 0)
         yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=spread)
         yield k, "separation", separation
-        yield k, "mass", np.where(drops, np.minimum(np.exp(kept_mass[k - 1]), 1.0), np.nan)
+        yield k, "mass", np.where(drops, np.minimum(mass[k - 1], 1.0), np.nan)
         yield k, "mass_without_first", np.where(drops, np.minimum(besides[k - 1], 1.0), np.nan)
         for name in _CHANGES:
             if name in place and k in output_ks:

@@ -1,0 +1,111 @@
+"""A k-sweep looks on during the clean pass of its command: how often the model runs, and equal numbers."""
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import semdiag
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep_tables
+
+LETTERS, SAMPLES = 7, 9
+PLAN = KSweepPlan(rerun=True, ks=(2, 4), kinds=("topk", "random"))
+ALONE, AGAIN = [1, 1], [SAMPLES] * 4  # a sample as it is and with other tokens at its end; masks
+
+
+class Causal(nn.Module):
+    """One block of causal attention, to the logits of the next token; counts the samples of every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.tokens, self.qkv = nn.Embedding(LETTERS, 16), nn.Linear(16, 48)
+        self.head = nn.Linear(16, LETTERS)
+
+    def forward(self, ids):
+        self.seen.append(len(ids))
+        x = self.tokens(ids)
+        q, k, v = (3 * part for part in self.qkv(x)[:, None].chunk(3, -1))
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(LETTERS, (SAMPLES, 10), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Causal().double().eval()
+
+
+def surveyed(model, ids, plan=PLAN, **how):
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=ids)
+    return survey([loaded], Conditions(plans=(plan,), dtype="float64", **how))
+
+
+def test_two_kinds_with_two_k_take_six_forwards_and_the_test_for_causality(model, ids):
+    semdiag.k_sweep(model, ids, plan=PLAN)
+    assert model.seen == [SAMPLES, SAMPLES, *ALONE, *AGAIN]
+    model.seen.clear()
+    surveyed(model, ids)
+    assert model.seen == [SAMPLES, SAMPLES, *ALONE, *AGAIN]
+
+
+def test_without_a_rerun_the_clean_pass_is_enough(model, ids):
+    semdiag.k_sweep(model, ids)
+    assert model.seen == [SAMPLES]
+
+
+def test_fewer_samples_than_the_clean_pass_has_take_a_pass_of_their_own(model, ids):
+    surveyed(model, ids, KSweepPlan(), probe_samples=3)
+    assert model.seen == [SAMPLES, 3]
+
+
+def test_a_model_of_two_precisions_is_swept_as_it_is_run_again(model, ids):
+    """The sweep is of a copy in the first one, the clean pass of the model as it is."""
+    model.register_buffer("other", torch.zeros(1))
+    model.seen = Shared()
+    semdiag.k_sweep(model, ids)
+    assert model.seen == [SAMPLES, SAMPLES]
+
+
+class Shared(list):
+    """One list for a model and its copies."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+@pytest.mark.parametrize("how", [{}, {"queries": 4, "seed": 3}, {"min_keys": 4}, {"probe_samples": 3}])
+def test_the_numbers_are_those_of_a_pass_of_its_own(how, model, ids):
+    found = surveyed(model, ids, batch_size=4, **how)
+    few = how.pop("probe_samples", None)
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown")
+    own = k_sweep_tables(loaded, ids[:few], None, PLAN, batch_size=4, dtype=torch.float64, **how)
+    for name, table in own.items():
+        pd.testing.assert_frame_equal(getattr(found, name), table, check_exact=True)
+
+
+def test_an_encoder_looks_on_too_and_its_numbers_stay(tiny_models):
+    found = survey([tiny_models[0]], Conditions(samples=SAMPLES, plans=(PLAN,)))
+    tokens, labels, _ = tiny_models[0].default_inputs(SAMPLES, 0)
+    own = k_sweep_tables(tiny_models[0], tokens, labels, PLAN, dtype=torch.float64)
+    assert "stream_change" in set(own["sweep"]["quantity"])
+    for name, table in own.items():
+        pd.testing.assert_frame_equal(getattr(found, name), table, check_exact=True)
+
+
+def test_scores_that_are_not_finite_are_told_and_nothing_is_swept(model, ids):
+    with torch.no_grad():
+        model.qkv.weight[0, 0] = torch.nan
+    found = surveyed(model, ids)
+    assert found.sweep.empty
+    assert any("its attention scores are not finite" in text for text in found.remarks["text"])
+    assert model.seen == [SAMPLES]
