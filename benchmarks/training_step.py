@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag_models import Encoder, ModelConfig, TrainingConfig
+from semdiag_models.attention.matrix_attention import SHORT
 from semdiag_models.random_state import random_state
-from semdiag_models.step.attention import SHORT
-from semdiag_models.step.stack import Stack
+from semdiag_models.step import Stack
 from semdiag_models.training import Trainer
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from semdiag_models.frozen import Frozen, frozen_rows
 from semdiag_models.optimization import make_optimizer, product_precision, set_learning_rate
 from semdiag_models.random_state import RandomState, drawing_from
-from semdiag_models.step.stack import Stack
+from semdiag_models.step import Stack
 
 if TYPE_CHECKING:
     from semdiag_models.training import Trainer

@@ -15,6 +15,7 @@ from semdiag_models.encoder import Encoder
 from semdiag_models.epoch import train_epoch
 from semdiag_models.errors import InputError
 from semdiag_models.frozen import Frozen, frozen_rows
+from semdiag_models.memory_needs import training_memory
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import (
     check_precision,
@@ -26,8 +27,7 @@ from semdiag_models.optimization import (
 )
 from semdiag_models.reading import require_memory
 from semdiag_models.run_lock import RunLock
-from semdiag_models.step.memory_needs import training_memory
-from semdiag_models.step.stack import Stack
+from semdiag_models.step import Stack
 from semdiag_models.tasks import task_of
 from semdiag_models.training_config import TrainingConfig
 

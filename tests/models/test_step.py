@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semdiag_models import compiled, products
+from semdiag_models.attention.matrix_attention import SHORT, largest
 from semdiag_models.dropout import dropped_positions
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ACTIVATIONS, ModelConfig
 from semdiag_models.random_state import random_state, restore_random_state
-from semdiag_models.step.attention import SHORT, _largest
-from semdiag_models.step.stack import Stack
+from semdiag_models.step import Stack
 
 CPU = torch.device("cpu")
 PAD = 4
@@ -339,7 +339,7 @@ def test_the_largest_are_kept_however_many_are_equal(drawn):
     scores = torch.tensor(rows).T[:, None]  # (keys, 1, queries)
     finite = (scores > -math.inf).sum(0)
     wanted = int((finite.clamp(max=k) + len(scores) - finite).sum())
-    kept = _largest(scores.clone(), k, wanted, lambda name, shape: torch.empty(shape))
+    kept = largest(scores.clone(), k, wanted)
     assert torch.equal((kept > -math.inf).sum(0), finite.clamp(max=k))
     assert torch.equal(kept.topk(k, 0).values, scores.topk(k, 0).values)
     assert ((kept == scores) | (kept == -math.inf)).all()

@@ -12,8 +12,8 @@ import torch
 
 from semdiag_models.device import find_device
 from semdiag_models.errors import InputError
+from semdiag_models.memory_needs import training_memory
 from semdiag_models.random_state import random_state, restore_random_state
-from semdiag_models.step.memory_needs import training_memory
 from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.records import read_history
 from semdiag_models.sweeps.runs import at_its_end, inspect

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import BrokenProcessPool
 
-from semdiag_models.step.stack import ALIKE
+from semdiag_models.step import ALIKE
 from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 

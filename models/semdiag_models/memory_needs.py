@@ -1,8 +1,8 @@
 """A lower bound of the memory for training a model, computed before allocation."""
 
 from semdiag_models.attention.kinds import ATTENTIONS
+from semdiag_models.attention.matrix_attention import SHORT
 from semdiag_models.model_config import ModelConfig
-from semdiag_models.step.attention import SHORT
 from semdiag_models.training_config import TrainingConfig
 
 _FLOAT, _INDEX = 4, 8  # bytes

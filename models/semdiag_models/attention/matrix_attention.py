@@ -1,0 +1,195 @@
+"""Attention in the trainer's step: forward, and backward from the gradient of its output.
+
+Short sequences use masked matrices, which are kept for the backward pass: at such lengths a dense product is
+cheaper than gathering keys. The layout is (keys, rows, queries), so that the softmax and the search for each
+query's k largest scores run along memory. Longer sequences use the encoder's own attention, which never holds a
+length × length tensor, and torch's autograd for it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from semdiag_models.attention.kinds import ATTENTIONS
+from semdiag_models.encoder import Attention
+
+SHORT = 128  # up to so many tokens, masked matrices are used
+_FEW = 12  # up to so many keys, the largest scores are found by repeated maxima
+
+Drawing = Callable[[torch.device], AbstractContextManager[None]]  # in it, an encoder's own generator draws
+Attend = Callable[[Tensor, Tensor | None, Sequence[Tensor], bool], tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+
+def attention_by_torch(layers: Sequence[Attention], drawing: Sequence[Drawing]) -> Attend:
+    """Return the encoders' attention, differentiated by torch; it draws its own drops.
+
+    Args:
+        layers: of encoders with the same configuration.
+        drawing: one for each of them.
+
+    Returns:
+        A function like :meth:`MatrixAttention.__call__`; it needs no drops.
+    """
+
+    def attend(
+        qkv: Tensor, valid: Tensor | None, drops: Sequence[Tensor], training: bool
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        del drops
+        leaf, n = qkv.detach().requires_grad_(training), len(layers)
+        masks = [None] * n if valid is None else valid.chunk(n)
+        mixed = []
+        with torch.set_grad_enabled(training):
+            for layer, draw, part, mask in zip(layers, drawing, leaf.chunk(n), masks, strict=True):
+                with draw(qkv.device):
+                    mixed.append(layer.mix(part, mask))
+        return torch.cat(mixed).detach(), lambda grad: torch.autograd.grad(mixed, leaf, grad.chunk(n))[0]
+
+    return attend
+
+
+class MatrixAttention:
+    """Attention of encoders with the same configuration, through masked matrices (L keys, G·B·H rows, L queries).
+
+    Args:
+        layers: of G encoders.
+        drawing: one for each of them.
+    """
+
+    def __init__(self, layers: Sequence[Attention], drawing: Sequence[Drawing]) -> None:
+        self._layers, self._drawing = layers, drawing
+        self._fixed: dict[int, Tensor] = {}  # by length: keys that are independent of the input
+
+    def __call__(
+        self, qkv: Tensor, valid: Tensor | None, drops: Sequence[Tensor], training: bool
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Mix the values.
+
+        Args:
+            qkv: (G·B, L, 3·H·D), the encoders' batches one after another.
+            valid: (G·B, L) bool, false for PAD; None if there is none.
+            drops: of each of the G encoders, which of its L·B·H·L weights to drop; empty if none.
+            training: whether straight-through gradients are asked for.
+
+        Returns:
+            (G·B, L, H·D), and a function from the gradient of it to that of ``qkv``.
+        """
+        layer, (rows, length, _) = self._layers[0], qkv.shape
+        by_head = qkv.view(rows, length, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = by_head.reshape(3, -1, length, layer.head_width).unbind()
+        scores = _by_key(k, q, layer.scale)
+        if valid is not None:
+            scores.masked_fill_(~valid.repeat_interleave(layer.heads, 0).T[:, :, None], -math.inf)
+        of_all = None  # the softmax over all keys, for straight-through gradients
+        if training and layer.core.straight_through:
+            of_all = torch.softmax(scores, 0).nan_to_num_(0.0)
+        weights = torch.softmax(self._masked(scores, by_head, valid), 0)
+        if layer.k is not None:  # a query without a key
+            weights.nan_to_num_(0.0)
+        factor, flat = 1 / (1 - layer.core.p) if drops else 1.0, weights.view(-1)
+        where = _places(drops, weights.shape, weights.device)
+        dropped = flat.index_select(0, where)
+        flat.index_fill_(0, where, 0)
+        mixed = torch.empty_like(v)
+        torch.baddbmm(mixed, weights.permute(1, 2, 0), v, beta=0, alpha=factor, out=mixed)
+
+        def backward(grad: Tensor) -> Tensor:
+            grad = grad.view(rows, length, layer.heads, -1).transpose(1, 2).reshape(v.shape)
+            d_by_head = v.new_empty(3, *v.shape)
+            d_q, d_k, d_v = d_by_head.unbind()
+            torch.baddbmm(d_v, weights.transpose(0, 1), grad, beta=0, alpha=factor, out=d_v)
+            d_weights = _by_key(v, grad, factor)
+            d_weights.view(-1).index_fill_(0, where, 0)
+            flat.index_copy_(0, where, dropped)
+            softmax = weights if of_all is None else of_all
+            d_scores: Tensor = torch._softmax_backward_data(d_weights, softmax, 0, weights.dtype)
+            torch.baddbmm(d_q, d_scores.permute(1, 2, 0), k, beta=0, alpha=layer.scale, out=d_q)
+            torch.baddbmm(d_k, d_scores.transpose(0, 1), q, beta=0, alpha=layer.scale, out=d_k)
+            return d_by_head.view(by_head.shape).permute(1, 3, 0, 2, 4).reshape(qkv.shape)
+
+        return mixed.view(rows, -1, length, layer.head_width).transpose(1, 2).reshape(rows, length, -1), backward
+
+    def _masked(self, scores: Tensor, by_head: Tensor, valid: Tensor | None) -> Tensor:
+        """Replace the scores of keys that a query does not attend to by -∞."""
+        layer, length = self._layers[0], len(scores)
+        keeps = ATTENTIONS[layer.kind].keeps
+        if layer.k is None:
+            return scores
+        if keeps in ("largest", "smallest"):
+            k, counts = min(layer.k, length), scores.new_tensor([length]) if valid is None else valid.sum(1)
+            wanted = int((counts.clamp(max=k) + length - counts).sum()) * (scores[0].numel() // len(counts))
+            if keeps == "largest":
+                return largest(scores, k, wanted)
+            kept = largest(torch.where(scores == -math.inf, scores, -scores), k, wanted)
+            return torch.where(kept == -math.inf, kept, scores)
+        if keeps == "fixed" and valid is None:  # the same for every sample and step
+            if length not in self._fixed:
+                self._fixed[length] = self._kept(by_head, None)[:, :1]
+            kept = self._fixed[length]
+        else:
+            kept = self._kept(by_head, valid)
+        scores.view(length, -1, layer.heads, length).masked_fill_(~kept, -math.inf)
+        return scores
+
+    def _kept(self, by_head: Tensor, valid: Tensor | None) -> Tensor:
+        """Return (L keys, G·B, H, L queries) bool: the keys that the encoders' own layers select."""
+        n, kept = len(self._layers), []
+        masks = [None] * n if valid is None else valid.chunk(n)
+        for layer, draw, (q, k, _), mask in zip(
+            self._layers, self._drawing, by_head.chunk(n, 1), masks, strict=True
+        ):
+            with draw(q.device):
+                selected = layer.select(q, k, mask)
+            assert selected is not None
+            length = q.shape[2]
+            own = torch.zeros(*q.shape[:3], length + 1, dtype=torch.bool, device=q.device)
+            own.scatter_(3, selected.masked_fill(selected < 0, length), True)
+            first, last = layer.core.everywhere
+            own[:, :, :first] = own[:, :, length - last :] = True
+            kept.append(own[..., :length])
+        return torch.cat(kept).permute(3, 0, 1, 2)
+
+
+def _by_key(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Return factor · a[r] b[r]ᵀ for all rows r, in the layout (keys, rows, queries)."""
+    products = a.new_empty(len(a), a.shape[1], b.shape[1])
+    torch.baddbmm(products, a, b.mT, beta=0, alpha=factor, out=products)
+    return products.transpose(0, 1).contiguous()
+
+
+def _places(drops: Sequence[Tensor], shape: torch.Size, device: torch.device) -> Tensor:
+    """Return flat positions among the weights of all encoders, from positions within each."""
+    if len(drops) < 2:
+        return drops[0] if drops else torch.empty(0, dtype=torch.int64, device=device)
+    _, rows, queries = shape
+    own = rows * queries // len(drops)  # weights of a key in one encoder
+    return torch.cat([d + (d // own) * (rows * queries - own) + i * own for i, d in enumerate(drops)])
+
+
+def largest(scores: Tensor, k: int, wanted: int) -> Tensor:
+    """Replace all scores except each query's k largest by -∞, in place.
+
+    Args:
+        scores: (keys, rows, queries).
+        k: keys to keep.
+        wanted: number of scores that are kept or already -∞.
+
+    Returns:
+        The same memory.
+    """
+    if k <= _FEW:
+        # Distances to the largest score; k times, the nearest is set to infinity. Only vectorised CPU operations:
+        # comparisons, masks and topk take many times longer.
+        distance = scores.amax(0) - scores
+        for step in range(k):
+            if step:
+                distance.sub_(distance.amin(0))
+            torch.threshold_(distance, 0.0, math.inf)
+        bound = torch.threshold_(distance, torch.finfo(distance.dtype).max, -math.inf)  # ∞ if kept, else -∞
+        if float(bound.clamp(0, 1).sum(0).sum(dtype=torch.float64)) == wanted:
+            return torch.minimum(scores, bound, out=scores)
+    # Equal scores (or many keys): torch decides which of them are kept.
+    forbidden = torch.ones_like(scores, dtype=torch.bool).scatter_(0, scores.topk(k, 0).indices, False)
+    return scores.masked_fill_(forbidden, -math.inf)

@@ -1,0 +1,318 @@
+"""Hand-derived loss and gradients of a training step, for one encoder or several of the same size at once.
+
+:class:`Encoder` defines what the network computes, and torch can differentiate it. Here the same loss and
+gradients take fewer passes over memory: parameters and gradients are flat buffers, biases, residual branches and
+dropout factors are fused into matrix products, and the dropped elements of all places are drawn at once.
+
+The network is a chain of operations. Each returns its output and a function that takes the gradient of the output,
+stores those of the parameters, and returns that of the input.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import accumulate, groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag_models import products
+from semdiag_models.attention.matrix_attention import SHORT, MatrixAttention, attention_by_torch
+from semdiag_models.dropout import dropped_positions
+from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder, mean
+from semdiag_models.errors import InputError
+from semdiag_models.flat_parameters import FlatParameters
+from semdiag_models.random_state import RandomState, drawing_from
+
+Backward = Callable[[Tensor], Tensor]
+Operation = Callable[[Tensor], tuple[Tensor, Backward]]
+
+ALIKE = (  # fields that determine sizes and everything but attention
+    *("vocabulary_size", "classes", "length", "blocks", "width", "mlp_width", "heads", "head_width", "activation"),
+    *("dropout", "first_norm_eps", "pad_as_token", "global_tokens", "norm", "pooling"),
+)
+_ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda grad, x: torch.ops.aten.threshold_backward(grad, x, 0),
+    "gelu": torch.ops.aten.gelu_backward,
+    "mish": torch.ops.aten.mish_backward,
+}
+
+
+class Stack(FlatParameters):
+    """Encoders of the same size with their parameters in one buffer, a row per encoder.
+
+    Activations are (B·L, width), with a leading axis for several encoders.
+
+    Source of the gradients: the chain rule; tests compare them with torch's in float64.
+
+    Args:
+        encoders: equal in everything but attention (kind, k, seed, temperature) and parameter values.
+        states: of the random generators, one per encoder, advanced by draws; None means the global ones.
+
+    Raises:
+        InputError: if the encoders differ in more than attention.
+    """
+
+    def __init__(self, encoders: Sequence[Encoder], states: list[RandomState] | None = None) -> None:
+        first = encoders[0]
+        for field in ALIKE:
+            values = {getattr(encoder.config, field) for encoder in encoders}
+            if len(values) > 1:
+                raise InputError(
+                    f"Models trained at once must be equal in all but their attention. Got {field} of "
+                    f"{' and '.join(sorted(map(str, values)))}: train them one by one."
+                )
+        if not first.config.cls_as_key:
+            raise InputError("A model with cls_as_key=False, as the paper's code has, cannot be trained here.")
+        super().__init__(encoders)
+        self.config = c = first.config
+        self._states = states
+        self._short = c.length + c.extra_tokens <= SHORT  # else attention draws its own drops
+        self._drops: dict[str, Tensor] = {}  # by place, flat positions among the elements of all encoders
+        self._weight_drops: list[list[Tensor]] = []  # by block and encoder, among the encoder's attention weights
+        self._table, self._d_table = self.views("embedding.weight")
+        blocks = [operation for i in range(c.blocks) for operation in self._block(i)]
+        self._network = self._chain(self._drop("embedded"), *blocks, self._pool, self._linear("head"))
+        # Freeing 32 MB makes glibc keep up to 64 MB of what a step frees for the next one: a tenth of the time.
+        torch.empty(2**25 - 2**14, dtype=torch.uint8)
+
+    def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
+        """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode.
+
+        Args:
+            tokens: (S, B, L) int64 token ids, one batch per encoder.
+            padded: whether PAD may occur among them; None checks.
+
+        Returns:
+            Logits (S, B, classes).
+        """
+        with self._undifferentiated():
+            return self._run(tokens, padded, training=False)[0]
+
+    def differentiate(self, tokens: Tensor, labels: Tensor, padded: bool | None = None) -> Tensor:
+        """Compute each encoder's mean cross-entropy, with dropout, and store its gradient in ``gradients``.
+
+        Args:
+            tokens: (S, B, L) int64 token ids, one batch per encoder.
+            labels: (S, B) int64.
+            padded: whether PAD may occur among the tokens; None checks.
+
+        Returns:
+            Losses in nats, (S,).
+        """
+        with self._undifferentiated():
+            logits, backward = self._run(tokens, padded, training=True)
+            log_p = logits.log_softmax(-1)
+            backward(log_p.exp().sub_(F.one_hot(labels, log_p.shape[-1])).div_(labels.shape[1]))
+            return -log_p.gather(-1, labels[..., None]).mean((1, 2))
+
+    def _undifferentiated(self) -> AbstractContextManager[object]:
+        """Turn autograd off, inside, and also its bookkeeping if no part of the step needs it."""
+        return torch.inference_mode() if self._short else torch.no_grad()
+
+    def _run(self, tokens: Tensor, padded: bool | None, *, training: bool) -> tuple[Tensor, Backward]:
+        """Return logits (S, B, classes), and what differentiates all parameters."""
+        first, (stack, batch, given) = self.encoders[0], tokens.shape
+        for encoder in self.encoders:
+            if encoder.training != training:
+                encoder.train(training)
+        flat = tokens.flatten(0, 1)
+        ids, self._valid = first.sequence(flat), first.valid(flat, padded)
+        self._training, self._length = training, ids.shape[1]
+        self._lead = () if stack == 1 else (stack,)
+        self._draw(batch * self._length if training and self.config.dropout > 0 else 0)
+        x, store = self._embed(ids, first.positions_of(given))
+        y, backward = self._network(x)
+        return y.view(stack, batch, -1), lambda grad: store(backward(grad.view(y.shape)))
+
+    def _block(self, i: int) -> list[Operation]:
+        """Return block i's operations."""
+        first, second = (partial(_norm, eps=eps) for eps in (self.config.first_norm_eps if i == 0 else 1e-5, 1e-5))
+        qkv, out, expand, contract = (
+            self._linear(f"blocks.{i}.{name}") for name in ("attention.qkv", "attention.out", "expand", "contract")
+        )
+        attended, hidden, mixed = (self._drop(f"{place} {i}") for place in ("attended", "hidden", "mlp"))
+        attention, mlp = (
+            [qkv, self._attention(i), out, attended],
+            [expand, hidden, self._activate, contract, mixed],
+        )
+        if self.config.norm == "pre":
+            return [self._residual(first, *attention), self._residual(second, *mlp)]
+        return [self._residual(*attention), first, self._residual(*mlp), second]
+
+    def _chain(self, *operations: Operation) -> Operation:
+        """Return operations as one."""
+
+        def chain(x: Tensor) -> tuple[Tensor, Backward]:
+            steps: list[Backward] = []
+            for operation in operations:
+                x, step = operation(x)
+                if self._training:  # else what it has saved is freed
+                    steps.append(step)
+
+            def backward(grad: Tensor) -> Tensor:
+                while steps:
+                    grad = steps.pop()(grad)
+                return grad
+
+            return x, backward
+
+        return chain
+
+    def _residual(self, *operations: Operation) -> Operation:
+        """Return x + f(x), f of several operations; the gradient of its input is in new memory."""
+        branch = self._chain(*operations)
+
+        def residual(x: Tensor) -> tuple[Tensor, Backward]:
+            y, backward = branch(x)
+            return y.add_(x), lambda grad: backward(grad).add_(grad)
+
+        return residual
+
+    def _linear(self, name: str) -> Operation:
+        """Return the layer x Wᵀ + b."""
+        (weight, d_weight), (bias, d_bias) = (self.views(f"{name}.{part}") for part in ("weight", "bias"))
+        row, several = bias.unsqueeze(-2), weight.ndim == 3
+        product: Callable[..., Tensor] = torch.baddbmm if several else torch.addmm
+
+        def linear(x: Tensor) -> tuple[Tensor, Backward]:
+            by_onednn = products.takes(x, weight)
+            y = products.linear(x, weight, bias) if by_onednn else torch.matmul(x, weight.mT).add_(row)
+
+            def backward(grad: Tensor) -> Tensor:
+                product(d_weight, grad.mT, x, beta=0, out=d_weight)
+                torch.sum(grad, -2, out=d_bias)
+                return products.linear(grad, weight.mT) if products.takes(grad, weight.mT) else grad @ weight
+
+            return y, backward
+
+        return linear
+
+    def _attention(self, i: int) -> Operation:
+        """Return block i's attention, from queries, keys and values side by side to mixed values."""
+        encoders, states = self.encoders, self._states
+        # Neighbours with the same attention are computed together.
+        groups = [list(group) for _, group in groupby(range(len(encoders)), lambda e: encoders[e].config)]
+        attend = MatrixAttention if self._short else attention_by_torch
+        members = [
+            attend([encoders[e].attention(i) for e in group], [partial(drawing_from, states, e) for e in group])
+            for group in groups
+        ]
+
+        def attention(qkv: Tensor) -> tuple[Tensor, Backward]:
+            by_sample = qkv.view(-1, self._length, qkv.shape[-1])
+            sizes = [len(group) * len(by_sample) // len(encoders) for group in groups]
+            masks = [None] * len(sizes) if self._valid is None else _split(self._valid, sizes)
+            drops = self._weight_drops[i] if self._weight_drops else None
+            own = [[drops[e] for e in group] if drops else [] for group in groups]
+            samples = zip(members, _split(by_sample, sizes), masks, own, strict=True)
+            outputs = [member(part, mask, drop, self._training) for member, part, mask, drop in samples]
+
+            def backward(grad: Tensor) -> Tensor:
+                grads = _split(grad.view(-1, self._length, grad.shape[-1]), sizes)
+                back = [step(part) for (_, step), part in zip(outputs, grads, strict=True)]
+                return _joined(back).view(qkv.shape)
+
+            return _joined([mixed for mixed, _ in outputs]).reshape(*qkv.shape[:-1], -1), backward
+
+        return attention
+
+    def _activate(self, x: Tensor) -> tuple[Tensor, Backward]:
+        """Apply the activation; the gradient of ReLU follows from its output."""
+        name = self.config.activation
+        y = x.relu_() if name == "relu" else ACTIVATION_FUNCTIONS[name](x)
+        return y, lambda grad: _ACTIVATION_BACKWARD[name](grad, x)
+
+    def _drop(self, place: str) -> Operation:
+        """Return dropout of all elements at a place: x / (1 - p), with zeros where the step drops."""
+
+        def drop(x: Tensor, out: Tensor | None = None) -> Tensor:
+            y = torch.mul(x, 1 / (1 - self.config.dropout), out=out)
+            y.view(-1).index_fill_(0, self._drops[place], 0)
+            return y
+
+        return lambda x: (drop(x, out=x), drop) if place in self._drops else (x, lambda grad: grad)
+
+    def _draw(self, rows: int) -> None:
+        """Draw all dropped elements of a step.
+
+        Args:
+            rows: tokens of one encoder's batch; 0 drops and draws nothing.
+        """
+        self._drops, self._weight_drops = {}, []
+        if rows == 0:
+            return
+        c, device = self.config, self.parameters.device
+        sizes = {"embedded": rows * c.width}
+        for i in range(c.blocks):
+            own = {"attended": rows * c.width, "hidden": rows * c.mlp_width, "mlp": rows * c.width}
+            sizes |= {f"{place} {i}": size for place, size in own.items()}
+        weights = [rows * c.heads * self._length] * (c.blocks if self._short else 0)  # come last
+        ends = list(accumulate([*sizes.values(), *weights]))
+        by_encoder = []
+        for e in range(len(self.encoders)):
+            with drawing_from(self._states, e, device):
+                positions = dropped_positions(ends[-1], c.dropout)
+            parts = positions.tensor_split(torch.searchsorted(positions, torch.tensor(ends[:-1])).tolist())
+            starts = zip(parts, [0, *ends[:-1]], strict=True)
+            by_encoder.append([part.sub_(start).to(device) for part, start in starts])
+        by_place = list(zip(*by_encoder, strict=True))
+        for (place, size), parts in zip(sizes.items(), by_place, strict=False):
+            self._drops[place] = _joined([part.add_(e * size) for e, part in enumerate(parts)])
+        self._weight_drops = [list(parts) for parts in by_place[len(sizes) :]]
+
+    def _embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Backward]:
+        """Return scaled embeddings plus positions, and what stores the gradient of the table."""
+        width, vocabulary = self.config.width, self._table.shape[-2]
+        own = torch.arange(0, len(self.encoders) * vocabulary, vocabulary, device=ids.device)
+        rows = (ids.view(len(own), -1) + own[:, None]).flatten()  # in the concatenated tables of all encoders
+        x = (self._table * math.sqrt(width)).view(-1, width)[rows].view(*ids.shape, width).add_(positions)
+
+        def backward(grad: Tensor) -> Tensor:
+            d_table = torch.ops.aten.embedding_dense_backward(
+                grad.view(-1, width), rows, len(own) * vocabulary, -1, False
+            )
+            return torch.mul(d_table.view_as(self._table), math.sqrt(width), out=self._d_table)
+
+        return x.view(*self._lead, -1, width), backward
+
+    def _pool(self, x: Tensor) -> tuple[Tensor, Backward]:
+        """Return the first tokens, or the mean over the valid ones."""
+        by_token, valid = x.view(-1, self._length, x.shape[-1]), self._valid
+        pooled = by_token[:, 0] if self.config.cls_tokens else mean(by_token, valid)
+
+        def backward(grad: Tensor) -> Tensor:
+            grad = grad.view(-1, 1, grad.shape[-1])
+            if self.config.cls_tokens:
+                return F.pad(grad, (0, 0, 0, self._length - 1)).view_as(x)
+            if valid is None:
+                return (grad / self._length).expand_as(by_token).reshape(x.shape)
+            return (grad / valid.sum(1)[:, None, None] * valid[:, :, None]).view_as(x)
+
+        return pooled.reshape(*self._lead, -1, x.shape[-1]), backward
+
+
+def _norm(x: Tensor, eps: float) -> tuple[Tensor, Backward]:
+    """Return rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
+    y = x - x.mean(-1, keepdim=True)
+    scale = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    y.mul_(scale)
+
+    def backward(grad: Tensor) -> Tensor:
+        shift, unit = torch.zeros_like(scale), torch.ones_like(scale)
+        d_y: Tensor = torch.ops.aten.native_layer_norm_backward(
+            grad, y, y.shape[-1:], shift, unit, None, None, [True, False, False]
+        )[0]
+        return d_y.mul_(scale)
+
+    return y, backward
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _split(x: Tensor, sizes: list[int]) -> list[Tensor]:
+    return [x] if len(sizes) == 1 else list(torch.split(x, sizes))

@@ -1,1 +1,0 @@
-"""The trainer's step: hand-derived loss and gradients."""
