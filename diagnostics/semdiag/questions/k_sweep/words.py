@@ -77,8 +77,8 @@ def verdict_sentence(verdict: SparseVerdict, model: str) -> str:
             f"{model} --rerun."
         )
     if verdict.reason:
-        said = _WHY[verdict.reason].format(**_facts(verdict))
-        return f"{said}." if verdict.reason in ESTIMATED else f"cannot tell: {said}."
+        reason = _WHY[verdict.reason].format(**_facts(verdict))
+        return f"{reason}." if verdict.reason in ESTIMATED else f"cannot tell: {reason}."
     if verdict.answer == "plausible":
         weight = "" if math.isnan(verdict.mass) else f", keeps {percent(verdict.mass, 1)}% of the weight"
         return f"plausible: k = {verdict.k} per query{keys_share(verdict)} {cost_words(verdict)}{weight}."
@@ -190,12 +190,12 @@ def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list
     best, cases = max(met, key=lambda k: met[k]), f"{len(CLAIMS) * len(JUDGED_PERCENTILES)} cases"
     cases += " (W and X at p75, p90 and p95)"
     if not met[best]:
-        said = f"by no k in any of {cases}"
+        words = f"by no k in any of {cases}"
     elif asked in met:
-        said = f"by k = {asked} in {met[asked]} of {cases}; most often by k = {best}, in {met[best]}"
+        words = f"by k = {asked} in {met[asked]} of {cases}; most often by k = {best}, in {met[best]}"
     else:
-        said = f"most often by k = {best}, in {met[best]} of {cases}"
-    return [f"{what} are met {said}."]
+        words = f"most often by k = {best}, in {met[best]} of {cases}"
+    return [f"{what} are met {words}."]
 
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
@@ -205,15 +205,15 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
         findings: with a sweep.
         model: its path.
     """
-    found, again = findings(sparse_verdict, model), findings(change_table)
-    if not found.samples or found.k is None:
+    verdict, again = findings(sparse_verdict, model), findings(change_table)
+    if not verdict.samples or verdict.k is None:
         return []
-    again = again[(again["model"] == model) & (again["k"] == found.k) & again["mask"].isin(KINDS)]
+    again = again[(again["model"] == model) & (again["k"] == verdict.k) & again["mask"].isin(KINDS)]
     if not set(again["mask"]) - {TOP_K, RANDOM}:
         return []
     rows = sorted(records(again), key=lambda row: math.inf if math.isnan(row["change"]) else row["change"])
-    each = [f"{row['mask']} {amount(found, row['change'], True)}" for row in rows]
-    return [f"Change of {changed_words(found)} with {keys_words(found.k)} of each kind: {', '.join(each)}."]
+    each = [f"{row['mask']} {amount(verdict, row['change'], True)}" for row in rows]
+    return [f"Change of {changed_words(verdict)} with {keys_words(verdict.k)} of each kind: {', '.join(each)}."]
 
 
 def changed_words(verdict: SparseVerdict) -> str:
@@ -246,24 +246,24 @@ def place_lines(findings: Findings, model: str) -> list[str]:
         findings: with a sweep.
         model: its path.
     """
-    found, table = findings(sparse_verdict, model), findings(quarter_table)
+    verdict, table = findings(sparse_verdict, model), findings(quarter_table)
     own = table[(table["model"] == model) & (table["length"] == 0) & (table["quarter"] != WHOLE)]
-    own = own[(own["mask"] == TOP_K) & (own["k"] == found.k)].sort_values("quarter")
+    own = own[(own["mask"] == TOP_K) & (own["k"] == verdict.k)].sort_values("quarter")
     lines = []
-    if len(own) and found.perplexity:
-        each = ", ".join(amount(found, change, True) for change in own["change"])
+    if len(own) and verdict.perplexity:
+        each = ", ".join(amount(verdict, change, True) for change in own["change"])
         lines.append(
-            f"Change of perplexity by top-k with {keys_words(found.k or 0)}, from the first to the last quarter "
+            f"Change of perplexity by top-k with {keys_words(verdict.k or 0)}, from the first to the last quarter "
             f"of the positions: {each}. Early positions have few keys to lose."
         )
     needed = findings(smallest_enough, model)
     if len(needed):
-        found = _of_quarters(findings, model)
+        verdict = _of_quarters(findings, model)
     for mask, rows in needed[needed["mask"] != RANDOM].groupby("mask", sort=False):
         each = ", ".join(f"{needed_words(row)} at {row['length']} tokens" for row in records(rows))
         lines.append(
-            f"Smallest k of {mask} from which on {changed_words(found)} changes by at most "
-            f"{limit_words(found, found.tolerance)} on average: {each}."
+            f"Smallest k of {mask} from which on {changed_words(verdict)} changes by at most "
+            f"{limit_words(verdict, verdict.tolerance)} on average: {each}."
         )
     return lines
 
@@ -297,7 +297,7 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
         model: its path.
     """
     content = findings(budget_content, model)
-    said = []
+    sentences = []
     for name, budget in content["budgets"].items():
         tested = budget["tested"]
         first, last = tested["samples"]
@@ -308,10 +308,10 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
         held = {True: "within", False: "not within", None: "too few samples to tell whether within"}
         within = f", {held[tested['holds']]} {limit_words(change, content['tolerance'])}"
         within = within if math.isfinite(tested["change"]) else ""
-        said.append(f"{name} keeps {percent(budget['share'])}% of the keys and {cost_words(change)}{within}")
-    if not said:
+        sentences.append(f"{name} keeps {percent(budget['share'])}% of the keys and {cost_words(change)}{within}")
+    if not sentences:
         return []
     return [
         f"Budgets, chosen on samples 0 to {first - 1} and run on {first} to {last}, which had no part in the "
-        f"choice: {'; '.join(said)}."
+        f"choice: {'; '.join(sentences)}."
     ]

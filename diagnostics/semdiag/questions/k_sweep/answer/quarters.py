@@ -49,9 +49,15 @@ def quarter_table(findings: Findings) -> pd.DataFrame:
             for quarter in (WHOLE, *range(1, QUARTERS + 1)):
                 at = list(range(1, QUARTERS + 1)) if quarter == WHOLE else [quarter]
                 sums = (these[measure][at] - before[measure][at]).sum(axis=1)
-                found = _interval(sums.to_numpy(), these[unit][at].sum(axis=1).to_numpy())
+                interval = _interval(sums.to_numpy(), these[unit][at].sum(axis=1).to_numpy())
                 rows.append(
-                    {**common, "quarter": quarter, "change": found.estimate, "low": found.low, "high": found.high}
+                    {
+                        **common,
+                        "quarter": quarter,
+                        "change": interval.estimate,
+                        "low": interval.low,
+                        "high": interval.high,
+                    }
                 )
     return pd.DataFrame(rows, columns=list(_COLUMNS))
 

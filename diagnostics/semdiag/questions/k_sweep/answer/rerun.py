@@ -209,8 +209,8 @@ def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
 
 def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the layers of a budget, each with k by head."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    attentions: dict[tuple[str, int], dict[str, Any]] = {}
     for row in records(rows.sort_values(["layer", "head"])):
         names = {name: row[name] for name in ("layer", "module", "occurrence")}
-        found.setdefault((row["module"], row["occurrence"]), {**names, "k": []})["k"].append(row["k"])
-    return list(found.values())
+        attentions.setdefault((row["module"], row["occurrence"]), {**names, "k": []})["k"].append(row["k"])
+    return list(attentions.values())

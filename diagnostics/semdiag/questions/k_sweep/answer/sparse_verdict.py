@@ -211,8 +211,8 @@ def cost_words(verdict: SparseVerdict) -> str:
 
 def _cost_amount(verdict: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
     """Return an amount; a cost has no plus sign."""
-    said = amount(verdict, value, unit)
-    return said.removeprefix("+") if costs else said
+    text = amount(verdict, value, unit)
+    return text.removeprefix("+") if costs else text
 
 
 def limit_words(verdict: SparseVerdict, value: float) -> str:
@@ -273,8 +273,8 @@ def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
         answer, reason = "cannot tell", "chance"
     elif answer != "not without loss" and len(control) and within(control.iloc[0], limit):
         answer, reason = "cannot tell", "control"
-    said = _of_row(row, answer, reason, limit)
-    return said if reason or costly is None else replace(said, costly=_of_row(costly, answer, reason, limit))
+    verdict = _of_row(row, answer, reason, limit)
+    return verdict if reason or costly is None else replace(verdict, costly=_of_row(costly, answer, reason, limit))
 
 
 def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:

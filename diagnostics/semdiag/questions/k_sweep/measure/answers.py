@@ -192,13 +192,13 @@ class Reader:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
         name, given = given_labels(self._module, batch) if labels is None else ("labels", labels)
         if given is not None:
-            found = targets_of(given, name, values)
+            targets = targets_of(given, name, values)
             moved = self._moved
             if moved is None:
-                moved = moved_by_one(self._module, found, name, ids, self.causal)
+                moved = moved_by_one(self._module, targets, name, ids, self.causal)
             if moved:
-                return next_tokens(found, torch.ones_like(found, dtype=torch.bool))
-            return found
+                return next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+            return targets
         return None if ids is None else next_tokens(ids, counted)
 
 
@@ -224,15 +224,19 @@ def _either(losses: Sequence[float]) -> str:
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
     """Return the output's tensor, samples first, and whether it is called logits."""
-    found, named = output if isinstance(output, Tensor) else None, False
+    compared, named = output if isinstance(output, Tensor) else None, False
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
-        found, named = output["logits"], True
-    if found is None:
-        found = next(iter(_comparable(output).values()), None)
-    if found is None or not found.is_floating_point():
-        kind = type(output).__name__ if found is None else f"tensor of {str(found.dtype).removeprefix('torch.')}"
+        compared, named = output["logits"], True
+    if compared is None:
+        compared = next(iter(_comparable(output).values()), None)
+    if compared is None or not compared.is_floating_point():
+        kind = (
+            type(output).__name__
+            if compared is None
+            else f"tensor of {str(compared.dtype).removeprefix('torch.')}"
+        )
         raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
-    return _samples_first(found, batching.samples_of(batch)), named
+    return _samples_first(compared, batching.samples_of(batch)), named
 
 
 def _comparable(output: Any) -> dict[str, Tensor]:

@@ -80,14 +80,14 @@ class NeededKeys:
             for level in LEVELS:
                 need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
                 for head in range(need.shape[1]):
-                    found = torch.bincount(need[:, head][counted[:, head]], minlength=kept.shape[-1] + 1)
-                    self._count((place, block, level), head, need.shape[1], found.cpu().numpy())
+                    counts = torch.bincount(need[:, head][counted[:, head]], minlength=kept.shape[-1] + 1)
+                    self._count((place, block, level), head, need.shape[1], counts.cpu().numpy())
 
-    def _count(self, key: tuple[Place, int, float], head: int, heads: int, found: NDArray[np.int64]) -> None:
+    def _count(self, key: tuple[Place, int, float], head: int, heads: int, counts: NDArray[np.int64]) -> None:
         old = self.counts.get(key, np.zeros((heads, 1), np.int64))
-        if old.shape[1] < len(found):
-            old = np.pad(old, ((0, 0), (0, len(found) - old.shape[1])))
-        old[head, : len(found)] += found
+        if old.shape[1] < len(counts):
+            old = np.pad(old, ((0, 0), (0, len(counts) - old.shape[1])))
+        old[head, : len(counts)] += counts
         self.counts[key] = old
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
@@ -97,13 +97,13 @@ class NeededKeys:
             level: the share.
             block: size of the blocks that k counts.
         """
-        found = {}
+        ks = {}
         for place in self.layers:
             if (place, block, level) in self.counts:
                 shares = self.counts[place, block, level].cumsum(1)
                 enough = shares >= QUERIES * np.maximum(shares[:, -1:], 1)
-                found[place] = [max(1, int(k)) for k in enough.argmax(1)]
-        return found
+                ks[place] = [max(1, int(k)) for k in enough.argmax(1)]
+        return ks
 
     @property
     def blocks(self) -> list[int]:

@@ -88,8 +88,8 @@ def masks_of(
             least = next(k for k in range(1, max(ks) + 65) if rule_of(kind, k, seed) is not None)
             if remark is None:
                 raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
-            said = f"{kind} is left out: it needs k of at least {least}, and {max(ks)} is the largest"
-            remark(said, "k-left-out")
+            text = f"{kind} is left out: it needs k of at least {least}, and {max(ks)} is the largest"
+            remark(text, "k-left-out")
         masks += [(kind, k, rule) for k, rule in ruled if rule is not None]
     return masks
 

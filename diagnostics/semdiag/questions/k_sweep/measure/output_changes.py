@@ -28,8 +28,8 @@ def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
         >>> output_ks(14, (9, 20))
         (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14)
     """
-    found = {k for k in range(1, largest + 1) if k <= _EVERY or k % _STEP == 0}
-    return tuple(sorted({*found, *(k for k in named if k <= largest), largest}))
+    ks = {k for k in range(1, largest + 1) if k <= _EVERY or k % _STEP == 0}
+    return tuple(sorted({*ks, *(k for k in named if k <= largest), largest}))
 
 
 class Streams:

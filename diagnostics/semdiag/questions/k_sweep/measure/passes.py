@@ -89,7 +89,7 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
     Raises:
         InputError: if the model cannot be run, or its output is of an unknown kind.
     """
-    loaded, labels, found = order.loaded, order.labels, Passes()
+    loaded, labels, passes = order.loaded, order.labels, Passes()
     with in_evaluation(loaded, order.device, order.dtype) as (module, place, kind):
 
         def run(batch: Batch) -> Any:
@@ -104,8 +104,8 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
             return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
 
         def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
-            quarters = found.quarters.setdefault(at, [])
-            found.rows[at] = list(_rows(name, k, first, before, after, counts, quarters.append))
+            quarters = passes.quarters.setdefault(at, [])
+            passes.rows[at] = list(_rows(name, k, first, before, after, counts, quarters.append))
 
         first, reader = 0, None
         for number, given in enumerate(order.batches):
@@ -119,35 +119,35 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
                 else:
                     before = reader.read(run(batch), batch, own)
                 plain = loaded.external and bool(before.counted.all())
-                found.drew = found.drew or numbers.drawn
+                passes.drew = passes.drew or numbers.drawn
                 if order.plain:
                     add((number, 0), NO_MASK, 0, before, {})
                 after_batch(size)
                 for mask, name, k, keep in order.numbered:
-                    if name in found.refused:
+                    if name in passes.refused:
                         continue
                     try:
                         output, counts, lengths = masked(batch, keep)
                     except InputError as error:
                         if name not in order.optional:
                             raise
-                        found.refused[name] = (number, mask), str(error)
+                        passes.refused[name] = (number, mask), str(error)
                         continue
-                    found.padded = found.padded or (plain and before.counted.shape[1] in lengths)
+                    passes.padded = passes.padded or (plain and before.counted.shape[1] in lengths)
                     after = reader.read(output, batch, own)
                     after_batch(size)
                     add((number, mask), name, k, after, counts)
             except InputError:
                 raise
             except Exception as error:  # whatever the model raises
-                said = " ".join(str(error).split())[:200]
+                message = " ".join(str(error).split())[:200]
                 raise InputError(
-                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
+                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."
                 ) from error
             first += size
-    found.reader = None if reader is None else (reader.others, reader.unread, reader.reason, reader.loss)
-    found.state = torch.get_rng_state()
-    return found
+    passes.reader = None if reader is None else (reader.others, reader.unread, reader.reason, reader.loss)
+    passes.state = torch.get_rng_state()
+    return passes
 
 
 def _rows(

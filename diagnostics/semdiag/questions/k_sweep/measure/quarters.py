@@ -106,8 +106,8 @@ def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
 def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
     """Return a batch's name of ids, ids, and which of them are real."""
     if isinstance(batch, Tensor):
-        found = token_ids((batch,))
-        if found:
+        ids = token_ids((batch,))
+        if ids:
             return None, batch, None
     elif isinstance(batch, Mapping):
         ids = token_ids(batch)

@@ -193,8 +193,8 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
     for other in others:
         first.rows |= other.rows
         first.quarters |= other.quarters
-        for name, found in other.refused.items():
-            first.refused[name] = min(found, first.refused.get(name, found))
+        for name, refusal in other.refused.items():
+            first.refused[name] = min(refusal, first.refused.get(name, refusal))
         first.padded |= other.padded
     torch.set_rng_state(first.state)
     return first
@@ -218,10 +218,10 @@ def _remark_outputs(
     if others:
         remark(f"of its outputs {others}", "outputs-compared")
     if unread:
-        said = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
-        remark(said, "labels-unread")
+        text = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
+        remark(text, "labels-unread")
     if reason:
-        said = f"logits are compared as outputs, not as a distribution: {reason}"
-        remark(said, "logits-as-outputs")
+        text = f"logits are compared as outputs, not as a distribution: {reason}"
+        remark(text, "logits-as-outputs")
     if loss:
         remark(f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits")

@@ -77,18 +77,18 @@ class TopScores:
         stream = self.streams.of(call) if call.selected is None or self.own_keys else None
         rows = counted_rows(replace(call, selected=None), self.largest, places)
         changes = output_changes(rows, ks, stream)
-        found, keys = rows.statistics, rows.keys
-        self.most_keys = max(self.most_keys, int(found.keys.max()))
+        statistics, keys = rows.statistics, rows.keys
+        self.most_keys = max(self.most_keys, int(statistics.keys.max()))
         numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
         for head in range(call.q.shape[1]):
-            own = rows.attending[:, head] & (found.keys[:, head] >= self.min_keys)
+            own = rows.attending[:, head] & (statistics.keys[:, head] >= self.min_keys)
             part = {
-                "entropy": found.entropy[:, head][own],
-                "top": found.top[:, head][own].T,
-                "range": (found.maximum - found.minimum)[:, head][own],
-                "keys": found.keys[:, head][own],
-                "log_sum_exp": found.log_sum_exp[:, head][own],
-                "load": found.top_load[:, :, head][:, keys[:, head]],
+                "entropy": statistics.entropy[:, head][own],
+                "top": statistics.top[:, head][own].T,
+                "range": (statistics.maximum - statistics.minimum)[:, head][own],
+                "keys": statistics.keys[:, head][own],
+                "log_sum_exp": statistics.log_sum_exp[:, head][own],
+                "load": statistics.top_load[:, :, head][:, keys[:, head]],
                 **{name: values[:, head][own].movedim(0, -1) for name, values in changes.items()},
             }
             if places is not None:
@@ -122,10 +122,10 @@ class TopScores:
         for k, quantity, values in _quantities(together, self._swept, self._output_ks):
             if quantity not in _ESTIMATED:
                 continue
-            for found in sampled_estimates(values, together["sample"], strata, self.draws.share, (5, 50, 95)):
-                for target, (low, high) in zip(TARGETS, (found.these, found.such), strict=True):
-                    row = {"k": k, "quantity": quantity, "statistic": found.statistic, "target": target}
-                    yield {**row, "estimate": found.estimate, "low": low, "high": high}
+            for estimate in sampled_estimates(values, together["sample"], strata, self.draws.share, (5, 50, 95)):
+                for target, (low, high) in zip(TARGETS, (estimate.these, estimate.such), strict=True):
+                    row = {"k": k, "quantity": quantity, "statistic": estimate.statistic, "target": target}
+                    yield {**row, "estimate": estimate.estimate, "low": low, "high": high}
 
     def table(self, further: Sequence[int] = ()) -> pd.DataFrame:
         """Return the table without the column model: all quantities for every k, by head, then pooled.
