@@ -34,10 +34,10 @@ def level_of(run: SweepRun) -> str:
         "norm": (model.norm, "pre"),
         "optimiser": (training.optimizer, "sgd"),
         "learning rate": (training.learning_rate if training.optimizer == "sgd" else 0.1, 0.1),
-        "decay": (training.learning_rate_decay, 0.9995),
+        "decay": ("none" if training.learning_rate_decay == 1 else training.learning_rate_decay, 0.9995),
         "dropout": (model.dropout, 0.01),
     }
-    changed = [f"{name} {value}" for name, (value, usual) in named.items() if value != usual]
+    changed = [f"{name} {value}".removesuffix(".0") for name, (value, usual) in named.items() if value != usual]
     return changed[0] if changed else RECIPE
 
 

@@ -15,7 +15,10 @@ from matplotlib.figure import Figure
 
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 
-ATTENTIONS = {"topk-5": ("top-5", "o", "C0", 0.16), "banded-5-global-1": ("banded-5", "s", "C1", -0.16)}
+ATTENTIONS = {
+    "topk-5": ("top-5", "o", "C0", 0.16),
+    "banded-5-global-1": ("banded-5 with a global token", "s", "C1", -0.16),
+}
 
 
 @paper_style
@@ -41,6 +44,7 @@ def _draw(ax: Axes, own: pd.DataFrame, first: bool) -> None:
         ends = (shown[column].to_numpy(float) for column in ("advantage", "low", "high"))
         draw_row(ax, rows, *ends, *style, name)
     label_rows(ax, levels, first)
+    ax.set_ylim(-0.6, len(levels) - 0.4)
     ax.set_xlabel("advantage over full attention")
 
 
