@@ -320,6 +320,6 @@ def _in_step(call: AttentionCall, allowed: Tensor, places: Tensor) -> bool:
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:
     return InputError(
-        f"{what} cannot be kept in {call.module or 'the model itself'}: {why}. Give it a rule of its own: keep "
-        "may be a dictionary from module names to rules."
+        f"{what} cannot be kept in {call.module or 'the model itself'}: {why}. Leave this kind of "
+        "mask out, or give that module a rule of its own (in Python, keep={name: rule})."
     )
