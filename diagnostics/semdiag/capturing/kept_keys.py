@@ -73,7 +73,8 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
     elif isinstance(rule, RandomK):
         kept = _largest(_priorities(rule, call).masked_fill(~free, -torch.inf), k) & free
     else:
-        kept = _scored(rule, k, call, free)
+        order = real_first(allowed, call) if isinstance(rule, TopK) and rule.block > 1 else None
+        kept = _scored(rule, k, call, free, order)
     if fixed is not None:
         kept = kept | (fixed & allowed)
     some = allowed.any(-1, keepdim=True)
@@ -110,7 +111,7 @@ def counted(kept: Tensor) -> Tensor:
     return kept.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
-def _scored(rule: TopK | TopP, k: Tensor, call: AttentionCall, free: Tensor) -> Tensor:
+def _scored(rule: TopK | TopP, k: Tensor, call: AttentionCall, free: Tensor, order: Tensor | None) -> Tensor:
     """Return which free keys are kept for their scores, computed for a few samples or queries at a time."""
     batch, heads, queries, _ = call.q.shape
     row = heads * call.k.shape[2]
@@ -124,7 +125,8 @@ def _scored(rule: TopK | TopP, k: Tensor, call: AttentionCall, free: Tensor) -> 
             part = call.part(samples, places)
             own = (free if len(free) == 1 else free[samples])[:, :, places]
             scores = _hide_(part.scores(dtype), own)
-            kept = _heaviest(scores, rule.p) if isinstance(rule, TopP) else _ranked(rule, k, scores, call)
+            some = order if order is None or len(order) == 1 else order[samples]
+            kept = _heaviest(scores, rule.p) if isinstance(rule, TopP) else _ranked(rule, k, scores, call, some)
             rows.append(kept & own)
         parts.append(rows[0] if len(rows) == 1 else torch.cat(rows, 2))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -163,19 +165,47 @@ def allowed_keys(part: AttentionCall) -> Tensor:
     return chosen.scatter_(3, places, torch.ones_like(places, dtype=torch.bool))[..., :-1] & allowed
 
 
-def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall) -> Tensor:
+def real_first(allowed: Tensor, call: AttentionCall) -> Tensor | None:
+    """Return an order of the keys with those before the first that some query sees (padding) at the end.
+
+    Args:
+        allowed: (B, H, Lq, Lk), samples and heads narrowed.
+        call: a cache hides keys by a window, too; its keys stay where they are.
+
+    Returns:
+        (B, Lk) places, rolled; None if all keys stay where they are.
+    """
+    first = allowed.any(1).any(1).int().argmax(-1, keepdim=True)
+    if call.first_query or call.keys_before or not bool(first.any()):
+        return None
+    length = allowed.shape[-1]
+    return (torch.arange(length, device=first.device) + first) % length
+
+
+def ordered(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Return rows (B, …, Lk) with their keys in an order from :func:`real_first`."""
+    return rows if order is None else rows.gather(-1, order[:, None, None].expand_as(rows))
+
+
+def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, order: Tensor | None) -> Tensor:
     """Return the k largest scores, or blocks, of each head, or of heads that share a choice."""
     heads, length = scores.shape[1], scores.shape[3]
     sets = {"head": heads, "group": call.k.shape[1], "layer": 1}[rule.shared]
     if sets < heads:
         several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
-        weights, hidden = several.softmax(-1).nan_to_num(0).mean(2), several.amax(2) == -torch.inf
+        if call.sinks is not None:
+            sinks = call.sinks.to(several.dtype).view(1, sets, -1, 1, 1)
+            weights = (several - torch.logaddexp(several.logsumexp(-1, keepdim=True), sinks)).exp()
+        else:
+            weights = several.softmax(-1)
+        weights, hidden = weights.nan_to_num(0).mean(2), several.amax(2) == -torch.inf
         # A weight that underflows must not become -inf, which means hidden.
         smallest = torch.finfo(weights.dtype).tiny
         scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
-    kept = _largest(block_scores(scores, rule.block, rule.by), k)
+    kept = _largest(block_scores(ordered(scores, order), rule.block, rule.by), k)
     if rule.block > 1:
-        kept = kept.repeat_interleave(rule.block, -1)[..., :length]
+        back = None if order is None else order.argsort(-1)
+        kept = ordered(kept.repeat_interleave(rule.block, -1)[..., :length], back)
     return kept if sets in (1, heads) else kept.repeat_interleave(heads // sets, 1)
 
 
@@ -290,6 +320,6 @@ def _in_step(call: AttentionCall, allowed: Tensor, places: Tensor) -> bool:
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:
     return InputError(
-        f"{what} cannot be kept in {call.module or 'the model itself'}: {why}. Give it a rule of its own: keep "
-        "may be a dictionary from module names to rules."
+        f"{what} cannot be kept in {call.module or 'the model itself'}: {why}. Leave this kind of "
+        "mask out, or give that module a rule of its own (in Python, keep={name: rule})."
     )

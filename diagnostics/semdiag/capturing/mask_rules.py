@@ -22,7 +22,7 @@ class TopK:
         k: how many, 0 or more; or one number for each head.
         sinks: how many of the first keys that are not padding are always kept.
         window: keys less than this many positions from the query are always kept; 1 keeps its own key only.
-        block: above 1, k counts blocks of this many consecutive keys.
+        block: above 1, k counts blocks of this many consecutive keys, from the first that is not padding.
         by: how blocks are ranked: ``weight``, by the attention weight of their keys; ``best``, by their largest
             score; ``mean``, by the mean of their keys' scores, which is the score of their mean key.
         shared: which heads keep the same keys: ``head``, none do; ``group``, those with the same key head;

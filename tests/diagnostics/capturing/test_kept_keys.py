@@ -1,6 +1,7 @@
 """Which scores are the largest, against loops; masks are the same however few scores are held at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,3 +99,28 @@ def test_masks_do_not_depend_on_how_many_scores_are_held(monkeypatch, rule, padd
     for one, other in zip(kept_keys(rule, call_of(padded)), whole, strict=True):
         assert one.shape == (3, 4, 11, 11)
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not isinstance(rule, RandomK)], ids=repr)
+def test_masks_of_a_text_do_not_depend_on_padding_in_front_of_it(rule):
+    """Blocks were counted from the first column: what they keep hung on the longest text of the batch."""
+    call, length = call_of(padded=False), 7
+    alone = replace(call, **{name: getattr(call, name)[:, :, -length:] for name in ("q", "k", "v", "mixed")})
+    real = torch.arange(11) >= torch.tensor([11 - length, 0, 11 - length])[:, None]
+    behind = replace(call, allowed=real[:, None, None])
+    expected, _ = kept_keys(rule, alone)
+    kept, _ = kept_keys(rule, behind)
+    for sample in (0, 2):
+        assert torch.equal(kept[sample, :, -length:, -length:], expected[sample])
+        assert not kept[sample, :, -length:, :-length].any()
+    assert torch.equal(kept[1], kept_keys(rule, call)[0][1])
+
+
+def test_heads_that_share_their_keys_are_averaged_with_the_weight_that_their_sinks_leave():
+    """The first head has nearly all of its weight on its sink: by weight the second decides."""
+    k = torch.eye(3)[None, None].expand(1, 2, 3, 3)
+    q = torch.tensor([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0]])[None, :, None]
+    call = AttentionCall("", 0, q, k, k, 1.0, None, None, None, q, sinks=torch.tensor([20.0, -20.0]))
+    assert kept_keys(TopK(1, shared="layer"), call)[0][0, 0].tolist() == [[False, True, False]]
+    without = replace(call, sinks=None)
+    assert kept_keys(TopK(1, shared="layer"), without)[0][0, 0].tolist() == [[True, False, False]]

@@ -20,6 +20,9 @@ _UNKNOWN = "\ufffd"  # what decoders write for invalid bytes
 class Tokeniser:
     """Turns texts into a model's input: a dictionary of tensors (N, L), padded, and cut to the limit.
 
+    Padding stands behind the texts, whatever the tokenizer says: in front of them it would move the positions that
+    a model counts from the first column, as GPT-2 does. Models that read the last column (XLNet) are an exception.
+
     Args:
         spec: for messages.
         tokenizer: of transformers. Without a padding token it pads with 0, which the mask excludes.
@@ -36,6 +39,8 @@ class Tokeniser:
         self.longest = min((n for n in (self.takes, most) if n is not None), default=None)
         self._spec, self._tokenizer, self._config = spec, tokenizer, getattr(model, "config", None)
         self._known = _vocabulary(model)
+        if getattr(self._config, "summary_type", None) != "last":
+            tokenizer.padding_side = "right"
 
     def __call__(self, texts: Sequence[str], targets: bool = False) -> dict[str, Tensor]:
         """Return the model's input.

@@ -76,6 +76,8 @@ _HEADINGS = (
             "scores: see the sections above that compare trained models.",
             "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper "
             "does: that is a heuristic.",
+            "Only queries with more than k keys count at k: curves jump where layers that see a window of keys "
+            "have no such query any more.",
             "Small k meets the paper's condition easily because δₕ(1) = 0: a mask that keeps one key has no "
             "dispersion and no attention left to learn.",
         ),

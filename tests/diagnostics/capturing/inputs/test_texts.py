@@ -117,6 +117,43 @@ def test_a_masked_language_model_is_asked_for_masked_tokens(tmp_path):
     assert "run with 15% of the tokens masked (seed 3): the loss is that of these tokens" in said
 
 
+def on_the_left(folder):
+    """Let a tokenizer pad in front of texts, and return it."""
+    transformers.BertTokenizer.from_pretrained(folder, padding_side="left").save_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_text_has_the_positions_that_it_has_alone_whatever_side_its_tokenizer_pads(tmp_path):
+    """GPT-2 counts positions from the first column: padding in front of a text moved them."""
+    folder = tmp_path / "gpt2"
+    kind, config = transformers.GPT2LMHeadModel, transformers.GPT2Config
+    fields = {"vocab_size": len(WORDS), "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = saved(folder, kind, config, initializer_range=0.5, **fields)
+    tokenise = on_the_left(folder)
+    assert tokenise(TEXTS, padding=True)["attention_mask"][3][0] == 0
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS), encoding="utf-8")
+    total = targets = 0
+    for text in TEXTS:
+        alone = tokenise(text, return_tensors="pt")
+        more = alone["input_ids"].shape[1] - 1
+        with torch.no_grad():
+            total += model(**alone, labels=alone["input_ids"]).loss.item() * more
+        targets += more
+    assert loss_of(swept(folder, path)) == pytest.approx(total / targets, rel=1e-5)
+
+
+def test_a_model_that_reads_the_last_column_is_padded_in_front(tmp_path):
+    folder = tmp_path / "xlnet"
+    fields = {"vocab_size": len(WORDS), "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+    saved(folder, transformers.XLNetForSequenceClassification, transformers.XLNetConfig, **fields)
+    on_the_left(folder)
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS), encoding="utf-8")
+    (batch,) = text_batches(path, load(f"hf:{folder}"), 10, TextOptions())
+    assert batch["attention_mask"][3].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("family", ["T5", "MBart"])
 def test_a_sequence_to_sequence_model_answers_with_its_targets(tmp_path, family):
     """MBart begins its decoder's input with the last token of the target."""

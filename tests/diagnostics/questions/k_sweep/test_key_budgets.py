@@ -71,6 +71,7 @@ def test_kept_keys_are_those_of_the_masks_in_padded_batches_and_beside_a_mask_of
 
 def test_kept_keys_in_blocks_are_those_of_the_masks_even_where_a_batch_has_one_block():
     batches = [drawn(150), drawn(40), drawn(90, samples=3)]
+    batches[2]["hidden"][1, :, :, :30] = True  # padding in front
     compare(Cross(), batches, blocks=(1, 64, 128), ks=(1, 2, 3))
 
 

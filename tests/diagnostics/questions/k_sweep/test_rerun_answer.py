@@ -202,7 +202,7 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     lines = verdict_lines(findings, "m")
     assert lines[0].startswith("cannot tell: the change at k = 12 is not a finite number (")
     assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
-    assert sparse_glance(findings).number == "0 of 1"
+    assert (sparse_glance(findings).number, sparse_glance(findings).words) == ("0 of 1", "models can be judged")
     figure = loss_change(findings)
     figure.canvas.draw()
     plt.close(figure)
@@ -289,7 +289,7 @@ def test_a_mask_of_its_own_is_judged_only_when_it_was_run_with_fewer_keys(made_u
     assert first_line(findings) == (
         "cannot tell: it was trained to keep its k largest scores, and was not run with fewer."
     )
-    assert sparse_glance(findings).number == "0 of 1"
+    assert (sparse_glance(findings).number, sparse_glance(findings).words) == ("0 of 1", "models can be judged")
     assert not sparse_verdict(made(made_up, of(4), attention="topk", k=5), "m").reason
 
 

@@ -170,7 +170,7 @@ def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
     """Return how many keys hold most of the weight, if no model was judged by a rerun."""
     weighed = [each for each in verdicts if each.reason in _BY_WEIGHT and each.k is not None]
     if not weighed:
-        return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models have attention for which this can be answered")
+        return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models can be judged")
     dense = sum(each.reason not in _OF_MASKS for each in verdicts)
     many = f", in {len(weighed)} of {dense} models that keep every key" if len(verdicts) > 1 else ""
     queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))

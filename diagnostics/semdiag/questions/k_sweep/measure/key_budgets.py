@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import allowed_keys, block_scores
+from semdiag.capturing.kept_keys import allowed_keys, block_scores, ordered, real_first
 from semdiag.capturing.mask_rules import TopK
 from semdiag.measuring.table import Table
 
@@ -67,16 +67,18 @@ class NeededKeys:
         self.layers.setdefault(place, call.layer)
         allowed = allowed_keys(part)
         counted = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
-        scores = part.scores(torch.float64).masked_fill(~allowed, -torch.inf)
+        order = real_first(allowed, call)
+        allowed, scores = ordered(allowed, order), ordered(part.scores(torch.float64), order)
+        scores = scores.masked_fill(~allowed, -torch.inf)
         weights = scores.softmax(-1).masked_fill(~allowed, 0)
         for block in BLOCKS:
-            order = block_scores(scores, block).argsort(dim=-1, descending=True, stable=True)
-            ranked = _by_block(allowed.long(), block).gather(-1, order) * counted[..., None]
+            falling = block_scores(scores, block).argsort(dim=-1, descending=True, stable=True)
+            ranked = _by_block(allowed.long(), block).gather(-1, falling) * counted[..., None]
             old = self.ranked.get((place, block), np.zeros((1, 1), np.int64))
             self.ranked[place, block] = _padded_sum(old, ranked.sum((0, 2)).cpu().numpy())
             if block > 1 and weights.shape[-1] <= block:
                 continue
-            kept = _by_block(weights, block).gather(-1, order).cumsum(-1)
+            kept = _by_block(weights, block).gather(-1, falling).cumsum(-1)
             for level in LEVELS:
                 need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
                 for head in range(need.shape[1]):
