@@ -81,8 +81,8 @@ _RERUN = (
     Column("change", "Δ {}", _change, drop=NEVER),
     Column("low high samples", "95% interval", _interval, drop=NEVER),
     Column("harmed harmed_high", "harmed", _harmed, drop=5), Column("random", form=_change, drop=3),
-    Column("growth", "ppl ×", _growth, drop=NEVER), Column("divergence", "KL", _change),
-    Column("changed", form=percent, drop=NEVER), Column("accuracy", form=percent, drop=6),
+    Column("growth", "ppl ×", _growth, drop=20), Column("divergence", "KL", _change),
+    Column("changed", form=percent, drop=20), Column("accuracy", form=percent, drop=6),
 )  # fmt: skip
 
 

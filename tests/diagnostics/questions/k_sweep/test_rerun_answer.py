@@ -209,6 +209,18 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     print_k_sweep(findings)
 
 
+@pytest.mark.parametrize("outputs", [True, False])
+def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, outputs):
+    findings = made(made_up, of(4))
+    if outputs:
+        rerun = findings.measurements.rerun.assign(targets=0, predictions=0, loss=math.nan, divergence=math.nan)
+        findings = Findings(findings.measurements.replace(rerun=rerun))
+    print_k_sweep(findings)
+    heading = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" mask"))
+    assert [name in heading for name in ("ppl ×", "KL", "changed")] == [not outputs] * 3
+    assert "interval" in heading
+
+
 def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):
     assert sparse_verdict(broken(made(made_up, of(1)), (1, 2), math.nan), "m").k == 4
     found = sparse_verdict(broken(made(made_up, of(1)), (1, 8), math.nan), "m")  # 12 of 16 keys is hardly sparse
