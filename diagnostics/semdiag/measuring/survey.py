@@ -240,7 +240,10 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
     if given is not None and model.external:
         return _cut(read_batches(given, model, size, conditions.texts), conditions.first, f"{given} (given)")
     if conditions.texts != AS_THEY_ARE:
-        raise InputError("--max-length, --tokenizer and --labels are for texts of external models.")
+        raise InputError(
+            "--max-length, --tokenizer and --labels are for texts of external models. Of other inputs, "
+            "semdiag.k_sweep(…, labels=…) takes labels, in Python."
+        )
     if given is not None and given.suffix == ".txt":
         tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
         return split(tokens, size), labels, source

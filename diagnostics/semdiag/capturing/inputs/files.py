@@ -76,7 +76,10 @@ def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions =
     if path.suffix in SUFFIXES:
         return text_batches(path, model, size, texts)
     if texts != AS_THEY_ARE:
-        raise InputError(f"--max-length, --tokenizer and --labels are for texts (.txt, .jsonl). Got {path}.")
+        raise InputError(
+            f"--max-length, --tokenizer and --labels are for texts (.txt, .jsonl). Got {path}. Of other inputs, "
+            "semdiag.k_sweep(…, labels=…) takes labels, in Python."
+        )
     content = _read(path)
     if isinstance(content, Mapping) and set(content) == {"tokens"}:
         content = content["tokens"]
