@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import language
+import numpy as np
 import pandas as pd
 import pytest
+import robustness
 
 from semdiag_models.sweeps.grid import read_sweep
 from semdiag_models.sweeps.records import read_history
@@ -150,3 +152,29 @@ def test_language_says_what_its_records_say():
         shown = f"{own['dispersion']:.2f} | {own['separation']:.3f} | {own['entropy']:.2f} | {own['stay']:.1%} |"
         assert line.endswith(shown)
     assert f"after {found.loc['window-8', 'bytes_to_full'] / 1e6:.2f} of 3.07 million bytes" in table
+
+
+def test_robustness_says_what_its_records_say():
+    outcomes = robustness.read_outcomes(ROOT / "experiments" / "robustness")
+    assert outcomes["loss_area"].notna().all()
+    table = robustness.advantages(outcomes)
+    committed = pd.read_csv(ROOT / "reports" / "robustness" / "advantages.csv")
+    pd.testing.assert_frame_equal(table, committed, rtol=1e-9)
+    answers = robustness.verdicts(table).set_index(["attention", "task"])["answer"]
+    page = (ROOT / "experiments" / "robustness.md").read_text(encoding="utf-8").partition("## Result")[2]
+    measured = row("The advantage is robust")[1]
+    for (attention, task), answer in answers.items():
+        own = table[(table["task"] == task) & (table["attention"] == attention)]
+        recipe, others = own[own["level"] == robustness.RECIPE].iloc[0], own[own["level"] != robustness.RECIPE]
+        sign = np.sign(recipe["advantage"])
+        ends = others["low" if sign > 0 else "high"]
+        same, clear = (sign * others["advantage"] > 0).sum(), (sign * ends > 0).sum()
+        said = "{:.2f} ({:.2f} to {:.2f})".format(*recipe[["advantage", "low", "high"]]).replace("-", "−")
+        line = next(line for line in page.splitlines() if line.startswith(f"| {task} | {attention} |"))
+        assert line.endswith(f"| {said} | {same} | {clear} | {answer} |"), (said, same, clear, answer)
+        if attention == "topk-5":
+            assert f"{said} on {task}" in measured
+    shrunk = table[(table["task"] == "missing-duplicate") & (table["attention"] == "topk-5")].set_index("level")
+    for level in ("norm post", "dropout 0.1"):
+        ends = shrunk.loc[level, ["advantage", "low", "high"]]
+        assert "{:.2f} ({:.2f} to {:.2f})".format(*ends).replace("-", "−") in page
