@@ -210,7 +210,8 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
 
 
 @pytest.mark.parametrize("outputs", [True, False])
-def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, outputs):
+def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, monkeypatch, outputs):
+    monkeypatch.setenv("COLUMNS", "150")  # no heading breaks
     findings = made(made_up, of(4))
     if outputs:
         rerun = findings.measurements.rerun.assign(targets=0, predictions=0, loss=math.nan, divergence=math.nan)
