@@ -87,6 +87,8 @@ def linear(
         for y, *parts in zip(out, x, weight, *added, strict=True):
             y.copy_(linear(*parts))
         return out
+    if not (weight.is_contiguous() or weight.mT.is_contiguous()):
+        weight = weight.contiguous()  # else oneDNN takes a thousand times as long
     if onto is None:
         product: Tensor = _LINEAR.default(x, weight, bias, "none", [], "")
     else:

@@ -24,6 +24,26 @@ def test_a_product_is_off_by_no_more_than_rounding(bias, onto, through_onednn):
     assert found.dtype == torch.float32
 
 
+def test_onednn_gets_weights_for_which_it_has_a_fast_kernel(through_onednn, monkeypatch):
+    """Of rows with gaps its product takes a thousand times as long, which top-k training waited for."""
+    given = []
+
+    class Recording:
+        @staticmethod
+        def default(x, weight, *rest):
+            given.append(weight)
+            return through(x, weight, *rest)
+
+    through = products._LINEAR.default
+    x, side_by_side = torch.randn(256, 64), torch.randn(256, 192)
+    expected = x @ side_by_side[:, :64].T
+    monkeypatch.setattr(products, "_LINEAR", Recording)
+    for weight in (side_by_side[:, :64], side_by_side[:, :64].T.contiguous().T):
+        torch.testing.assert_close(products.linear(x, weight), expected, rtol=1e-4, atol=1e-4)
+    assert all(weight.is_contiguous() or weight.T.is_contiguous() for weight in given)
+    assert len(given) == 2
+
+
 def test_several_products_are_the_single_ones(through_onednn):
     x, weight, bias, base = (
         torch.randn(3, 500, 96),
