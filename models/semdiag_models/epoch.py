@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from semdiag_models.frozen import Frozen, frozen_rows
-from semdiag_models.optimization import make_optimizer, product_precision, set_learning_rate
+from semdiag_models.optimization import Frozen, frozen_rows, make_optimizer, product_precision, set_learning_rate
 from semdiag_models.random_state import RandomState, drawing_from
 from semdiag_models.step import Stack
 

@@ -14,13 +14,14 @@ from semdiag_models.data import Split, draw_data, draw_fresh
 from semdiag_models.encoder import Encoder
 from semdiag_models.epoch import train_epoch
 from semdiag_models.errors import InputError
-from semdiag_models.frozen import Frozen, frozen_rows
 from semdiag_models.memory_needs import training_memory
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import (
+    Frozen,
     check_precision,
     compile_steps,
     forward_precision,
+    frozen_rows,
     make_optimizer,
     product_precision,
     set_learning_rate,
