@@ -34,7 +34,7 @@ Batches = Batch | Iterable[Batch]
 def k_sweep(
     model: Model, batches: Batches, labels: Tensor | None = None, plan: KSweepPlan | None = None, **how: Any
 ) -> Measurements:
-    """Ask of one model's scores, for every k at once, what top-k attention would make of them.
+    """Ask of one model's scores, for many k at once, what top-k attention would make of them.
 
     Source: docs/theory.md#k-sweep. Deviation: not in the paper.
 

@@ -143,7 +143,7 @@ def test_a_sweep_tells_every_k_and_a_rerun_what_masks_change(run_semdiag, here, 
     assert changes == {("none", 0)} | {(mask, k) for mask in ("topk", "random") for k in (1, 2, 3, 4)}
     assert result["verdict"]["answer"] in ("plausible", "not without loss", "cannot tell")
     lines = [line.strip() for line in outcome.err.splitlines()]
-    first = next(at for at, line in enumerate(lines) if "within this model, for every k" in line) + 1
+    first = next(at for at, line in enumerate(lines) if "within this model, by k" in line) + 1
     assert lines[first].startswith(result["verdict"]["answer"])
     assert "Within one model" in outcome.err
     table = pd.read_csv(here / "reports" / "k-sweep-full" / "data" / "k_sweep.csv")

@@ -17,7 +17,9 @@ def k_sweep(
     max_k: Annotated[
         int | None,
         typer.Option(
-            help="Largest k. Default: 48, or one less than the length of shorter inputs.", rich_help_panel=_MEASURE
+            help="Measure every k up to this one. Default: up to 48, or one less than the length of shorter "
+            "inputs; of models from elsewhere every k up to 8, then every fourth, and those that are run.",
+            rich_help_panel=_MEASURE,
         ),
     ] = None,
     rerun: Annotated[
@@ -78,7 +80,7 @@ def k_sweep(
 ) -> None:
     """Ask whether sparse attention is enough in this model, and with which k.
 
-    Computed for every k from the model's scores, if each query kept only its k largest: the attention weight kept,
+    Computed from the model's scores for each k, if each query kept only its k largest: the attention weight kept,
     dispersion δ_h(k) against δ_s, separation Δ_h(k), key load, and the paper's conditions. With --rerun the model
     also runs with such masks. This says nothing about a model trained with that k.
 

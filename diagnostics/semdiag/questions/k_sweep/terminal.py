@@ -30,7 +30,7 @@ def print_k_sweep(findings: Findings) -> None:
     summary = findings(k_sweep_summary)
     for result in summary["results"]:
         first, *more = verdict_lines(findings, result["model"])
-        screen.print(f"\n{title(result)}: within this model, for every k")
+        screen.print(f"\n{title(result)}: within this model, by k")
         screen.print(first, soft_wrap=True)
         if result["rerun"]:
             screen.print(_rerun_table(result["rerun"]))

@@ -190,7 +190,7 @@ def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list
     best, cases = max(met, key=lambda k: met[k]), f"{len(CLAIMS) * len(JUDGED_PERCENTILES)} cases"
     cases += " (W and X at p75, p90 and p95)"
     if not met[best]:
-        words = f"by no k in any of {cases}"
+        words = f"by no measured k in any of {cases}"
     elif asked in met:
         words = f"by k = {asked} in {met[asked]} of {cases}; most often by k = {best}, in {met[best]}"
     else:

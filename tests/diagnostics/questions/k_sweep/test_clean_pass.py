@@ -93,6 +93,16 @@ def test_the_numbers_are_those_of_a_pass_of_its_own(how, model, ids):
         pd.testing.assert_frame_equal(getattr(found, name), table, check_exact=True)
 
 
+def test_a_model_from_elsewhere_has_few_k_unless_the_largest_is_named(model):
+    """Every one up to 8, every fourth, those that are run, and K: the table's cost grows with their number."""
+    ids = torch.randint(LETTERS, (SAMPLES, 24), generator=torch.Generator().manual_seed(1))
+    few, every = (semdiag.k_sweep(model, ids, ks=(10,), rerun=True, max_k=k).sweep for k in (None, 23))
+    assert sorted({*few["k"]}) == [*range(9), 10, 12, 16, 20, 23]
+    assert sorted({*every["k"]}) == [*range(24)]
+    same = every[every["k"].isin(few["k"])].reset_index(drop=True)
+    pd.testing.assert_frame_equal(few, same, check_exact=True)
+
+
 def test_an_encoder_looks_on_too_and_its_numbers_stay(tiny_models):
     found = survey([tiny_models[0]], Conditions(samples=SAMPLES, plans=(PLAN,)))
     tokens, labels, _ = tiny_models[0].default_inputs(SAMPLES, 0)

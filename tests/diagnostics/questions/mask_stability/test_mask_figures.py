@@ -231,7 +231,7 @@ def test_what_is_said_of_other_k(pair, probed):
     ("range_of_full", "said"),
     [
         (1e3, "are met by k = 6 in 6 of 6 cases (W and X at p75, p90 and p95); most often by k = 1, in 6."),
-        (1e-3, "are met by no k in any of 6 cases (W and X at p75, p90 and p95)."),
+        (1e-3, "are met by no measured k in any of 6 cases (W and X at p75, p90 and p95)."),
         (0.0, "have no value at any k: what they divide by, δ_s or Δ_h(k), is 0."),
     ],
 )

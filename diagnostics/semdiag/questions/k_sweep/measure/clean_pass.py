@@ -85,7 +85,8 @@ def clean_pass(
     pieces = {n: packed(batches, n, max(1, batch_size * keys // n)) for n in plan.lengths}
     draws = QueryDraws(queries, seed)
     draws.expect(longest)
-    scores = TopScores(largest, draws, min_keys, own_keys=plan.rerun, run=plan.ks or tuple(rerun_ks(largest)))
+    run, every_k = plan.ks or tuple(rerun_ks(largest)), not loaded.external or plan.max_k is not None
+    scores = TopScores(largest, draws, min_keys, every_k=every_k, own_keys=plan.rerun, run=run)
     return CleanPass(batches, pieces, scores)
 
 

@@ -1,4 +1,4 @@
-"""Within one model, for every k at once: what its scores would be if each query kept its k largest."""
+"""Within one model, for many k at once: what its scores would be if each query kept its k largest."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class KSweepPlan:
         InputError: if a value is illegal.
     """
 
-    max_k: int | None = None  # None: 48, or one less than the most keys
+    max_k: int | None = None  # measured is every k up to it; None: 48, or one less than the most keys
     rerun: bool = False  # whether the model is run with real masks
     tolerance: float | None = None  # change of the loss that is still no loss; None: see TOLERANCES
     budget: bool = False  # whether budgets by layer and head are looked for; takes reruns
@@ -93,11 +93,14 @@ def k_sweep(
     plan: KSweepPlan | None = None,
     **how: Any,
 ) -> pd.DataFrame:
-    """Ask of one model's scores, for every k up to K in one pass, what top-k attention would make of them.
+    """Ask of one model's scores, for many k in one pass, what top-k attention would make of them.
 
     A within-model comparison: nothing is trained anew, and a model trained with that k has other scores.
     The model itself is not changed. Where it is run again, masks keep some of the keys that its own mask keeps,
     and everything here is over these; else over all of its scores.
+
+    Measured is every k up to ``max_k``. If it is None, K is 48 or one less than the most keys, and of models from
+    elsewhere every k up to 8 is measured, then every fourth, those that are run, and K.
 
     Source: docs/theory.md#k-sweep. Deviation: not in the paper, which compares trained models.
 
@@ -200,8 +203,8 @@ def k_sweep_tables(
     ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
-        few = loaded.external and plan.max_k is None
-        ks = plan.ks or tuple(few_ks(most + 1) if few else rerun_ks(min(collected.largest, most)))
+        usual = rerun_ks(min(collected.largest, most)) if collected.every_k else few_ks(most + 1)
+        ks = plan.ks or tuple(usual)
         how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
         tables |= _reruns(loaded, seen, labels, plan, ks, seed, after_batch, lambda n: expect(whole + n), how)
         reruns += _accuracies(tables["rerun"])

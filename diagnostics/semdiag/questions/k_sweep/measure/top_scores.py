@@ -39,6 +39,7 @@ class TopScores:
         draws: which queries are looked at.
         min_keys: queries with fewer keys are left out.
         parts: by layer and head, one of each call.
+        every_k: whether the table has every k up to K, and not only those at which outputs are computed.
         own_keys: whether the keys are those that the model's own mask keeps, and not all that it chooses among.
         run: the k that the model is run with.
         streams: of the model.
@@ -50,6 +51,7 @@ class TopScores:
     largest: int
     draws: QueryDraws
     min_keys: int = 1
+    every_k: bool = True
     own_keys: bool = False
     run: tuple[int, ...] = ()
     streams: Streams = field(default_factory=Streams)
@@ -95,16 +97,19 @@ class TopScores:
                 sample = numbers[:, None].expand_as(own)
                 stratum = torch.arange(own.shape[1], device=own.device).expand_as(own) // PER_STRATUM
                 part |= {"sample": sample[own], "stratum": stratum[own]}
-            self.parts.setdefault((call.layer, head), []).append({n: v.cpu().numpy() for n, v in part.items()})
+            held = {name: values.contiguous().cpu().numpy() for name, values in part.items()}
+            self.parts.setdefault((call.layer, head), []).append(held)
 
     @property
     def _output_ks(self) -> tuple[int, ...]:
         return output_ks(self.largest, self.run)
 
     @property
-    def _swept(self) -> int:
-        """The largest k of the table: of a model's own keys none that all queries have."""
-        return min(self.largest, max(1, self.most_keys - 1)) if self.own_keys else self.largest
+    def _swept(self) -> tuple[int, ...]:
+        """The k of the table: of a model's own keys none that all queries have."""
+        ks = range(1, self.largest + 1) if self.every_k else self._output_ks
+        most = max(1, self.most_keys - 1) if self.own_keys else self.largest
+        return tuple(k for k in ks if k <= most)
 
     def _places(self) -> dict[tuple[int, int], dict[str, NDArray[Any]]]:
         return {
@@ -128,7 +133,7 @@ class TopScores:
                     yield {**row, "estimate": estimate.estimate, "low": low, "high": high}
 
     def table(self, further: Sequence[int] = ()) -> pd.DataFrame:
-        """Return the table without the column model: all quantities for every k, by head, then pooled.
+        """Return the table without the column model: all quantities for each k, by head, then pooled.
 
         Args:
             further: other k, of which only the share of the keys is told.
@@ -139,7 +144,7 @@ class TopScores:
         sizes, loads = ([p[name].shape[-1] for p in places.values()] for name in ("keys", "load"))
         columns: list[dict[str, NDArray[Any]]] = []
         names: list[tuple[int, str]] = []
-        shares = ((k, "share", _share(together["keys"], k)) for k in further if k > self._swept)
+        shares = ((k, "share", _share(together["keys"], k)) for k in further if k > self._swept[-1])
         for k, quantity, values in chain(_quantities(together, self._swept, self._output_ks), shares):
             own = _by_place(values.astype(np.float64, copy=False), loads if quantity == "load" else sizes)
             columns.append(percentile_columns(own, pooled=True))
@@ -163,22 +168,26 @@ def _joined(places: Collection[dict[str, NDArray[Any]]]) -> dict[str, NDArray[An
 
 
 def _quantities(
-    place: dict[str, NDArray[Any]], largest: int, output_ks: Sequence[int]
+    place: dict[str, NDArray[Any]], ks: Sequence[int], output_ks: Sequence[int]
 ) -> Iterator[tuple[int, str, NDArray[Any]]]:
     """Yield every quantity of every k, over the queries (or keys) of one layer and head."""
-    top, whole, keys = place["top"].astype(np.float64), place["range"].astype(np.float64), place["keys"]
-    mass = np.exp(top[:largest] - place["log_sum_exp"]).cumsum(0)
-    besides = np.where(np.arange(largest)[:, None] == place["first_rank"], -np.inf, top[:largest])
-    besides = np.exp(besides - np.where(keys > 1, place["others"], 0.0)).cumsum(0)
+    top, whole, keys = place["top"], place["range"].astype(np.float64), place["keys"]
     full = fixed_mask_stability(_tensor(whole), _tensor(keys)).log_value.numpy()
     yield 0, "dispersion", whole
     yield 0, "ln_sound", full
     several = np.where(keys > 1, np.log(np.maximum(keys, 2)), np.nan)
     yield 0, "evenness", place["entropy"] / several
-    for k in range(1, largest + 1):
-        drops = keys > k  # elsewhere the entries of ``top`` may be -inf
-        lowest, following = (np.where(drops, top[at], 0.0) for at in (k - 1, k))
-        dispersion = np.where(drops, top[0] - lowest, whole)
+    highest, others = top[0].astype(np.float64), np.where(keys > 1, place["others"], 0.0)
+    mass, besides = np.zeros_like(whole), np.zeros_like(whole)
+    for k in range(1, ks[-1] + 1):
+        score = top[k - 1].astype(np.float64)
+        mass += np.exp(score - place["log_sum_exp"])
+        besides += np.exp(np.where(place["first_rank"] == k - 1, -np.inf, score) - others)
+        if k not in ks:
+            continue
+        drops = keys > k  # elsewhere scores may be -inf
+        lowest, following = (np.where(drops, each, 0.0) for each in (score, top[k].astype(np.float64)))
+        dispersion = np.where(drops, highest - lowest, whole)
         separation = np.where(drops, lowest - following, np.inf)
         kept = np.minimum(keys, k)
         row = _tensor(dispersion), _tensor(separation), _tensor(kept)
@@ -187,8 +196,8 @@ def _quantities(
         spread = drops & (whole > 0)
         yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=spread)
         yield k, "separation", separation
-        yield k, "mass", np.where(drops, np.minimum(mass[k - 1], 1.0), np.nan)
-        yield k, "mass_without_first", np.where(drops, np.minimum(besides[k - 1], 1.0), np.nan)
+        yield k, "mass", np.where(drops, np.minimum(mass, 1.0), np.nan)
+        yield k, "mass_without_first", np.where(drops, np.minimum(besides, 1.0), np.nan)
         for name in _CHANGES:
             if name in place and k in output_ks:
                 yield k, name, np.where(drops, place[name][output_ks.index(k)], np.nan)
