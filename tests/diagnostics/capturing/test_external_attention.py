@@ -419,7 +419,6 @@ def test_the_consumer_runs_without_gradient_autocast_and_modes_and_is_not_captur
     assert Count.count > 0
 
 
-@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")
 def test_gradients_in_training_mode_are_the_same_to_the_bit():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.3, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
@@ -551,21 +550,19 @@ def test_padding_in_a_fused_encoder_leaves_zeros_that_the_watch_replaces_by_valu
     torch.testing.assert_close(before[~padding], during[~padding], rtol=1e-5, atol=1e-5)
 
 
+class Named(torch.Tensor):
+    """A tensor that torch calls another type."""
+
+
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_where_torch_does_not_let_one_look_inside_its_layer_it_is_seen_below_python(monkeypatch, need_weights):
-    monkeypatch.delattr(torch.overrides, "redispatch_function", raising=False)  # as before torch 2.13
-    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
-    x = draw(2, LENGTH, WIDTH).float()
-    calls = []
-    with torch.no_grad(), watch_attention(layer, calls.append) as audit:
-        layer(x, x, x, need_weights=need_weights)
-    (call,) = calls
-    torch.testing.assert_close(naive(call), call.mixed, rtol=1e-5, atol=1e-5)
-    assert call.mixed.shape == (2, HEADS, LENGTH, HEAD_WIDTH)
-    assert not audit.skipped
+def test_inside_torchs_own_layer_too_only_plain_tensors_are_captured(need_weights):
+    layer, x = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), draw(2, LENGTH, WIDTH).float()
+    with watch_attention(layer, pytest.fail) as audit:
+        layer(*3 * [x.as_subclass(Named)], need_weights=need_weights)
+    (skipped,) = audit.skipped
+    assert "only plain" in skipped.reason
 
 
-@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")
 def test_watching_needs_neither_transformers_nor_the_compiler():
     script = """
 import sys, torch

@@ -13,10 +13,6 @@ from semdiag import Monitor
 
 pytestmark = pytest.mark.device
 B, L, D = 3, 10, 16
-INSIDE = pytest.mark.skipif(
-    not hasattr(torch.overrides, "redispatch_function"),
-    reason="to look inside torch's own layers takes torch 2.13",
-)
 
 
 class ByHand(nn.Module):
@@ -88,7 +84,7 @@ def assert_same(one, other):
         pd.testing.assert_frame_equal(left, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [ByHand, Fused, pytest.param(Layered, marks=INSIDE), MaskElsewhere])
+@pytest.mark.parametrize("kind", [ByHand, Fused, Layered, MaskElsewhere])
 @pytest.mark.parametrize("options", [{}, {"queries": 4}], ids=["all", "drawn"])
 def test_attention_is_captured_alike_on_another_device(other_device, kind, options):
     model = made(kind)
@@ -99,7 +95,7 @@ def test_attention_is_captured_alike_on_another_device(other_device, kind, optio
     assert_same(one, other)
 
 
-@pytest.mark.parametrize("kind", [ByHand, Fused, pytest.param(Layered, marks=INSIDE)])
+@pytest.mark.parametrize("kind", [ByHand, Fused, Layered])
 @pytest.mark.parametrize("keep", [semdiag.TopK(3), semdiag.RandomK(3)], ids=["top", "random"])
 def test_a_model_is_masked_alike_on_another_device(other_device, kind, keep):
     model = made(kind)

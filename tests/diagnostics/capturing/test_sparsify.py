@@ -188,14 +188,8 @@ def built(name):
     return row, model, eager
 
 
-INSIDE = hasattr(torch.overrides, "redispatch_function")
-LACKING = "masks within torch's own layers take torch 2.13"
-
-
 def lacking(name):
     """Why a row cannot be run with the packages that are here; empty if it can."""
-    if name.startswith("nn.") and not INSIDE:
-        return LACKING
     if name in support.ROWS:
         return support.lacking(name)
     return "" if support.imported(ROWS[name].needs) else f"{ROWS[name].needs} cannot be imported here"
@@ -519,7 +513,6 @@ def test_our_encoder_masked_is_the_top_k_encoder(kind, wild_encoder, padded_toke
 # ------------------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.skipif(not INSIDE, reason=LACKING)
 def test_a_window_is_refused_in_cross_attention():
     model, x = Decoder().eval(), support.stream()
     for memory in (x.flip(1), x[:, :4]):

@@ -343,7 +343,6 @@ def test_masks_of_padded_batches_survive_no_noise_and_certified_ones_any(decoder
     pd.testing.assert_frame_equal(masks, again)
 
 
-@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")
 def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
     model = semdiag.LoadedModel("own:model", "", layer, "factory", "unknown", batches=[torch.randn(2, 5, 8)])

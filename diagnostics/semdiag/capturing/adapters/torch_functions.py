@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -125,10 +126,8 @@ class FunctionWatch(TorchFunctionMode):
         outer = self._recorder.heads
         self._recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
         try:
-            if not hasattr(torch.overrides, "redispatch_function"):  # before torch 2.13: it is seen below Python
-                return func(*args, **kwargs)
             with self:
-                return torch.overrides.redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+                return _not_overridden(func)(*args, **kwargs)
         finally:
             self._recorder.heads = outer
 
@@ -159,6 +158,14 @@ _SOFTMAX = ("softmax", "_softmax", "special_softmax")
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SPECIAL = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
 _WATCHED = frozenset((*_SOFTMAX, *_SPECIAL, *FOLLOWED))
+
+
+def _not_overridden(func: FunctionType) -> FunctionType:
+    """Return a copy that leaves itself to no override: it runs inside a mode, which sees what it calls."""
+    known = func.__globals__ | {"has_torch_function": lambda tensors: False}
+    copy = FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
 def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,6 @@ def test_what_may_be_labels_is_refused_in_one_line(question, kind):
 
 @pytest.mark.parametrize("question", ASKED)
 def test_an_argument_that_is_named_is_one(question):
-    if question == "rerun" and not hasattr(torch.overrides, "redispatch_function"):
-        pytest.skip("masks within torch's own layers take torch 2.13")
     ASKED[question]([{"x": X, "y": CLASSES}])
 
 

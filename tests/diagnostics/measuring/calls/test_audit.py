@@ -119,7 +119,6 @@ def test_where_the_queries_are_channels_it_is_said():
         assert [reason[:38] for _, reason in remarks(calls)] == ["its queries and keys are channels, not"] * said
 
 
-@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")
 def test_dropout_is_why_there_is_no_residual():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True)
     with semdiag.capture(layer) as calls:

@@ -88,7 +88,6 @@ def test_without_an_output_layer_the_map_is_unknown():
     assert (table["reason"] == "Υ: none took the mixed values").all()
 
 
-@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")
 def test_torch_s_own_layer_names_its_projections():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True)
     table = norms(layer)
