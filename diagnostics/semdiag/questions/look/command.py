@@ -72,8 +72,9 @@ def look(
     [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
     """
     from semdiag.capturing.loading import load_all
+    from semdiag.measuring.counted import counted
     from semdiag.presenting.terminal.progress import Stages
-    from semdiag.presenting.terminal.terminal import counted, say, tell
+    from semdiag.presenting.terminal.terminal import say, tell
     from semdiag.questions.look.measure.heads import fitting_k
     from semdiag.questions.look.measure.loaded import see_loaded
     from semdiag.questions.look.page import all_heads, cautions, lead
