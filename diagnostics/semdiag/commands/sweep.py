@@ -1,7 +1,5 @@
 """``semdiag sweep``."""
 
-import shlex
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from semdiag.commands.measuring import command_line
+from semdiag.presenting import options
 from semdiag.presenting.terminal.terminal import beside_json, tell
 
 if TYPE_CHECKING:
@@ -57,15 +57,7 @@ def sweep(
             help="cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run", rich_help_panel=_WHERE
         ),
     ] = "",
-    ray: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|ADDRESS",
-            help="Run on a Ray cluster: its address, or auto for the one on this machine, which is started if "
-            "needed.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = "",
+    ray: options.Ray = "",
     gpus_per_run: Annotated[
         float, typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=_WHERE)
     ] = 0.0,
@@ -88,13 +80,8 @@ def sweep(
             help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=_OUTPUT
         ),
     ] = 0.95,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the results as one JSON object on stdout.", rich_help_panel=_OUTPUT),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=_OUTPUT)
-    ] = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     r"""Train a grid of runs: task × attention × seed × any option of semdiag train.
 
@@ -188,7 +175,7 @@ def _train(
     from semdiag_models.sweeps.runs import Order, result
     from semdiag_models.sweeps.workers import together, train_all
 
-    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]]), "target": ways.target}
+    provenance = {"command": command_line(), "target": ways.target}
 
     def row_of(run: "SweepRun", outcome: "Outcome | None" = None) -> "RunResult":
         return result(run, folder / run.name, ways.target, outcome, ways.records)

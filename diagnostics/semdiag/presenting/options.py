@@ -182,8 +182,7 @@ Ray = Annotated[
     str,
     typer.Option(
         metavar="auto|ADDRESS",
-        help="Measure on a Ray cluster: its address, or auto for the one on this machine, which is started if "
-        "needed.",
+        help="Run on a Ray cluster: its address, or auto for the one on this machine, which is started if needed.",
         rich_help_panel=_WHERE,
     ),
 ]
