@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from semdiag_models.sweeps.runs import Outcome, RunResult
     from semdiag_models.sweeps.workers import Workers
 
-_WHERE, _OUTPUT = "Where it runs", "Output"
-
 
 def sweep(
     config: Annotated[
@@ -39,7 +37,7 @@ def sweep(
         typer.Option(
             help="Processes at the same time, each with one CPU thread.",
             show_default="cores",
-            rich_help_panel=_WHERE,
+            rich_help_panel=options.WHERE,
         ),
     ] = None,
     in_a_step: Annotated[
@@ -48,22 +46,25 @@ def sweep(
             "--in-a-step",
             help="How many runs that differ only in seed and attention to train in the same steps. Small models "
             "then take half the time each, and end as they would alone, up to rounding.",
-            rich_help_panel=_WHERE,
+            rich_help_panel=options.WHERE,
         ),
     ] = 1,
     device: Annotated[
         str,
         typer.Option(
-            help="cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run", rich_help_panel=_WHERE
+            help="cpu, cuda, mps or auto.",
+            show_default="cpu; cuda with --gpus-per-run",
+            rich_help_panel=options.WHERE,
         ),
     ] = "",
     ray: options.Ray = "",
     gpus_per_run: Annotated[
-        float, typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=_WHERE)
+        float,
+        typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=options.WHERE),
     ] = 0.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the runs.", show_default="runs/CONFIG", rich_help_panel=_OUTPUT),
+        typer.Option(help="Folder of the runs.", show_default="runs/CONFIG", rich_help_panel=options.OUTPUT),
     ] = None,
     records: Annotated[
         Path | None,
@@ -71,13 +72,13 @@ def sweep(
             help="Keep a small file for every finished run in this folder: configuration, history and the hash of "
             "the weights. A run with such a record counts as done, even if its own folder is gone.",
             show_default=False,
-            rich_help_panel=_OUTPUT,
+            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     target: Annotated[
         float,
         typer.Option(
-            help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=_OUTPUT
+            help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=options.OUTPUT
         ),
     ] = 0.95,
     as_json: options.Json = False,
