@@ -16,6 +16,7 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.planes import Plane, plane_through, random_plane
 from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measuring.probe import Probe, Subject
@@ -128,7 +129,7 @@ def landscape(
         >>> len(table), table["loss"].notna().all().item()
         (10, True)
     """
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
+    loaded = unnamed(model)
     chosen = options or LandscapePlan()
     moved = MovableEncoder(loaded.encoder, device=device, dtype=dtype)
     if "loss" in chosen.metrics:

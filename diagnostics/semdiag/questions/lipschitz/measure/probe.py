@@ -11,6 +11,7 @@ from torch import Tensor
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.extreme_values import estimate_end_point
+from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measuring.encoders.weights import not_finite
@@ -145,7 +146,7 @@ def lipschitz(
         >>> sorted(tables), bool((tables["loss_gradients"]["slope"] > 0).any())
         (['end_points', 'jacobians', 'loss_gradients', 'loss_secants'], True)
     """
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
+    loaded = unnamed(model)
     chosen = options or LipschitzPlan()
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
