@@ -256,13 +256,14 @@ def test_an_estimate_above_its_bound_at_the_point_is_called_violated(tiny_models
 
 @pytest.mark.parametrize(("above", "verdict"), [(-1.0, Verdict.HOLDS), (1.0, Verdict.NOTHING)])
 def test_an_end_point_is_an_extrapolation_and_contradicts_no_bound(tiny_models, inputs, above, verdict):
-    found = found_on(tiny_models[:1], inputs)
+    found = semdiag.lipschitz(tiny_models[0], *inputs, FEW)
     bounds = found.loss_gradients.groupby("group")["ln_sound"].max()
     points = found.end_points[found.end_points["group"] == "head"].assign(accepted=True)
     points = points.assign(estimate=np.exp(bounds["head"] + above))
-    findings = estimate_findings(Findings(found.replace(end_points=points)))
-    finding = next(f for f in findings if f.claim == END_POINTS)
+    findings = Findings(found.replace(end_points=points))
+    finding = next(f for f in findings(estimate_findings) if f.claim == END_POINTS)
     assert finding.verdict is verdict
+    assert ("contradicts nothing: head" in lipschitz_sentences(findings)[-1]) is (verdict is Verdict.NOTHING)
     assert finding.numbers["violated"] == 0
     assert finding.numbers.get("beyond the bound", 0) == ("head" in finding.note) == (verdict is Verdict.NOTHING)
 
