@@ -36,6 +36,10 @@ class Interval:
         """
         return self if self.low < self.high else Interval(self.estimate, math.nan, math.nan)
 
+    def columns(self, name: str) -> dict[str, float]:
+        """Return the estimate as ``name``, and the ends as ``name_low`` and ``name_high``."""
+        return {name: self.estimate, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 def tail_levels(units: int) -> tuple[float, float]:
     """Return the percentiles of the resampled values that bound an interval; it is wider for few units.
