@@ -8,6 +8,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.noise import percent
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 
+MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
+
 
 def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
     """Return the models with an input-dependent mask that was judged, last snapshots first.
