@@ -49,7 +49,7 @@ def report(
         typer.Option(
             "--rerun-minutes",
             min=0,
-            help="Also run a model from elsewhere with sparse attention, on as many samples as fit into about "
+            help="Also run an external model with sparse attention, on as many samples as fit into about "
             "this many minutes. 0: not at all.",
             rich_help_panel=options.MEASURE,
         ),

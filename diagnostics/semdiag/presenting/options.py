@@ -91,8 +91,8 @@ Device = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Precision of the model and its scores: float32 or float64; bfloat16 or float16 for models from "
-        "elsewhere, whose scores are then read in float32. auto: float64 if all models are "
+        help="Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
+        "models, whose scores are then read in float32. auto: float64 if all models are "
         "semdiag's or the paper's encoders, so that numbers are the same on every processor; float32 if any other "
         "model is among them, or on mps.",
         rich_help_panel=MEASURE,

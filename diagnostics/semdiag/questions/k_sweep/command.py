@@ -16,7 +16,7 @@ def k_sweep(
         int | None,
         typer.Option(
             help="Measure every k up to this one. Default: up to 48, or one less than the length of shorter "
-            "inputs; of models from elsewhere every k up to 8, then every fourth, and those that are run.",
+            "inputs; of external models every k up to 8, then every fourth, and those that are run.",
             rich_help_panel=options.MEASURE,
         ),
     ] = None,

@@ -51,7 +51,7 @@ def propagated_selections(
     Source: docs/theory.md#propagated-rounding. Deviation: not in the paper.
 
     Args:
-        loaded: a model from elsewhere; copies of it run.
+        loaded: an external model; copies of it run.
         batches: its inputs.
         kind: the format, float32 or coarser.
         device: where to run.
