@@ -21,6 +21,7 @@ from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians
 from semdiag.questions.lipschitz.measure.gradients import ball_gradients
 from semdiag.questions.lipschitz.measure.secants import GROUPS, LINES, line_secants, plane_secants, radii
 from semdiag_models import Encoder, InputError
+from semdiag_models.device import with_float64
 
 LOSS_SECANTS = Table(
     "loss_secants",
@@ -148,7 +149,7 @@ def lipschitz(
     """
     loaded = unnamed(model)
     plan = plan or LipschitzPlan()
-    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    device = with_float64(device)
     moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
     broken = not_finite(moved.encoder)
     if broken:
