@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 
 from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_key
-from semdiag.measuring.counted import counted
 from semdiag_models import InputError
 
 WARNING, SEVERE = "WARNING", "SEVERE"
@@ -250,7 +249,7 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
     if not rows:
         return ["no rows"]
     steps = sorted({row["step"] for row in rows})
-    lines = [f"{counted(len(steps), 'look')}, steps {steps[0]} to {steps[-1]}"]
+    lines = [f"{len(steps)} look{'s' * (len(steps) != 1)}, steps {steps[0]} to {steps[-1]}"]
     for name in LIMITS:
         known = sorted((row for row in rows if not math.isnan(row[name])), key=lambda row: float(row[name]))
         if known:
