@@ -60,7 +60,7 @@ def main() -> None:
                 float(F.cross_entropy(logits, labels))
 
         def cells(model: Encoder = encoder) -> None:
-            landscape(model, tokens, labels, options=LandscapePlan(grid=3))
+            landscape(model, tokens, labels, plan=LandscapePlan(grid=3))
 
         plain(), cells()
         pairs = [(cpu_seconds(cells), cpu_seconds(plain)) for _ in range(arguments.rounds)]
@@ -72,7 +72,7 @@ def main() -> None:
         options = LandscapePlan(grid=5, metrics=("dispersion",))
 
         def statistics_of_attention(model: Encoder = encoder, wanted: LandscapePlan = options) -> None:
-            landscape(model, tokens[:50], options=wanted)
+            landscape(model, tokens[:50], plan=wanted)
 
         few = [cpu_seconds(statistics_of_attention) for _ in range(3)]
         print(f"{attention}: δ, Δ and loads on 5 × 5 cells, 50 samples, 5 blocks: {statistics.median(few):.2f} s")

@@ -11,13 +11,14 @@ import math
 import sys
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
+from t_intervals import UNKNOWN, t_interval
 
+from semdiag.measuring.findings.resampling import Interval
 from semdiag_models import InputError
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
@@ -25,19 +26,10 @@ from semdiag_models.sweeps.records import read_history
 HERE = Path(__file__).parent
 RUN = ["task", "attention", "frozen", "seed"]  # what names a run of the study
 FULL, TOPK, STRAIGHT = "full", "topk-5", "topk-5-straight-through"
-LEVEL = 0.95
 HALF = 0.5  # of the advantage: above it most survives
 LITTLE = math.log(1.25)  # of straight-through: mean losses that differ by less than a quarter
 WORSE = math.log(1.1)  # of frozen full attention on cycle-navigation
 TELLS_NOTHING = "these runs cannot tell"
-
-
-class Interval(NamedTuple):
-    """An estimate and its 95% interval over seeds."""
-
-    estimate: float
-    low: float
-    high: float
 
 
 def attention_of(run: SweepRun) -> str:
@@ -102,13 +94,6 @@ def missing_runs(outcomes: pd.DataFrame) -> dict[str, int]:
     return {task: sum(run[0] == task for run in left) for task in tasks}
 
 
-def t_interval(values: NDArray[np.float64]) -> Interval:
-    """Mean and its t-interval over seeds."""
-    mean, n = float(np.mean(values)), len(values)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-    return Interval(mean, mean - half, mean + half)
-
-
 def share(frozen: NDArray[np.float64], trained: NDArray[np.float64]) -> Interval:
     """Ratio of the mean advantages, frozen over trained, with Fieller's interval over seeds.
 
@@ -118,8 +103,8 @@ def share(frozen: NDArray[np.float64], trained: NDArray[np.float64]) -> Interval
     """
     n, f, t = len(trained), float(np.mean(frozen)), float(np.mean(trained))
     if not t_interval(trained).low > 0:
-        return Interval(math.nan, math.nan, math.nan)
-    (ff, ft), (_, tt) = np.cov(frozen, trained) * stats.t.ppf((1 + LEVEL) / 2, n - 1) ** 2 / n
+        return UNKNOWN
+    (ff, ft), (_, tt) = np.cov(frozen, trained) * stats.t.ppf(0.975, n - 1) ** 2 / n
     a, b, c = t * t - tt, t * f - ft, f * f - ff
     root = math.sqrt(max(0.0, b * b - a * c))
     return Interval(f / t, float((b - root) / a), float((b + root) / a))
@@ -132,10 +117,6 @@ def areas(outcomes: pd.DataFrame, task: str) -> dict[tuple[str, str], NDArray[np
         (str(attention), str(arm)): rows["loss_area"].to_numpy(dtype=np.float64)
         for (attention, arm), rows in own.groupby(["attention", "frozen"], sort=False)
     }
-
-
-def _columns(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def advantages(outcomes: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
@@ -155,9 +136,9 @@ def advantages(outcomes: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
             rows.append(
                 {
                     "task": task, "attention": attention,
-                    **_columns("trained", t_interval(trained)), **_columns("frozen", t_interval(frozen)),
-                    **_columns("share", survives), "reading": reading(t_interval(trained), survives),
-                    **_columns("over_frozen_full", t_interval(frozen_full - area[attention, "frozen"])),
+                    **t_interval(trained).columns("trained"), **t_interval(frozen).columns("frozen"),
+                    **survives.columns("share"), "reading": reading(t_interval(trained), survives),
+                    **t_interval(frozen_full - area[attention, "frozen"]).columns("over_frozen_full"),
                 }
             )  # fmt: skip
     return pd.DataFrame(rows)
@@ -179,7 +160,7 @@ def freezing(outcomes: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
         area = areas(outcomes, task)
         for attention in dict.fromkeys(attention for attention, _ in area):
             cost = t_interval(area[attention, "frozen"] - area[attention, "trained"])
-            rows.append({"task": task, "attention": attention, **_columns("cost", cost)})
+            rows.append({"task": task, "attention": attention, **cost.columns("cost")})
     return pd.DataFrame(rows)
 
 
@@ -192,7 +173,7 @@ def straight_through(outcomes: pd.DataFrame, tasks: list[str]) -> pd.DataFrame:
             change = t_interval(area[STRAIGHT, arm] - area[TOPK, arm])
             within = change.low > -LITTLE and change.high < LITTLE
             said = verdict(within, change.low > LITTLE or change.high < -LITTLE)
-            rows.append({"task": task, "arm": arm, **_columns("change", change), "little": said})
+            rows.append({"task": task, "arm": arm, **change.columns("change"), "little": said})
     return pd.DataFrame(rows)
 
 

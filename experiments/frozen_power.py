@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from frozen import FULL, HALF, TOPK, attention_of, share, t_interval
+from frozen import FULL, HALF, TOPK, attention_of, share
+from t_intervals import t_interval
 
 from semdiag_models.sweeps.grid import read_sweep
 from semdiag_models.sweeps.records import read_history

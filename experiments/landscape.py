@@ -51,7 +51,7 @@ def surfaces(checkpoints: Path) -> pd.DataFrame:
         for stage, file in STAGES.items():
             path = checkpoints / name / file
             plan = LandscapePlan(planes=PLANES, grid=CELLS)
-            cells = landscape(load(path), *held_out(path, SAMPLES), options=plan, seed=0)
+            cells = landscape(load(path), *held_out(path, SAMPLES), plan=plan, seed=0)
             parts.append(cells.assign(attention=attention, stage=stage))
             print(attention, stage, flush=True)
     columns = ["attention", "stage", "plane", "x", "y", "place", "loss", "accuracy"]

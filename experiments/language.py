@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from scipy.stats import t as student
+from t_intervals import t_interval
 from torch import Tensor, nn
 
 from semdiag import row_statistics
@@ -189,8 +189,8 @@ def judge(folder: Path) -> pd.DataFrame:
             continue
         pairs = [(losses[mask, seed], losses["full", seed]) for seed in seeds]
         reached = [first_at(runs[mask, seed], full.iloc[-1]) for seed, (_, full) in zip(seeds, pairs, strict=True)]
-        area = interval("area", [own.mean() - full.mean() for own, full in pairs])
-        end = interval("end", [own.iloc[-1] - full.iloc[-1] for own, full in pairs])
+        area = t_interval([own.mean() - full.mean() for own, full in pairs]).columns("area")
+        end = t_interval([own.iloc[-1] - full.iloc[-1] for own, full in pairs]).columns("end")
         ends = pd.DataFrame([runs[mask, seed].iloc[-1] for seed in seeds]).mean().drop(["step", "bytes"])
         as_full = {"reach_full": int(np.isfinite(reached).sum()), "bytes_to_full": float(np.mean(reached))}
         rows.append({"mask": mask, "seeds": len(seeds), **area, **end, **as_full, **ends})
@@ -201,13 +201,6 @@ def first_at(run: pd.DataFrame, loss: float) -> float:
     """Bytes seen at the first evaluation whose held-out loss is at most this; infinite where none is."""
     reached = run.loc[run["held_out_loss"] <= loss, "bytes"]
     return float(reached.min()) if len(reached) else math.inf
-
-
-def interval(name: str, values: list[float]) -> dict[str, float]:
-    """Mean and 95% t-interval; without one of a single value."""
-    mean, n = float(np.mean(values)), len(values)
-    half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else math.nan
-    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
 def record(folder: Path, mask: str, seed: int) -> Path:

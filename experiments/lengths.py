@@ -7,12 +7,11 @@ With --runs the last checkpoints are tested, and accuracy.csv is written; withou
 """
 
 import argparse
-import math
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from t_intervals import UNKNOWN, t_interval
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.table import ALL
@@ -61,17 +60,9 @@ def differences(table: pd.DataFrame) -> pd.DataFrame:
                 change = (
                     (here[attention] - here[FULL]).loc[seeds].to_numpy(np.float64) if len(seeds) else np.empty(0)
                 )
-                rows.append((task, attention, length, len(seeds), *_interval(change)))
+                found = t_interval(change) if len(change) > 1 else UNKNOWN
+                rows.append((task, attention, length, len(seeds), found.estimate, found.low, found.high))
     return pd.DataFrame(rows, columns=["task", "attention", "length", "seeds", "difference", "low", "high"])
-
-
-def _interval(values: "np.typing.NDArray[np.float64]") -> tuple[float, float, float]:
-    n = len(values)
-    if n < 2:
-        return (math.nan,) * 3
-    mean = float(np.mean(values))
-    half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-    return mean, mean - half, mean + half
 
 
 def sentences(table: pd.DataFrame, found: pd.DataFrame) -> list[str]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-from scipy import stats
+from t_intervals import UNKNOWN, t_interval
 
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
@@ -21,7 +20,6 @@ HERE = Path(__file__).parent
 SWEEP = HERE / "robustness.toml"
 RECIPE = "the recipe"
 FULL = "full"
-LEVEL = 0.95
 
 
 def level_of(run: SweepRun) -> str:
@@ -52,13 +50,6 @@ def read_outcomes(records: Path, sweep: Path = SWEEP) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["task", "level", "attention", "seed", "loss_area"])
 
 
-def t_interval(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Mean and its t-interval over seeds."""
-    mean, n = float(np.mean(values)), len(values)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-    return mean, mean - half, mean + half
-
-
 def advantages(outcomes: pd.DataFrame) -> pd.DataFrame:
     """By task, level and attention: mean of A(full) - A(attention) over seeds, its interval, and missing runs."""
     rows = []
@@ -66,10 +57,8 @@ def advantages(outcomes: pd.DataFrame) -> pd.DataFrame:
         areas = own.pivot_table(index="seed", columns="attention", values="loss_area", dropna=False)
         for attention in [name for name in own["attention"].unique() if name != FULL]:
             missing = int(areas[[FULL, attention]].isna().to_numpy().sum())
-            mean, low, high = (
-                (math.nan,) * 3 if missing else t_interval((areas[FULL] - areas[attention]).to_numpy(np.float64))
-            )
-            rows.append((task, level, attention, mean, low, high, missing))
+            found = t_interval((areas[FULL] - areas[attention]).to_numpy(np.float64)) if not missing else UNKNOWN
+            rows.append((task, level, attention, found.estimate, found.low, found.high, missing))
     return pd.DataFrame(rows, columns=["task", "level", "attention", "advantage", "low", "high", "missing"])
 
 

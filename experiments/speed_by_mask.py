@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from scipy import stats
+from t_intervals import t_interval
 
 CANDIDATES = {"dispersion": "δ", "xi_sound": "ξ", "lambda_sound": "λ"}
 
@@ -37,10 +38,9 @@ def over_tasks(table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for attention, own in table.groupby("attention", sort=False):
         means = own.groupby("task")["ratio"].mean()
-        half = stats.t.ppf(0.975, len(means) - 1) * means.sem()
-        mean = means.mean()
-        interval = {"low": mean - half, "high": mean + half}
-        rows.append({"attention": attention, "mean": mean, **interval, "topk-5": top.reindex(means.index).mean()})
+        found = t_interval(means.to_numpy())
+        ends = {"mean": found.estimate, "low": found.low, "high": found.high}
+        rows.append({"attention": attention, **ends, "topk-5": top.reindex(means.index).mean()})
     return pd.DataFrame(rows).set_index("attention")
 
 
@@ -87,8 +87,8 @@ def correlations_in_words(table: pd.DataFrame, tasks: list[str]) -> str:
     lines = [f"| | masks | {' | '.join(tasks)} | over tasks |", "|---" * (len(tasks) + 3) + "|"]
     for (candidate, masks), own in table.groupby(["candidate", "masks"], sort=False):
         rho = own.set_index("task")["rho"].round(9)  # −3/8 is no −0.37499…
-        mean, half = rho.mean(), stats.t.ppf(0.975, len(rho) - 1) * rho.sem()
-        whole = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
+        mean = t_interval(rho.to_numpy())
+        whole = f"{mean.estimate:+.2f} ({mean.low:+.2f} to {mean.high:+.2f})"
         numbers = " | ".join([*(f"{rho[task]:+.2f}" for task in tasks), whole]).replace("-", "−")
         lines.append(f"| {CANDIDATES[str(candidate)]} | {masks} | {numbers} |")
     return "\n".join(lines)

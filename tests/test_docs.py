@@ -275,6 +275,5 @@ def test_anchors_are_those_of_headings() -> None:
 
 def test_every_page_of_the_docs_is_in_their_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    for page in (ROOT / "docs").rglob("*.md"):
-        name = page.relative_to(ROOT / "docs").as_posix()
-        assert name == "README.md" or f"({name})" in index, name
+    for page in (ROOT / "docs").glob("*.md"):  # README.md links those of the commands
+        assert page.name == "README.md" or f"({page.name})" in index, page.name

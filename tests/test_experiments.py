@@ -228,6 +228,24 @@ def test_cells_are_held_against_the_papers_of_the_same_quantity_and_percentile()
     assert length_40.against_paper("cycle-navigation", pd.DataFrame(rows))["ratio"].isna().all()
 
 
+# shared/theory.md, section 4: left sides of the paper's conditions at p75, p90, p95, p100.
+PUBLISHED = {
+    "ListOps": ([0.970, 0.688, 0.564, 0.565], [0.898, 0.674, 0.586, 0.612]),
+    "Parity": ([0.704, 0.759, 0.803, 1.220], [0.723, 0.808, 0.862, 1.286]),
+    "Even pairs": ([3.174, 1.976, 1.315, 1.799], [3.025, 2.102, 1.424, 1.897]),
+    "Missing duplicates": ([1.531, 1.088, 0.666, 1.143], [1.529, 1.152, 0.718, 1.204]),
+}
+
+
+def test_the_papers_numbers_give_the_papers_conditions():
+    table = length_40.published_table()
+    for task, (weight, inputs) in PUBLISHED.items():
+        own = table[table["task"] == task]
+        assert own["percentile"].tolist() == [75, 90, 95, 100]
+        assert own["weight_left_side"].round(3).tolist() == weight
+        assert own["input_left_side"].round(3).tolist() == inputs
+
+
 def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():
     """Both are of `semdiag bounds` on the same samples in float64: equal to more than the three digits shown."""
     reports = EXPERIMENTS.parent / "reports"

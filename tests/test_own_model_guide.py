@@ -38,8 +38,3 @@ def test_every_example_is_run() -> None:
 
 def test_the_readme_links_the_guide() -> None:
     assert "docs/your-own-model.md" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_links_of_the_guide_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", GUIDE):
-        assert (ROOT / "docs" / target).resolve().exists(), target

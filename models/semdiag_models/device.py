@@ -1,4 +1,4 @@
-"""Find the device with a name, and the name of the processor."""
+"""Find the device with a name, or one with float64, and the name of the processor."""
 
 import platform
 from pathlib import Path
@@ -38,6 +38,12 @@ def find_device(name: str) -> torch.device:
     if not there[name]:
         raise InputError(f"No {name} device here. Use --device auto or --device cpu.")
     return torch.device(name)
+
+
+def with_float64(device: torch.device | str) -> torch.device:
+    """Return the device, or the CPU instead of MPS, which has no float64."""
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def processor() -> str:

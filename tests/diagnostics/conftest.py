@@ -17,6 +17,22 @@ from semdiag_models import Encoder, ModelConfig, TrainingConfig, open_run, train
 LENGTH, BLOCKS, HEADS, K, EPOCHS, SAMPLES = 12, 2, 2, 3, 2, 40
 
 
+@pytest.fixture
+def own_random_numbers():
+    """A random state of the test's own, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
+    return tmp_path
+
+
 @dataclass(frozen=True)
 class TinyRuns:
     """Folders of finished runs (epoch-0.pt, best.pt, last.pt)."""

@@ -20,6 +20,14 @@ def _own_random_state() -> Iterator[None]:
 
 
 @pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Have the encoders of a test built in float64, positions included."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def tiny_model() -> Callable[..., ModelConfig]:
     """Call with the fields that matter: an encoder for even-pairs that trains in no time."""
 

@@ -11,6 +11,7 @@ from semdiag_models import ModelConfig
 from semdiag_models.attention.selection import random_priorities
 from semdiag_models.dropout import dropped_positions
 from semdiag_models.encoder import Encoder
+from semdiag_models.model_config import ACTIVATIONS
 
 PAD, LENGTH = 4, 8
 TOKENS = torch.tensor([[0, 3, 1, 2, 2, 0, 1], [3, 1, 1, 0, PAD, PAD, PAD]])  # one shorter than the longest input
@@ -23,14 +24,11 @@ PRODUCT = [
         KINDS, ("pre", "post"), ("mean", "cls"), (False, True), (1, 2)
     )
 ]
-
-
-@pytest.fixture
-def in_float64():
-    """Have the encoders of a test built in float64, positions included."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+NAIVE_ACTIVATIONS = {
+    "relu": lambda x: x * (x > 0),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "mish": lambda x: x * torch.tanh(torch.log1p(x.exp())),
+}
 
 
 def encoder(**fields):
@@ -61,9 +59,9 @@ class Dense:
     def linear(self, name, x):
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
-    def norm(self, x):
+    def norm(self, x, eps=1e-5):
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
 
     def embed(self, tokens):
         """CLS at position 0, the input behind it, the global tokens at the last positions of the model."""
@@ -135,19 +133,22 @@ class Dense:
         q, k, v = (
             part.unflatten(-1, (c.heads, 5)).transpose(1, 2) for part in self.linear(f"{name}.qkv", x).chunk(3, -1)
         )
-        mixed = self.mix(layer, q @ k.mT / math.sqrt(5), valid) @ v
+        scores = self.c.inverse_temperature * q @ k.mT / math.sqrt(5)
+        mixed = self.mix(layer, scores, valid) @ v
         return self.linear(f"{name}.out", mixed.transpose(1, 2).flatten(2))
 
     def mlp(self, layer, x):
         hidden = self.drop(self.linear(f"blocks.{layer}.expand", x))
-        return self.linear(f"blocks.{layer}.contract", hidden * (hidden > 0))
+        return self.linear(f"blocks.{layer}.contract", NAIVE_ACTIVATIONS[self.c.activation](hidden))
 
     def logits(self, tokens):
         ids, x = self.embed(tokens)
         valid = torch.ones_like(ids, dtype=torch.bool) if self.c.pad_as_token else ids != PAD
         for layer in range(2):
             if self.c.norm == "pre":
-                x = x + self.drop(self.attention(layer, self.norm(x), valid))
+                x = x + self.drop(
+                    self.attention(layer, self.norm(x, 1e-5 if layer else self.c.first_norm_eps), valid)
+                )
                 x = x + self.drop(self.mlp(layer, self.norm(x)))
             else:
                 x = self.norm(x + self.drop(self.attention(layer, x, valid)))
@@ -176,6 +177,15 @@ def test_it_is_the_dense_masked_encoder_with_its_gradients_and_drops(fields):
         for (name, _), one, other in zip(model.named_parameters(), ours, dense, strict=True):
             size = max(1.0, float(other.abs().max()))
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * size, msg=name)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("kind", ["full", "banded", "block", "topk"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_temperature_and_first_eps_are_where_they_belong(kind, activation):
+    others = {"activation": activation, "inverse_temperature": 1.7, "first_norm_eps": 0.1}
+    model = encoder(attention=kind, k=None if kind == "full" else 4, heads=2, **others)
+    torch.testing.assert_close(model(TOKENS), Dense(model, training=False).logits(TOKENS), rtol=0, atol=1e-12)
 
 
 LEGAL = [fields for fields in PRODUCT if not fields["pad_as_token"] and fields["heads"] == 2]
@@ -220,11 +230,12 @@ def test_nothing_as_large_as_the_scores_is_kept_for_global_tokens():
 
 def test_the_parameters_of_one_seed_do_not_depend_on_norm_or_kind():
     states = [
-        encoder(attention=kind, k=3, norm=norm).state_dict()
-        for kind in ("topk", "random")
+        encoder(attention=kind, k=None if kind == "full" else 3, norm=norm).state_dict()
+        for kind in ("full", "banded", "block", "topk", "random")
         for norm in ("pre", "post")
     ]
     for state in states[1:]:
+        assert state.keys() == states[0].keys()
         assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from semdiag_models import device
-from semdiag_models.device import find_device
+from semdiag_models.device import find_device, with_float64
 from semdiag_models.errors import InputError
 
 
@@ -41,3 +41,9 @@ def test_an_absent_device_is_refused_with_a_way_out(present, name):
 def test_an_unknown_device_is_refused_with_the_nearest():
     with pytest.raises(InputError, match=r"Unknown device 'cuda0'\. Did you mean 'cuda'"):
         find_device("cuda0")
+
+
+def test_float64_is_measured_on_the_cpu_where_mps_is_asked_for():
+    assert [with_float64(name) for name in ("mps", "cuda:1", torch.device("cpu"))] == [
+        *map(torch.device, ("cpu", "cuda:1", "cpu"))
+    ]

@@ -18,6 +18,7 @@ from semdiag_models.model_config import ACTIVATIONS, ModelConfig
 from semdiag_models.random_state import random_state, restore_random_state
 from semdiag_models.step import Stack
 
+pytestmark = pytest.mark.usefixtures("in_float64")
 CPU = torch.device("cpu")
 PAD = 4
 KINDS = {
@@ -33,13 +34,6 @@ KINDS = {
     "random": {"k": 3, "selection_seed": 5},
 }
 ROUNDING = 1e-12  # sums of at most some thousand products of numbers around 1, in float64
-
-
-@pytest.fixture(autouse=True)
-def _in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def encoder(kind="full", **fields):

@@ -97,10 +97,11 @@ def measured(
     from semdiag.capturing.audit import WARNING
     from semdiag.capturing.discovery import find_checkpoints, without_other_files
     from semdiag.capturing.loading import load_all
+    from semdiag.measuring.counted import counted
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.survey import survey
     from semdiag.presenting.terminal.progress import Stages
-    from semdiag.presenting.terminal.terminal import counted, tell
+    from semdiag.presenting.terminal.terminal import tell
     from semdiag.reporting.capture_words import diverged_sentences
     from semdiag_models import InputError
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from semdiag.commands.measuring import FORMATS
+
 
 def monitor(
     file: Annotated[
@@ -28,7 +30,7 @@ def monitor(
 
     heads = read_heads(file)
     if out is not None:
-        if out.suffix not in (".png", ".svg", ".pdf"):
+        if out.suffix[1:] not in FORMATS:
             raise InputError(f"--out takes a .png, .svg or .pdf. Got {out}.")
         try:
             monitored_run(heads).savefig(out, dpi=150)

@@ -41,7 +41,7 @@ def report(
         typer.Option(
             "--thorough",
             help="Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
-            rich_help_panel="What is measured",
+            rich_help_panel=options.MEASURE,
         ),
     ] = False,
     minutes: Annotated[
@@ -49,13 +49,13 @@ def report(
         typer.Option(
             "--rerun-minutes",
             min=0,
-            help="Also run a model from elsewhere with sparse attention, on as many samples as fit into about "
+            help="Also run an external model with sparse attention, on as many samples as fit into about "
             "this many minutes. 0: not at all.",
-            rich_help_panel="What is measured",
+            rich_help_panel=options.MEASURE,
         ),
     ] = 2,
     show: Annotated[
-        bool, typer.Option("--open", help="Open the page in the browser.", rich_help_panel="Output")
+        bool, typer.Option("--open", help="Open the page in the browser.", rich_help_panel=options.OUTPUT)
     ] = False,
     *,
     shared: Shared,

@@ -1,7 +1,5 @@
 """``semdiag sweep``."""
 
-import shlex
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from semdiag.commands.measuring import command_line
+from semdiag.presenting import options
 from semdiag.presenting.terminal.terminal import beside_json, tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.grid import SweepRun
     from semdiag_models.sweeps.runs import Outcome, RunResult
     from semdiag_models.sweeps.workers import Workers
-
-_WHERE, _OUTPUT = "Where it runs", "Output"
 
 
 def sweep(
@@ -39,7 +37,7 @@ def sweep(
         typer.Option(
             help="Processes at the same time, each with one CPU thread.",
             show_default="cores",
-            rich_help_panel=_WHERE,
+            rich_help_panel=options.WHERE,
         ),
     ] = None,
     in_a_step: Annotated[
@@ -48,30 +46,25 @@ def sweep(
             "--in-a-step",
             help="How many runs that differ only in seed and attention to train in the same steps. Small models "
             "then take half the time each, and end as they would alone, up to rounding.",
-            rich_help_panel=_WHERE,
+            rich_help_panel=options.WHERE,
         ),
     ] = 1,
     device: Annotated[
         str,
         typer.Option(
-            help="cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run", rich_help_panel=_WHERE
+            help="cpu, cuda, mps or auto.",
+            show_default="cpu; cuda with --gpus-per-run",
+            rich_help_panel=options.WHERE,
         ),
     ] = "",
-    ray: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|ADDRESS",
-            help="Run on a Ray cluster: its address, or auto for the one on this machine, which is started if "
-            "needed.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = "",
+    ray: options.Ray = "",
     gpus_per_run: Annotated[
-        float, typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=_WHERE)
+        float,
+        typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=options.WHERE),
     ] = 0.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the runs.", show_default="runs/CONFIG", rich_help_panel=_OUTPUT),
+        typer.Option(help="Folder of the runs.", show_default="runs/CONFIG", rich_help_panel=options.OUTPUT),
     ] = None,
     records: Annotated[
         Path | None,
@@ -79,22 +72,17 @@ def sweep(
             help="Keep a small file for every finished run in this folder: configuration, history and the hash of "
             "the weights. A run with such a record counts as done, even if its own folder is gone.",
             show_default=False,
-            rich_help_panel=_OUTPUT,
+            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     target: Annotated[
         float,
         typer.Option(
-            help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=_OUTPUT
+            help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=options.OUTPUT
         ),
     ] = 0.95,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the results as one JSON object on stdout.", rich_help_panel=_OUTPUT),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=_OUTPUT)
-    ] = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     r"""Train a grid of runs: task × attention × seed × any option of semdiag train.
 
@@ -110,7 +98,7 @@ def sweep(
 
     To continue a sweep, run the same command again. Finished runs (recognised by a hash of their configuration)
     are skipped, interrupted ones continue after their last epoch, failed ones are tried again. More:
-    docs/sweep.md.
+    docs/commands/sweep.md.
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """
@@ -188,7 +176,7 @@ def _train(
     from semdiag_models.sweeps.runs import Order, result
     from semdiag_models.sweeps.workers import together, train_all
 
-    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]]), "target": ways.target}
+    provenance = {"command": command_line(), "target": ways.target}
 
     def row_of(run: "SweepRun", outcome: "Outcome | None" = None) -> "RunResult":
         return result(run, folder / run.name, ways.target, outcome, ways.records)

@@ -1,13 +1,12 @@
 """``semdiag train``."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from semdiag.commands import training_options as options
+from semdiag.commands.measuring import command_line
 from semdiag.commands.printing.training import TrainingProgress, summarise
 from semdiag.commands.text_training import introduction, text_task
 from semdiag.presenting.terminal.terminal import say, tell
@@ -117,7 +116,7 @@ def train(
         if threads < 1:
             raise InputError(f"--threads must be at least 1. Got {threads}.")
         torch.set_num_threads(threads)
-    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]])}
+    provenance = {"command": command_line()}
     choices = {"resume": resume, "overwrite": overwrite}
     if seeds:
         parent = out if out is not None else Path("checkpoints")

@@ -104,7 +104,7 @@ def measure(
         >>> measure(encoder, torch.tensor([[0, 1, 1, 0]])).queries[["layer", "query", "keys"]].values.tolist()
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
-    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    loaded = unnamed(model)
     if labels is not None and loaded.external:
         raise InputError(
             f"labels cannot be used here: only the attention of {loaded.path} is measured. To compare outputs "

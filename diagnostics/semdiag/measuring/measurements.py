@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from semdiag.measuring.checksums import SUMS, check_sums, write_sums
+from semdiag.measuring.counted import counted
 from semdiag.measuring.percentiles import layer_table
 from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.table import read_parquet, rows_of
@@ -89,7 +90,7 @@ class Measurements:
     def __repr__(self) -> str:
         tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
         measured = [f"{name} ({len(table):,} rows)" for name, table in tables.items() if len(table)]
-        some = f"{len(self.models)} model{'s' * (len(self.models) != 1)}"
+        some = counted(len(self.models), "model")
         return f"Measurements of {some}: {', '.join(measured)}"
 
     def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:

@@ -23,7 +23,7 @@ from semdiag.measuring.probe import Subject
 from semdiag.measuring.schema import probes as all_probes
 from semdiag.measuring.tables import REMARKS
 from semdiag_models import Encoder, InputError
-from semdiag_models.device import find_device
+from semdiag_models.device import find_device, with_float64
 
 
 class Inputs(NamedTuple):
@@ -141,8 +141,8 @@ def _decided(loaded: Sequence[LoadedModel], conditions: Conditions) -> tuple[tor
     """Return device and conditions for all models; encoders draw their keys by the seed from now on."""
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
-    if device.type == "mps" and conditions.dtype == "float64":  # not available there
-        device = torch.device("cpu")
+    if conditions.dtype == "float64":
+        device = with_float64(device)
     for model in loaded:
         if isinstance(model.module, Encoder):
             model.module.with_draws(conditions.seed)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import drawn
 from semdiag.measuring.findings.findings import Findings
 
@@ -52,7 +53,9 @@ def measured_glance(*tables: str) -> Callable[[Findings], Glance]:
     def glance(findings: Findings) -> Glance:
         measurements = findings.measurements
         models = {model for name in tables for model in getattr(measurements, name)["model"]}
-        return Glance(Answer.MEASURED, f"{len(models)} of {models_words(len(measurements.models))}", "measured")
+        return Glance(
+            Answer.MEASURED, f"{len(models)} of {counted(len(measurements.models), 'model')}", "measured"
+        )
 
     return glance
 
@@ -72,11 +75,6 @@ def top_words(findings: Findings) -> str:
 def count_of(some: int, every: int, thing: str) -> str:
     """Return a count with its denominator, like ``3 of 4 pairs``."""
     return f"{some:,} of {every:,} {thing}{'s' * (every != 1)}"
-
-
-def models_words(count: int) -> str:
-    """Return ``1 model`` or ``2 models``."""
-    return f"{count} model{'s' * (count != 1)}"
 
 
 def span_words(values: list[float], form: str | Callable[[float], str]) -> str:

@@ -7,7 +7,7 @@ import typer
 
 from semdiag.presenting import completion
 
-_MEASURE, _WHERE, _OUTPUT = "What is measured", "Where it runs", "Output"
+MEASURE, WHERE, OUTPUT = "What is measured", "Where it runs", "Output"  # headings of the help
 
 Models = Annotated[
     list[Path] | None,
@@ -26,7 +26,7 @@ Against = Annotated[
         metavar="MODEL",
         help="Compare every model with this one. Default: each full-attention model is compared with the models "
         "of the same task, seed, size and snapshot.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
         autocompletion=completion.models,
     ),
 ]
@@ -39,7 +39,7 @@ Inputs = Annotated[
         "--samples windows are drawn; Hugging Face models and your own also take a .pt with a dictionary of the "
         "model's arguments. Default: the samples that the run held out; for the paper's code, fresh samples of "
         "the task.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 MaxLength = Annotated[
@@ -47,7 +47,7 @@ MaxLength = Annotated[
     typer.Option(
         metavar="TOKENS",
         help="Cut texts of --inputs to this many tokens. Default: as many as the model takes.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Tokenizer = Annotated[
@@ -55,7 +55,7 @@ Tokenizer = Annotated[
     typer.Option(
         metavar="DIR",
         help="Folder of the tokenizer for texts of --inputs. Default: the model's own.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Labels = Annotated[
@@ -64,38 +64,38 @@ Labels = Annotated[
         metavar="FILE",
         help="File with the class of each text of --inputs, a number or a name a line, for models that tell "
         "classes.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Every = Annotated[
     bool,
-    typer.Option("--all", help="Show every head, also of large models.", rich_help_panel="Output"),
+    typer.Option("--all", help="Show every head, also of large models.", rich_help_panel=OUTPUT),
 ]
 Samples = Annotated[
     int,
     typer.Option(
         help="How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
         "asking for more than it held out is an error. With --inputs the default is all.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
-BatchSize = Annotated[int, typer.Option(help="Samples in one forward pass.", rich_help_panel=_MEASURE)]
+BatchSize = Annotated[int, typer.Option(help="Samples in one forward pass.", rich_help_panel=MEASURE)]
 Device = Annotated[
     str,
     typer.Option(
         help="cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
         autocompletion=completion.names(("auto", "cpu", "cuda", "mps")),
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Precision of the model and its scores: float32 or float64; bfloat16 or float16 for models from "
-        "elsewhere, whose scores are then read in float32. auto: float64 if all models are "
+        help="Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
+        "models, whose scores are then read in float32. auto: float64 if all models are "
         "semdiag's or the paper's encoders, so that numbers are the same on every processor; float32 if any other "
         "model is among them, or on mps.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Seed = Annotated[
@@ -103,14 +103,14 @@ Seed = Annotated[
     typer.Option(
         help="Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
         "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 MinKeys = Annotated[
     int,
     typer.Option(
         help="Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Queries = Annotated[
@@ -119,7 +119,7 @@ Queries = Annotated[
         help="For long sequences: measure only this many random queries per sample and head of the longest "
         "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
         "that need every query are not given. Default: every query.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
         show_default=False,
     ),
 ]
@@ -129,7 +129,7 @@ MaxQueries = Annotated[
         help="How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
         "stay exact and percentiles come from a sketch, within 0.14% in rank (on Python 3.14, where the sketch's "
         "library is missing, from a random sample, with its error stated).",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Counterfactual = Annotated[
@@ -139,7 +139,7 @@ Counterfactual = Annotated[
         metavar="K,K",
         help="For full-attention models: also show what the quantity would be if each query kept its k largest "
         "scores. One k or several, like 5 or 4,8,16.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Config = Annotated[
@@ -147,7 +147,7 @@ Config = Annotated[
     typer.Option(
         help="For a checkpoint of the paper's code whose file name does not state its configuration: a JSON file "
         "with mask_type, mask_size, n_heads …",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Head = Annotated[
@@ -156,7 +156,7 @@ Head = Annotated[
         metavar="auto|none",
         help="Of Hugging Face models: auto loads the class that the configuration names, with its head, so that "
         "losses and predictions are the model's own. none loads the body alone.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Noise = Annotated[
@@ -165,7 +165,7 @@ Noise = Annotated[
         metavar="LEVEL,LEVEL",
         help="Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
         "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 Jobs = Annotated[
@@ -175,32 +175,31 @@ Jobs = Annotated[
         "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
         "process.",
         show_default=False,
-        rich_help_panel=_WHERE,
+        rich_help_panel=WHERE,
     ),
 ]
 Ray = Annotated[
     str,
     typer.Option(
         metavar="auto|ADDRESS",
-        help="Measure on a Ray cluster: its address, or auto for the one on this machine, which is started if "
-        "needed.",
-        rich_help_panel=_WHERE,
+        help="Run on a Ray cluster: its address, or auto for the one on this machine, which is started if needed.",
+        rich_help_panel=WHERE,
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
         help="Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.", rich_help_panel=_OUTPUT)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.", rich_help_panel=OUTPUT)]
 PerQuery = Annotated[
     Path | None,
     typer.Option(
         help="Write one row per query to this .parquet file, and the key loads to another beside it. With "
         "--queries only the drawn queries; beyond --max-queries a random sample.",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
     ),
 ]
 Figures = Annotated[
@@ -208,7 +207,7 @@ Figures = Annotated[
     typer.Option(
         metavar="FORMAT,FORMAT",
         help="Figure formats: any of png, svg, pdf, separated by commas; or none.",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=_OUTPUT)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=OUTPUT)]

@@ -235,7 +235,7 @@ def _asked(
     **unknown: Any,
 ) -> Measurements:
     """Return measurements of a clean pass, with the tables of one probe."""
-    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    loaded = unnamed(model)
     probe = probes().get(type(plan))
     if probe is None:
         plans = ", ".join(sorted(kind.__name__ for kind in probes()))

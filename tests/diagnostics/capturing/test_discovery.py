@@ -7,14 +7,6 @@ from semdiag.capturing.hints import refuse_other_kinds
 from semdiag_models import InputError
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty working folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
-    return tmp_path
-
-
 def touch(folder, *names):
     for name in names:
         file = folder / name

@@ -11,6 +11,7 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.measuring.calls.monitor import Monitor
 
+pytestmark = pytest.mark.usefixtures("own_random_numbers")
 HEADS, LENGTH, WIDTH = 2, 9, 16
 DROPPED = {
     "F.dropout": F.dropout,
@@ -48,12 +49,6 @@ def built(name, p):
 
 def tokens():
     return torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def _own_random_numbers():
-    with torch.random.fork_rng():
-        yield
 
 
 def seen(model, context=torch.enable_grad, seed=2):

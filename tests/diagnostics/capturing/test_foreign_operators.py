@@ -13,6 +13,7 @@ from semdiag.capturing.provenance.foreign_operators import is_foreign
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag_models import InputError
 
+pytestmark = pytest.mark.usefixtures("own_random_numbers")
 WIDTH, HEADS = 16, 4
 SAID = "a custom operator, which may be attention: it cannot be inspected"
 library = torch.library.Library("semdiag_tests", "DEF")
@@ -98,13 +99,6 @@ NONE = {
     ),
     "whole numbers": lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v) + count(torch.arange(4)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_random_numbers():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def audited(model, context=torch.no_grad):

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.provenance.merged_blocks import MERGED
 
+pytestmark = pytest.mark.usefixtures("own_random_numbers")
 WIDTH, HEADS, LENGTH, BLOCKS = 16, 4, 12, 3
 FLEX = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
@@ -132,13 +133,6 @@ def watched(model, context=torch.no_grad):
     assert torch.equal(before, during)
     remarks = {(r.module, r.text) for r in audit.remarks}
     return during, calls, remarks, {s.reason for s in audit.skipped}
-
-
-@pytest.fixture(autouse=True)
-def _own_random_numbers():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 @FLEX

@@ -10,6 +10,7 @@ from torch import nn
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.sparsify import TopK, sparsify
 
+pytestmark = pytest.mark.usefixtures("own_random_numbers")
 WIDTH = 4
 
 
@@ -49,13 +50,6 @@ class Attention(nn.Module):
     def forward(self, x, memory):
         parts = self.q(x), self.k(memory), self.v(memory)
         return self.o(self.attend(*(t.unflatten(-1, (self.heads, -1)) for t in parts)).flatten(2))
-
-
-@pytest.fixture(autouse=True)
-def _own_random_numbers():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def watched(model, *inputs, context=torch.no_grad):

@@ -1,5 +1,6 @@
 """The program in this process, and what it says."""
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from semdiag.commands.main import main
+from semdiag.reporting import report
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,29 @@ def refusal(run_semdiag):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty working folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
-    return tmp_path
+def sections(monkeypatch, here):
+    """What the report was asked for."""
+    asked = []
+
+    def write(findings, folder, command, formats=(), keep_queries=False, sections=None, progress=None, look=None):
+        asked.append((sections, findings.measurements, folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text('{"verdict": []}', encoding="utf-8")
+        return folder / "index.html"
+
+    monkeypatch.setattr(report, "write_report", write)
+    return asked
+
+
+@pytest.fixture
+def strict():
+    """Call with one JSON object on one line, without NaN and infinities: the object."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    def read(text):
+        assert text.count("\n") == 1
+        return json.loads(text, parse_constant=refuse)
+
+    return read

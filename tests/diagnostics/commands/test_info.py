@@ -1,20 +1,8 @@
 """``semdiag info``."""
 
-import json
-
 import torch
 
 from semdiag_models import sha256
-
-
-def strict(text):
-    """One JSON object on one line, without NaN and infinities."""
-
-    def refuse(name):
-        raise AssertionError(f"{name} is not JSON")
-
-    assert text.count("\n") == 1
-    return json.loads(text, parse_constant=refuse)
 
 
 def test_a_table_shows_what_is_in_a_checkpoint(run_semdiag, tiny_runs):
@@ -32,7 +20,7 @@ def test_a_table_shows_what_is_in_a_checkpoint(run_semdiag, tiny_runs):
         assert words in outcome.out
 
 
-def test_json_holds_everything(run_semdiag, tiny_runs, tiny_models):
+def test_json_holds_everything(run_semdiag, strict, tiny_runs, tiny_models):
     outcome = run_semdiag("info", tiny_runs.topk / "best.pt", "--json")
     assert (outcome.code, outcome.err) == (0, "")
     found = strict(outcome.out)
@@ -47,19 +35,19 @@ def test_json_holds_everything(run_semdiag, tiny_runs, tiny_models):
     assert found["provenance"]["command"] == "made by the tests"
 
 
-def test_an_initialisation_has_no_last_epoch(run_semdiag, tiny_runs):
+def test_an_initialisation_has_no_last_epoch(run_semdiag, strict, tiny_runs):
     assert strict(run_semdiag("info", tiny_runs.full / "epoch-0.pt", "--json").out)["last epoch"] == {}
     assert "last epoch: not in this file" in run_semdiag("info", tiny_runs.full / "epoch-0.pt").out
 
 
-def test_a_checkpoint_of_the_papers_code_takes_a_configuration(run_semdiag, paper_code):
+def test_a_checkpoint_of_the_papers_code_takes_a_configuration(run_semdiag, strict, paper_code):
     outcome = run_semdiag("info", paper_code.checkpoint, "--config", paper_code.config_file, "--json")
     found = strict(outcome.out)
     assert (found["checkpoint"]["source"], found["model"]["attention"]) == ("paper code", "banded")
     assert (found["training"], found["last epoch"]) == ({}, {})
 
 
-def test_what_a_file_says_is_shown_as_it_is(run_semdiag, tiny_runs, tmp_path):
+def test_what_a_file_says_is_shown_as_it_is(run_semdiag, strict, tiny_runs, tmp_path):
     content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
     content["provenance"] = {"command": "[bold]not bold[/bold] [/] [/red]", "loss": float("nan")}
     torch.save(content, tmp_path / "odd.pt")

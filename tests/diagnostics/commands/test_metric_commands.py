@@ -13,22 +13,11 @@ from semdiag.measuring.survey import survey
 from semdiag.presenting import percentile_command
 from semdiag.questions import registry
 
-
-def strict(text):
-    """One JSON object on one line, without NaN and infinities."""
-
-    def refuse(name):
-        raise AssertionError(f"{name} is not JSON")
-
-    assert text.count("\n") == 1
-    return json.loads(text, parse_constant=refuse)
-
-
 FEW = ("--samples", 8, "--figures", "none")
 
 
 @pytest.mark.parametrize("command", ["dispersion", "separation"])
-def test_json_is_the_summary_of_the_same_survey(run_semdiag, here, tiny_runs, command):
+def test_json_is_the_summary_of_the_same_survey(run_semdiag, strict, here, tiny_runs, command):
     outcome = run_semdiag(command, tiny_runs.full, tiny_runs.topk, "--k", "2,5", *FEW, "--json", "--quiet")
     assert (outcome.code, outcome.err) == (0, "")
     found = strict(outcome.out)
@@ -56,13 +45,13 @@ def test_tables_go_to_stdout_and_progress_to_stderr(run_semdiag, here, tiny_runs
     assert "…" not in outcome.out  # no number is cut short
 
 
-def test_with_json_tables_still_go_to_stderr(run_semdiag, here, tiny_runs):
+def test_with_json_tables_still_go_to_stderr(run_semdiag, strict, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
     assert strict(outcome.out)["results"]
     assert "dispersion δ (nats)" in outcome.err
 
 
-def test_numbers_in_the_table_are_those_of_the_summary(run_semdiag, here, tiny_runs):
+def test_numbers_in_the_table_are_those_of_the_summary(run_semdiag, strict, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
     pooled = strict(outcome.out)["results"][0]["all"]
     row = next(line for line in outcome.err.splitlines() if line.split()[:1] == ["all"])
@@ -71,7 +60,9 @@ def test_numbers_in_the_table_are_those_of_the_summary(run_semdiag, here, tiny_r
     ]
 
 
-def test_the_share_of_separations_that_are_not_positive_is_of_those_there_are(run_semdiag, here, tiny_runs):
+def test_the_share_of_separations_that_are_not_positive_is_of_those_there_are(
+    run_semdiag, strict, here, tiny_runs
+):
     outcome = run_semdiag("separation", tiny_runs.full, *FEW, "--k", 2, "--json")
     rows = [line.split() for line in outcome.err.partition("key load")[0].splitlines()]
     undefined = next(row for row in rows if row[:2] == ["all", "–"])
@@ -171,7 +162,7 @@ def test_every_query_is_written_on_request(run_semdiag, here, tiny_runs):
     assert queries[["sample", "layer", "head", "query"]].min().tolist() == [0, 0, 0, 0]
 
 
-def test_a_checkpoint_of_the_papers_code_is_measured(run_semdiag, here, paper_code):
+def test_a_checkpoint_of_the_papers_code_is_measured(run_semdiag, strict, here, paper_code):
     np.save(here / "tokens.npy", paper_code.true["tokens"].numpy())
     words = (
         "--config",

@@ -5,24 +5,6 @@ import re
 
 import pytest
 
-from semdiag.reporting import report
-
-
-@pytest.fixture
-def sections(monkeypatch, here):
-    """What the report was asked for."""
-    asked = []
-
-    def write(findings, folder, command, formats=(), keep_queries=False, sections=None, progress=None, look=None):
-        asked.append((sections, findings.measurements, folder))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text('{"verdict": []}', encoding="utf-8")
-        return folder / "index.html"
-
-    monkeypatch.setattr(report, "write_report", write)
-    return asked
-
-
 FEW = ("--samples", 8, "--figures", "none")
 SMALL = {"landscape": ("--grid", 3), "lipschitz": ("--planes", 2, "--directions", 2, "--draws", 5)}
 

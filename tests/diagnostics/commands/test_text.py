@@ -11,15 +11,10 @@ from semdiag_models import read_checkpoint
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
+pytestmark = pytest.mark.usefixtures("own_random_numbers")
 EPOCHLESS = "--vocabulary 100 --tokenizer bpe --blocks 2 --width 16 --mlp-width 16 --head-width 16"
 EPOCHLESS = [*EPOCHLESS.split(), "--batch-size", "50", "--seed", "5", "--device", "cpu", "--quiet"]
 TINY = [*EPOCHLESS, "--epochs", "2"]
-
-
-@pytest.fixture(autouse=True)
-def _own_random_state():
-    with torch.random.fork_rng(devices=[]):
-        yield
 
 
 @pytest.fixture

@@ -6,22 +6,6 @@ import re
 import pytest
 import torch
 
-from semdiag.reporting import report
-
-
-@pytest.fixture
-def sections(monkeypatch, here):
-    """What the report was asked for."""
-    asked = []
-
-    def write(findings, folder, command, formats=(), keep_queries=False, sections=None, progress=None, look=None):
-        asked.append((sections, findings.measurements, folder))
-        return folder / "index.html"
-
-    monkeypatch.setattr(report, "write_report", write)
-    return asked
-
-
 FEW = ("--samples", 8, "--figures", "none")
 
 

@@ -1,8 +1,8 @@
 """Tables of ``semdiag check`` on stderr."""
 
+from semdiag.measuring.counted import counted
 from semdiag.presenting.columns import Column, four_digits, plain, text, three_digits
 from semdiag.presenting.terminal.console import NumberTable, wide_console
-from semdiag.presenting.terminal.terminal import counted
 from semdiag.questions.dispersion.answer.pairs import GATED, SHOWN, GateResult
 from semdiag.reporting.gate.layers import LayerGate
 from semdiag.reporting.gate.verification import Verification

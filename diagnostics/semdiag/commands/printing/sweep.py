@@ -9,8 +9,9 @@ import typer
 
 from semdiag.commands.measuring import command_line
 from semdiag.commands.printing.timed_bar import TimedBar
+from semdiag.measuring.counted import counted
 from semdiag.presenting.columns import NEVER, Column, count, percent, plain, text, two_decimals
-from semdiag.presenting.terminal.terminal import counted, say, tell
+from semdiag.presenting.terminal.terminal import say, tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.estimates import Estimate

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
 from semdiag.commands.printing.timed_bar import TimedBar
-from semdiag.presenting.terminal.terminal import counted, say
+from semdiag.measuring.counted import counted
+from semdiag.presenting.terminal.terminal import say
 
 if TYPE_CHECKING:
     from semdiag_models.training import Progress, Trainer

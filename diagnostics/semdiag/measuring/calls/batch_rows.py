@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.counted import counted
 
 
 def rows_per_sample(rows: int, samples: int) -> int:
@@ -72,7 +73,7 @@ def folded(rows: int, samples: int) -> str | None:
         return None
     if rows % samples == 0:
         return f"its batch axis holds {rows // samples} rows per sample (heads or windows)"
-    return f"its batch axis holds {rows} row{'s' * (rows > 1)}, but the batch has {samples} samples"
+    return f"its batch axis holds {counted(rows, 'row')}, but the batch has {samples} samples"
 
 
 def counted_as(rows: int, samples: int) -> str:

@@ -188,12 +188,14 @@ def in_evaluation(
             part.training = mode
 
 
-def unnamed(module: nn.Module) -> LoadedModel:
-    """Wrap a user's module as if it had been loaded.
+def unnamed(module: LoadedModel | nn.Module) -> LoadedModel:
+    """Wrap a user's module as if it had been loaded; a loaded model stays as it is.
 
     Raises:
         InputError: if it is no module.
     """
+    if isinstance(module, LoadedModel):
+        return module
     if not isinstance(module, nn.Module):
         raise InputError(
             f"A model is a torch.nn.Module or what semdiag.load returns. Got {type(module).__name__}."

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.resampling import FEWEST
 
 
@@ -49,16 +50,6 @@ def number_words(value: float, form: Callable[[float], str] = "{:.3g}".format) -
     return "undefined" if math.isnan(value) else form(value)
 
 
-def samples_words(count: int) -> str:
-    """Return a number of samples per model in words: ``1 sample per model``, ``500 samples per model``."""
-    return f"{count} sample{'' if count == 1 else 's'} per model"
-
-
-def keys_words(count: int) -> str:
-    """Return a number of keys in words: ``1 key``, ``5 keys``."""
-    return f"{count} key{'s' * (count != 1)}"
-
-
 def interval_words(
     low: float, high: float, form: Callable[[float], str] = "{:.2f}".format, samples: int | None = None
 ) -> str:
@@ -75,6 +66,7 @@ def interval_words(
         ('95% interval 0.61 to 0.76', '1 sample: too few for an interval')
     """
     if math.isnan(low) or math.isnan(high):
-        few = samples is not None and samples < FEWEST
-        return f"{samples} sample{'s' * (samples != 1)}: too few for an interval" if few else "no interval"
+        if samples is None or samples >= FEWEST:
+            return "no interval"
+        return f"{counted(samples, 'sample')}: too few for an interval"
     return f"95% interval {form(low)} to {form(high)}"

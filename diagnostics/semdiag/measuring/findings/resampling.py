@@ -1,4 +1,4 @@
-"""Intervals by resampling whole sequences, because the queries of one sequence are dependent.
+"""95% intervals by resampling whole sequences, because the queries of one sequence are dependent.
 
 A percentile bootstrap of few sequences is too narrow: its variance is divided by n instead of n − 1, and its shape
 is normal instead of Student's. Both are corrected in the levels of the percentiles (:func:`tail_levels`). The
@@ -36,18 +36,21 @@ class Interval:
         """
         return self if self.low < self.high else Interval(self.estimate, math.nan, math.nan)
 
+    def columns(self, name: str) -> dict[str, float]:
+        """Return the estimate as ``name``, and the ends as ``name_low`` and ``name_high``."""
+        return {name: self.estimate, f"{name}_low": self.low, f"{name}_high": self.high}
 
-def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
+
+def tail_levels(units: int) -> tuple[float, float]:
     """Return the percentiles of the resampled values that bound an interval; it is wider for few units.
 
-    α' = Φ(−sqrt(n/(n − 1)) t_{1 − α/2, n − 1}) on each side instead of α/2.
+    Φ(−sqrt(n/(n − 1)) t_{0.975, n − 1}) on each side instead of 0.025.
 
     Source: Hesterberg 2015, What Teachers Should Know About the Bootstrap (expanded percentile interval).
     Deviation: none.
 
     Args:
         units: n ≥ FEWEST, the number of units drawn with replacement: sequences, planes.
-        confidence: 1 − α, in (0, 1).
 
     Returns:
         Two percentiles in [0, 100].
@@ -61,18 +64,17 @@ def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
     """
     if units < FEWEST:
         raise ValueError(f"An interval needs at least {FEWEST} units. Got {units}.")
-    reach = math.sqrt(units / (units - 1)) * float(scipy.stats.t.ppf((1 + confidence) / 2, units - 1))
+    reach = math.sqrt(units / (units - 1)) * float(scipy.stats.t.ppf(0.975, units - 1))
     tail = 100 * float(scipy.stats.norm.sf(reach))
     return tail, 100 - tail
 
 
-def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float = 0.95) -> tuple[float, float]:
+def interval_ends(resampled: NDArray[np.float64], units: int) -> tuple[float, float]:
     """Return the ends of an interval: resampled values at :func:`tail_levels`.
 
     Args:
         resampled: of an estimate.
         units: n ≥ 1, the number of units drawn with replacement.
-        confidence: 1 − α, in (0, 1).
 
     Returns:
         Both ends; NaN for fewer units than FEWEST, or if a resampled value is NaN.
@@ -83,7 +85,7 @@ def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float 
     """
     if units < FEWEST or not resampled.size:
         return math.nan, math.nan
-    low, high = np.percentile(resampled, tail_levels(units, confidence))
+    low, high = np.percentile(resampled, tail_levels(units))
     return float(low), float(high)
 
 
@@ -93,7 +95,6 @@ def ratio_interval(
     quantity: str = "dispersion",
     percentile: float = 50,
     resamples: int = 1000,
-    confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
     """Return the ratio of one percentile of a quantity in two sets of queries, with a bootstrap interval.
@@ -107,7 +108,6 @@ def ratio_interval(
         quantity: the column.
         percentile: the percentile of the queries to compare.
         resamples: bootstrap draws.
-        confidence: of the interval, in (0, 1).
         seed: of the draws.
 
     Returns:
@@ -131,7 +131,7 @@ def ratio_interval(
         for side, times in zip((above, below), zip(every, *draws, strict=True), strict=True)
     )
     ratios = np.divide(tops, bottoms, out=np.full(len(tops), np.nan), where=bottoms != 0)
-    return Interval(float(ratios[0]), *interval_ends(ratios[1:], min(above.count, below.count), confidence))
+    return Interval(float(ratios[0]), *interval_ends(ratios[1:], min(above.count, below.count)))
 
 
 _AT_ONCE = 2**21  # numbers held by one step of resampling
@@ -181,9 +181,7 @@ class _Sequences:
         return np.where(ends[:, -1] > 0, below + (above - below) * (place % 1), np.nan)
 
 
-def mean_interval(
-    rows: pd.DataFrame, quantity: str, resamples: int = 1000, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+def mean_interval(rows: pd.DataFrame, quantity: str, resamples: int = 1000, seed: int = 0) -> Interval:
     """Return the mean of a quantity over rows, with a bootstrap interval.
 
     Whole sequences are drawn with replacement.
@@ -192,7 +190,6 @@ def mean_interval(
         rows: with the columns sample and ``quantity``.
         quantity: the column.
         resamples: bootstrap draws.
-        confidence: of the interval, in (0, 1).
         seed: of the draws.
 
     Returns:
@@ -206,14 +203,13 @@ def mean_interval(
     finite = np.isfinite(values)
     owner = np.unique(rows["sample"].to_numpy()[finite], return_inverse=True)[1]
     sums, counts = (np.bincount(owner, each).astype(np.float64) for each in (values[finite], finite[finite]))
-    return sum_ratio_interval(sums, counts, resamples, confidence, seed)
+    return sum_ratio_interval(sums, counts, resamples, seed)
 
 
 def sum_ratio_interval(
     sums: NDArray[np.float64],
     counts: NDArray[np.float64],
     resamples: int = 1000,
-    confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
     """Return Σ sums / Σ counts over sequences, such as the loss per token, with a bootstrap interval.
@@ -224,7 +220,6 @@ def sum_ratio_interval(
         sums: (N,) of each sequence.
         counts: (N,) of each sequence; those with count 0 are left out.
         resamples: bootstrap draws.
-        confidence: of the interval, in (0, 1).
         seed: of the draws.
 
     Returns:
@@ -241,11 +236,11 @@ def sum_ratio_interval(
         return Interval(float(sums.sum() / counts.sum()), math.nan, math.nan)
     rng = np.random.default_rng(seed)
     times = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=resamples)
-    return _interval(float(sums.sum() / counts.sum()), (times @ sums) / (times @ counts), len(sums), confidence)
+    return _interval(float(sums.sum() / counts.sum()), (times @ sums) / (times @ counts), len(sums))
 
 
 def rank_correlation_interval(
-    rows: pd.DataFrame, first: str, second: str, resamples: int = 200, confidence: float = 0.95, seed: int = 0
+    rows: pd.DataFrame, first: str, second: str, resamples: int = 200, seed: int = 0
 ) -> Interval:
     """Return Spearman's rank correlation of two quantities, with a bootstrap interval.
 
@@ -257,7 +252,6 @@ def rank_correlation_interval(
         first: a column.
         second: a column.
         resamples: bootstrap draws.
-        confidence: of the interval, in (0, 1).
         seed: of the draws.
 
     Returns:
@@ -276,7 +270,7 @@ def rank_correlation_interval(
     every = np.ones(len(samples), np.int64)
     drawn = rng.multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=resamples)
     correlations = np.array([_rank_correlation(ties, times[owner]) for times in (every, *drawn)])
-    return _interval(float(correlations[0]), correlations[1:], len(samples), confidence)
+    return _interval(float(correlations[0]), correlations[1:], len(samples))
 
 
 def _rank_correlation(ties: list[NDArray[np.int64]], weights: NDArray[np.int64]) -> float:
@@ -294,5 +288,5 @@ def _rank_correlation(ties: list[NDArray[np.int64]], weights: NDArray[np.int64])
     return float((weighted * y).sum() / spread) if spread > 0 else float("nan")
 
 
-def _interval(estimate: float, resampled: NDArray[np.float64], units: int, confidence: float) -> Interval:
-    return Interval(estimate, *interval_ends(resampled[np.isfinite(resampled)], units, confidence))
+def _interval(estimate: float, resampled: NDArray[np.float64], units: int) -> Interval:
+    return Interval(estimate, *interval_ends(resampled[np.isfinite(resampled)], units))

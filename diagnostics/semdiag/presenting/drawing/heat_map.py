@@ -9,7 +9,7 @@ from matplotlib.colors import Normalize
 
 from semdiag.presenting.drawing.style import plain_numbers
 
-_LIGHT = 0.55  # cividis is dark below this share of the scale, and light above
+_LIGHT = 0.55
 
 
 def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[float], str] | None = None) -> None:
@@ -26,11 +26,16 @@ def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[floa
     ax.grid(visible=False)
     for (row, column), value in np.ndenumerate(cells) if text else ():
         if text and np.isfinite(value):
-            ink = "black" if scale(max(value, scale.vmin or 0)) > _LIGHT else "white"
-            ax.text(column, row, text(value), ha="center", va="center", fontsize=6, color=ink)
+            color = ink(scale(max(value, scale.vmin or 0)))
+            ax.text(column, row, text(value), ha="center", va="center", fontsize=6, color=color)
     bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
     bar.ax.tick_params(labelsize=7)
     plain_numbers(bar.ax.yaxis)
+
+
+def ink(share: float) -> str:
+    """Return the colour of a cell's text, by its share of the scale: cividis is dark below and light above."""
+    return "black" if share > _LIGHT else "white"
 
 
 def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:

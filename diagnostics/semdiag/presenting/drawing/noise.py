@@ -2,8 +2,8 @@
 
 import pandas as pd
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import samples_words
 
 
 def percent(level: float) -> str:
@@ -21,4 +21,5 @@ def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
     samples = int(secants.groupby("model")["sample"].nunique().max())
     seed = findings.measurements.provenance.get("seed")
     drawn = "" if seed is None else f" (seed {seed})"
-    return f"input noise {levels} of each embedded token's RMS, {samples_words(samples)}, one draw each{drawn}"
+    count = f"{counted(samples, 'sample')} per model"
+    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"

@@ -4,8 +4,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from semdiag.measuring.counted import counted
 from semdiag.presenting.terminal.minutes import Minutes, clock
-from semdiag.presenting.terminal.terminal import counted, terminal
+from semdiag.presenting.terminal.terminal import terminal
 
 
 class Stages:

@@ -9,8 +9,6 @@ import typer
 from semdiag.presenting import completion, options
 from semdiag.presenting.question import Shared, command
 
-_PANEL = "What is measured"
-
 
 @command(leave_out=("min_keys", "per_query", "jobs", "ray"), batch_size=8)
 def compare(
@@ -35,7 +33,7 @@ def compare(
     ] = None,
     top: Annotated[
         int,
-        typer.Option(help="k of the top-k keys whose overlap is shown.", rich_help_panel=_PANEL),
+        typer.Option(help="k of the top-k keys whose overlap is shown.", rich_help_panel=options.MEASURE),
     ] = 8,
     dtype_b: Annotated[
         str | None,
@@ -43,7 +41,7 @@ def compare(
             metavar="NAME",
             help="Precision in which B runs, as of --dtype. Default: that of A.",
             show_default=False,
-            rich_help_panel=_PANEL,
+            rich_help_panel=options.MEASURE,
         ),
     ] = None,
     every: options.Every = False,

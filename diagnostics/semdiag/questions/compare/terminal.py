@@ -1,9 +1,9 @@
 """Tables of ``semdiag compare``."""
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.columns import NEVER, Column, text
 from semdiag.presenting.terminal.console import NumberTable, wide_console
-from semdiag.presenting.terminal.terminal import counted
 from semdiag.questions.compare.answer import compare_summary
 from semdiag.questions.compare.words import comparison_sentences
 

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from semdiag.capturing.attention_kinds import external
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.distributions import pooled_percentiles
 from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import ratio_words
 from semdiag.presenting.drawing.reference_ranges import reference_words
-from semdiag.presenting.glance import Answer, Glance, count_of, drawn_word, models_words, span_words, top_words
+from semdiag.presenting.glance import Answer, Glance, count_of, drawn_word, span_words, top_words
 from semdiag.questions.dispersion.answer.comparisons import PairComparison, pair_comparisons
 
 
@@ -42,10 +43,12 @@ def dispersion_glance(findings: Findings) -> Glance:
     every = findings(pooled_percentiles, "dispersion").values()
     known = [each for each in every if np.isfinite(each["p50"])]
     if not known:
-        return Glance(Answer.OPEN, f"0 of {models_words(len(every))}", "have a finite dispersion δ")
+        return Glance(Answer.OPEN, f"0 of {counted(len(every), 'model')}", "have a finite dispersion δ")
     queries = sum(int(each["queries"]) for each in known)
     span = span_words([each["p50"] for each in known], "{:.3g}")
-    words = f"is the median dispersion δ of {models_words(len(known))} ({queries:,} queries{drawn_word(findings)})"
+    words = (
+        f"is the median dispersion δ of {counted(len(known), 'model')} ({queries:,} queries{drawn_word(findings)})"
+    )
     words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
     if external(findings.measurements.models).all():
         words += f"; 90% of the heads of trained models have {reference_words('dispersion')}"

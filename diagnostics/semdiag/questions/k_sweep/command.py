@@ -8,8 +8,6 @@ import typer
 from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 
-_MEASURE = "What is measured"
-
 
 @command(sampling=True)
 def k_sweep(
@@ -18,8 +16,8 @@ def k_sweep(
         int | None,
         typer.Option(
             help="Measure every k up to this one. Default: up to 48, or one less than the length of shorter "
-            "inputs; of models from elsewhere every k up to 8, then every fourth, and those that are run.",
-            rich_help_panel=_MEASURE,
+            "inputs; of external models every k up to 8, then every fourth, and those that are run.",
+            rich_help_panel=options.MEASURE,
         ),
     ] = None,
     rerun: Annotated[
@@ -28,7 +26,7 @@ def k_sweep(
             "--rerun",
             help="Run the model with real masks, and show how its loss, its output distribution and its "
             "predictions change. A control keeps as many keys at random.",
-            rich_help_panel=_MEASURE,
+            rich_help_panel=options.MEASURE,
         ),
     ] = False,
     runs_of: Annotated[
@@ -37,7 +35,7 @@ def k_sweep(
             "--k",
             metavar="K,K",
             help="With --rerun: which k to run, like 4,8,16. Default: growing steps.",
-            rich_help_panel=_MEASURE,
+            rich_help_panel=options.MEASURE,
         ),
     ] = "",
     kinds: Annotated[
@@ -47,7 +45,7 @@ def k_sweep(
             help="With --rerun: which kinds of sparse attention to run, of topk, topk-group, topk-layer, "
             "topk-4-layers, block-16, -32, -64 (with -best at the end: ranked by their largest score), window, "
             "topp and random. Default: topk and random; of other models topk-layer, block-16 and window, too.",
-            rich_help_panel=_MEASURE,
+            rich_help_panel=options.MEASURE,
         ),
     ] = "",
     lengths: Annotated[
@@ -56,7 +54,7 @@ def k_sweep(
             metavar="L,L",
             help="With --rerun: also cut the tokens of all texts, one behind the other, into pieces of these "
             "lengths, like 128,512, and run each: does the k that is needed grow with the length?",
-            rich_help_panel=_MEASURE,
+            rich_help_panel=options.MEASURE,
         ),
     ] = "",
     tolerance: Annotated[
@@ -64,7 +62,7 @@ def k_sweep(
         typer.Option(
             help="With --rerun: the largest change that counts as none. Default: 0.01 nats of loss; 0.05 where "
             "only the outputs are known.",
-            rich_help_panel=_MEASURE,
+            rich_help_panel=options.MEASURE,
         ),
     ] = None,
     budget: Annotated[
@@ -72,7 +70,7 @@ def k_sweep(
         typer.Option(
             help="Write a k for each layer and head to this JSON file, found on half of the samples and tested on "
             "the other half.",
-            rich_help_panel="Output",
+            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     *,

@@ -6,9 +6,10 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import drawn
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import keys_words, percent
+from semdiag.measuring.findings.number_words import percent
 from semdiag.measuring.findings.strict_json import records
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
@@ -150,7 +151,7 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         known = f"{before:.4g} nats" if math.isfinite(before) else "not a finite number"
         what = f" Without a mask the loss is {known}." if verdict.measure == "loss" else ""
         lines.append(
-            f"Run with masks on {verdict.samples} sample{'s' * (verdict.samples != 1)}.{what} A k is enough if "
+            f"Run with masks on {counted(verdict.samples, 'sample')}.{what} A k is enough if "
             f"the upper end of its interval, and of that of every larger k, is at most "
             f"{named_limit(verdict, verdict.tolerance)}, and at most {MOST_HARMED:.0%} of the inputs can change "
             f"by more than {named_limit(verdict, HARM * verdict.tolerance)}."
@@ -160,11 +161,13 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
     if len(findings.measurements.budgets):
         lines += budget_lines(findings, model)
     if verdict.queries and math.isnan(verdict.mass):
-        lines.append(f"The weight that {keys_words(verdict.k or 0)} keep was not measured: the sweep ends below.")
+        lines.append(
+            f"The weight that {counted(verdict.k or 0, 'key')} keep was not measured: the sweep ends below."
+        )
     elif verdict.queries and not math.isnan(verdict.share):
         lines.append(
             f"Weight kept is the mean over {verdict.queries:,} queries with more than "
-            f"{keys_words(verdict.k or 0)}; {verdict.left_out:,} with no more keys are left out, "
+            f"{counted(verdict.k or 0, 'key')}; {verdict.left_out:,} with no more keys are left out, "
             "as the mask drops nothing there."
         )
     facts = findings.measurements.models.set_index("model").loc[model]
@@ -213,7 +216,9 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
         return []
     rows = sorted(records(again), key=lambda row: math.inf if math.isnan(row["change"]) else row["change"])
     each = [f"{row['mask']} {amount(verdict, row['change'], True)}" for row in rows]
-    return [f"Change of {changed_words(verdict)} with {keys_words(verdict.k)} of each kind: {', '.join(each)}."]
+    return [
+        f"Change of {changed_words(verdict)} with {counted(verdict.k, 'key')} of each kind: {', '.join(each)}."
+    ]
 
 
 def changed_words(verdict: SparseVerdict) -> str:
@@ -253,8 +258,8 @@ def place_lines(findings: Findings, model: str) -> list[str]:
     if len(own) and verdict.perplexity:
         each = ", ".join(amount(verdict, change, True) for change in own["change"])
         lines.append(
-            f"Change of perplexity by top-k with {keys_words(verdict.k or 0)}, from the first to the last quarter "
-            f"of the positions: {each}. Early positions have few keys to lose."
+            f"Change of perplexity by top-k with {counted(verdict.k or 0, 'key')}, from the first to the last "
+            f"quarter of the positions: {each}. Early positions have few keys to lose."
         )
     needed = findings(smallest_enough, model)
     if len(needed):

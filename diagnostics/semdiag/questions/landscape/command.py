@@ -7,31 +7,31 @@ import typer
 from semdiag.presenting import completion, options
 from semdiag.presenting.question import Shared, command
 
-_PANEL = "What is measured"
-
 
 @command(leave_out=("min_keys", "per_query", "head"))
 def landscape(
     models: options.Models = None,
     planes: Annotated[
-        int, typer.Option(help="Random planes through each checkpoint.", rich_help_panel=_PANEL)
+        int, typer.Option(help="Random planes through each checkpoint.", rich_help_panel=options.MEASURE)
     ] = 1,
     radius: Annotated[
         float,
         typer.Option(
             help="Half the side of a random plane. 1: each tensor moves by up to its own norm along each of the "
             "two directions.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=options.MEASURE,
         ),
     ] = 1.0,
-    grid: Annotated[int, typer.Option(help="Cells per side; an odd number.", rich_help_panel=_PANEL)] = 25,
+    grid: Annotated[
+        int, typer.Option(help="Cells per side; an odd number.", rich_help_panel=options.MEASURE)
+    ] = 25,
     through: Annotated[
         str,
         typer.Option(
             metavar="FILE,FILE",
             help="Instead of random planes, take the plane through the checkpoint and two other snapshots, like "
             "epoch-0.pt and best.pt of the same run.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=options.MEASURE,
         ),
     ] = "",
     metrics: Annotated[
@@ -40,7 +40,7 @@ def landscape(
             metavar="PART,PART",
             help="What each cell shows: loss (with accuracy), dispersion (δ, Δ and key load over 50 samples), or "
             "both: loss,dispersion.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=options.MEASURE,
             autocompletion=completion.names(completion.PARTS),
         ),
     ] = "loss",

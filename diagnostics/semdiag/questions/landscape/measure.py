@@ -16,6 +16,7 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.planes import Plane, plane_through, random_plane
 from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measuring.probe import Probe, Subject
@@ -87,7 +88,7 @@ def landscape(
     tokens: Tensor,
     labels: Tensor | None = None,
     *,
-    options: LandscapePlan | None = None,
+    plan: LandscapePlan | None = None,
     snapshots: Mapping[str, Encoder] | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -104,7 +105,7 @@ def landscape(
         model: from :func:`semdiag.load`, or an encoder of one's own.
         tokens: (N, L) int64.
         labels: (N,) classes; needed for the loss.
-        options: planes, size, resolution and metrics.
+        plan: planes, size, resolution and metrics.
         snapshots: two other parameter settings of the same shapes, by name, if the plane is to go through them.
         seed: of the directions.
         device: where to run.
@@ -124,14 +125,14 @@ def landscape(
         >>> from semdiag_models import ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
         >>> few = LandscapePlan(grid=3)
-        >>> table = landscape(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), options=few)
+        >>> table = landscape(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), plan=few)
         >>> len(table), table["loss"].notna().all().item()
         (10, True)
     """
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    chosen = options or LandscapePlan()
+    loaded = unnamed(model)
+    plan = plan or LandscapePlan()
     moved = MovableEncoder(loaded.encoder, device=device, dtype=dtype)
-    if "loss" in chosen.metrics:
+    if "loss" in plan.metrics:
         tokens, labels = usable_samples(moved.encoder, tokens, labels, device)
     tokens = tokens.to(device, torch.int64)
     if not len(tokens):
@@ -140,15 +141,15 @@ def landscape(
     def evaluate(point: Tensor) -> Row:
         moved.move_to(point)
         row: Row = {}
-        if "loss" in chosen.metrics and labels is not None:
+        if "loss" in plan.metrics and labels is not None:
             row["loss"], row["accuracy"] = moved.loss_and_accuracy(tokens, labels)
-        if "dispersion" in chosen.metrics:
+        if "dispersion" in plan.metrics:
             row |= _attention_statistics(moved.encoder, tokens[:DISPERSION_SAMPLES])
         after_point(1)
         return row
 
     rows = []
-    for number, (plane, axes, marks) in enumerate(_planes(moved, chosen, snapshots or {}, seed)):
+    for number, (plane, axes, marks) in enumerate(_planes(moved, plan, snapshots or {}, seed)):
         kind = "through" if snapshots else "random"
         where = [("grid", float(x), float(y), plane.point(float(x), float(y))) for y in axes[1] for x in axes[0]]
         for place, x, y, point in [*marks, *where]:
@@ -163,7 +164,7 @@ Mark = tuple[str, float, float, Tensor]
 
 
 def _planes(
-    moved: MovableEncoder, options: LandscapePlan, snapshots: Mapping[str, Encoder], seed: int
+    moved: MovableEncoder, plan: LandscapePlan, snapshots: Mapping[str, Encoder], seed: int
 ) -> Iterator[tuple[Plane, tuple[NDArray[np.float64], NDArray[np.float64]], list[Mark]]]:
     """Yield planes with the coordinates of their cells, and further points to evaluate."""
     checkpoint: Mark = ("checkpoint", 0.0, 0.0, moved.origin)
@@ -174,12 +175,12 @@ def _planes(
         except ValueError as error:
             raise InputError(f"--through: {error} Name two other snapshots.") from None
         marks = [(name, *place, v) for name, place, v in zip(snapshots, places, vectors, strict=True)]
-        axes = [_axis([0.0, *values], options.grid) for values in zip(*places, strict=True)]
+        axes = [_axis([0.0, *values], plan.grid) for values in zip(*places, strict=True)]
         yield plane, (axes[0], axes[1]), [checkpoint, *marks]
         return
     generator = torch.Generator().manual_seed(seed)
-    axis = options.radius * np.linspace(-1.0, 1.0, options.grid)
-    for _ in range(options.planes):
+    axis = plan.radius * np.linspace(-1.0, 1.0, plan.grid)
+    for _ in range(plan.planes):
         yield random_plane(moved.origin, moved.slices(), generator), (axis, axis), [checkpoint]
 
 
@@ -230,7 +231,7 @@ def _measure(
         subject.model,
         subject.tokens,
         subject.labels,
-        options=plan,
+        plan=plan,
         snapshots=snapshots,
         seed=subject.seed,
         device=subject.device,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import find_pairs
 from semdiag.presenting.glance import Answer, Glance, count_of, top_words
@@ -42,7 +43,7 @@ def learning_glance(findings: Findings) -> Glance:
     words = f"in which the {top_words(findings)} model reached 95% training accuracy in fewer epochs"
     words += f"; in {behind:,} full attention did" if behind else ""
     words += f"; in {tied:,} both needed the same number" if tied else ""
-    counts = ", ".join(f"{count} seed{'s' * (count != 1)} of {task}" for task, count in sorted(seeds.items()))
+    counts = ", ".join(f"{counted(count, 'seed')} of {task}" for task, count in sorted(seeds.items()))
     words += f"; {counts}" + (f": at least {LEAST_SEEDS} of one task would tell" if few else "")
     return Glance(answer, count_of(first, len(judged), "pair"), words, claim=True)
 

@@ -1,5 +1,6 @@
 """How fast the models learned, in sentences."""
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE
 from semdiag.presenting.drawing.panels import model_labels
@@ -11,9 +12,9 @@ def learning_in_short(findings: Findings) -> list[str]:
     sentences = []
     for panel, runs in training_runs(findings):
         parts = [
-            f"{run.series.label} after {run.arrival} epoch{'s' * (run.arrival != 1)}"
+            f"{run.series.label} after {counted(run.arrival, 'epoch')}"
             if run.arrival
-            else f"{run.series.label} not within its {run.epochs} epoch{'s' * (run.epochs != 1)}"
+            else f"{run.series.label} not within its {counted(run.epochs, 'epoch')}"
             for run in runs
         ]
         sentences.append(f"{panel.title}, 95% training accuracy: {', '.join(parts)}.")

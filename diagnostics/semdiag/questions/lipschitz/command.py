@@ -7,8 +7,6 @@ import typer
 from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 
-_PANEL = "What is measured"
-
 
 @command(leave_out=("dtype", "min_keys", "per_query", "head"), samples=100)
 def lipschitz(
@@ -17,20 +15,22 @@ def lipschitz(
     planes: Annotated[
         int,
         typer.Option(
-            help="Random planes in which secants are taken. Intervals resample the planes.", rich_help_panel=_PANEL
+            help="Random planes in which secants are taken. Intervals resample the planes.",
+            rich_help_panel=options.MEASURE,
         ),
     ] = 8,
     directions: Annotated[
-        int, typer.Option(help="Points on each circle in a plane, one per direction.", rich_help_panel=_PANEL)
+        int,
+        typer.Option(help="Points on each circle in a plane, one per direction.", rich_help_panel=options.MEASURE),
     ] = 8,
     draws: Annotated[
-        int, typer.Option(help="Random parameters at which gradients are taken.", rich_help_panel=_PANEL)
+        int, typer.Option(help="Random parameters at which gradients are taken.", rich_help_panel=options.MEASURE)
     ] = 120,
     radius: Annotated[
         float,
         typer.Option(
             help="Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=options.MEASURE,
         ),
     ] = 1.0,
     *,

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import completion
+from semdiag.presenting import completion, options
 from semdiag.presenting.question import Shared, command
 
-_PANEL = "What is measured"
 _LEFT_OUT = (
     "labels",
     "samples",
@@ -40,7 +39,7 @@ def look(
             metavar="TEXT",
             help="Look at this text. Or name a file with --inputs: its first sample is taken. "
             "Default: the first sample that the run held out.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=options.MEASURE,
             show_default=False,
         ),
     ] = None,
@@ -49,7 +48,7 @@ def look(
         typer.Option(
             help="In heads that attend to every key, show the k largest scores of each query as kept. The page "
             "can change it.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=options.MEASURE,
         ),
     ] = 5,
     out: Annotated[
@@ -57,7 +56,7 @@ def look(
         typer.Option(
             metavar="FILE",
             help="The page, an .html file. Default: reports/look-MODEL.html.",
-            rich_help_panel="Output",
+            rich_help_panel=options.OUTPUT,
             show_default=False,
         ),
     ] = None,
@@ -72,8 +71,9 @@ def look(
     [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
     """
     from semdiag.capturing.loading import load_all
+    from semdiag.measuring.counted import counted
     from semdiag.presenting.terminal.progress import Stages
-    from semdiag.presenting.terminal.terminal import counted, say, tell
+    from semdiag.presenting.terminal.terminal import say, tell
     from semdiag.questions.look.measure.heads import fitting_k
     from semdiag.questions.look.measure.loaded import see_loaded
     from semdiag.questions.look.page import all_heads, cautions, lead

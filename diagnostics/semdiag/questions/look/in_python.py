@@ -58,7 +58,7 @@ def look(
         ...     print(page.name, page.stat().st_size > 1000)
         look.html True
     """
-    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    loaded = unnamed(model)
     place = place_of(loaded.path, Path(out))
     seen = see(loaded, given_sample(loaded, inputs, tokens), device, dtype)
     if tokens is not None and not any(seen.sample.tokens in (one.queries, one.keys) for one in seen.layers):

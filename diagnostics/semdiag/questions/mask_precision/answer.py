@@ -96,7 +96,7 @@ def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
     estimates: dict[str, float] = {}
     for name in _SHARES:
         share = sum_ratio_interval(counts[name].to_numpy(), covered, _RESAMPLES).if_varied()
-        estimates |= {name: share.estimate, f"{name}_low": share.low, f"{name}_high": share.high}
+        estimates |= share.columns(name)
     return {
         "queries": int(part["queries"].sum()),
         "not_covered": int(part["not_covered"].sum()),

@@ -1,9 +1,10 @@
 """The answer at one glance."""
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import percent
 from semdiag.measuring.table import ALL
-from semdiag.presenting.glance import Answer, Glance, models_words, span_words
+from semdiag.presenting.glance import Answer, Glance, span_words
 from semdiag.questions.mask_precision.answer import precision_table
 
 
@@ -19,6 +20,6 @@ def precision_glance(findings: Findings) -> Glance:
     return Glance(
         Answer.MEASURED,
         f"{span_words(list(rows['changed']), percent)}%",
-        f"of the masks of {models_words(len(rows))} change in {first}, however ties are broken; {changed:,} of "
-        f"{certified:,} certified ones changed",
+        f"of the masks of {counted(len(rows), 'model')} change in {first}, however ties are broken; {changed:,} "
+        f"of {certified:,} certified ones changed",
     )

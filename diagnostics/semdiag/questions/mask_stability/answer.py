@@ -11,7 +11,7 @@ from semdiag.capturing.attention_kinds import DENSE
 from semdiag.measuring.findings.distributions import all_by_name
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.layered_summary import without
-from semdiag.measuring.findings.resampling import Interval, mean_interval, rank_correlation_interval
+from semdiag.measuring.findings.resampling import mean_interval, rank_correlation_interval
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.measuring.table import ALL
 from semdiag.questions.mask_precision.answer import precision_of
@@ -159,8 +159,7 @@ def effect_table(findings: Findings) -> pd.DataFrame:
                 "model": model, "level": level, "samples": len(effects),
                 "logit_change": effects["logit_change"].mean(skipna=False),
                 "flipped": effects["flipped"].mean(), "accuracy_before": effects["correct_before"].mean(),
-                "accuracy_after": after.estimate,
-                "accuracy_after_low": after.low, "accuracy_after_high": after.high,
+                **after.columns("accuracy_after"),
             }
         )  # fmt: skip
     return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
@@ -196,9 +195,10 @@ def _places(queries: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:
 def _described(part: pd.DataFrame) -> Summary:
     means: dict[str, Any] = {}
     for name in _MEANS:
-        means |= _named(name, mean_interval(part, name, RESAMPLES))
+        means |= mean_interval(part, name, RESAMPLES).columns(name)
     disagreement = part.assign(disagreement=1 - part["agreement"].astype(np.float64))
-    means |= _named("spearman", rank_correlation_interval(disagreement, "separation", "disagreement", RESAMPLES))
+    spearman = rank_correlation_interval(disagreement, "separation", "disagreement", RESAMPLES)
+    means |= spearman.columns("spearman")
     swing = part["swing_sd"].astype(np.float64)
     return {
         "queries": len(part),
@@ -209,7 +209,3 @@ def _described(part: pd.DataFrame) -> Summary:
         "certified_rows": round(float((part["certified"].astype(np.float64) * part["draws"]).sum())),
         "certified_changed": int(part["certified_changed"].sum()),
     }
-
-
-def _named(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}

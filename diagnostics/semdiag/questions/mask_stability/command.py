@@ -63,7 +63,7 @@ def mask_stability(
         int,
         typer.Option(
             help="Full-attention models have no mask: test the one that top-k would choose, with this k.",
-            rich_help_panel="What is measured",
+            rich_help_panel=options.MEASURE,
         ),
     ] = 5,
     *,

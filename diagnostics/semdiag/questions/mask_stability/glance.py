@@ -3,10 +3,11 @@
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import percent
 from semdiag.measuring.table import ALL
-from semdiag.presenting.glance import Answer, Glance, models_words, span_words
+from semdiag.presenting.glance import Answer, Glance, span_words
 from semdiag.questions.mask_stability.answer import mask_table
 from semdiag.questions.mask_stability.figures.panels import noise_words
 
@@ -30,11 +31,11 @@ def masks_glance(findings: Findings) -> Glance:
         return Glance(
             Answer.MEASURED,
             _share(supposed),
-            f"of the masks {chosen} in {models_words(len(supposed))} {noise}; {tail}",
+            f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}",
         )
     if len(supposed):
-        tail = f"{_share(supposed)} of those {chosen} in {models_words(len(supposed))} without a mask; {tail}"
-    words = f"of the masks of {models_words(len(with_mask))} {noise}; {tail}"
+        tail = f"{_share(supposed)} of those {chosen} in {counted(len(supposed), 'model')} without a mask; {tail}"
+    words = f"of the masks of {counted(len(with_mask), 'model')} {noise}; {tail}"
     return Glance(Answer.MEASURED, _share(with_mask), words)
 
 

@@ -1,5 +1,6 @@
 """How numbers moved during training, in sentences."""
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import number_words
 from semdiag.measuring.table import ALL
@@ -20,7 +21,7 @@ def along_sentences(findings: Findings) -> list[str]:
             f"{name} " + " → ".join(number_words(value[epochs[end], quantity, statistic]) for end in (0, -1))
             for name, quantity, statistic in _ALONG
         ]
-        when = f"epoch {epochs[0]} → {epochs[-1]}, {len(epochs)} snapshot{'s' * (len(epochs) != 1)}"
+        when = f"epoch {epochs[0]} → {epochs[-1]}, {counted(len(epochs), 'snapshot')}"
         sentences.append(f"{run['group']}, {run['attention']}, seed {run['seed']} ({when}): {', '.join(parts)}.")
     return sentences
 

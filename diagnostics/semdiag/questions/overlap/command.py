@@ -15,7 +15,7 @@ def overlap(
         int,
         typer.Option(
             help="Full-attention models have no masks: compare those that top-k would choose, with this k.",
-            rich_help_panel="What is measured",
+            rich_help_panel=options.MEASURE,
         ),
     ] = 5,
     *,

@@ -94,7 +94,7 @@ def mask_overlap(
         ['pair', 0, 1, 8, 1.0]
     """
     plan = plan_of(OverlapPlan, plan)
-    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    loaded = unnamed(model)
     dense = loaded.external or loaded.encoder.config.attention in DENSE
     kept = _Kept(plan.k if dense else None)
     parts: list[pd.DataFrame] = []

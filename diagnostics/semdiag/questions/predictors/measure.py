@@ -27,7 +27,7 @@ from semdiag.questions.mask_stability.measure.probe import NoisePlan
 from semdiag.questions.over_training.measure import SAMPLES, load_snapshots, query_key_share
 from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
-from semdiag_models.device import find_device
+from semdiag_models.device import find_device, with_float64
 
 CANDIDATES = {
     "dispersion": "dispersion δ, median",
@@ -154,8 +154,7 @@ def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Cond
 
 def _loss_secant(snapshot: LoadedModel, tokens: Tensor, labels: Tensor, conditions: Conditions) -> float:
     """Return the median slope of the loss between the snapshot and points on circles around it."""
-    device = find_device(conditions.device)
-    device = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
+    device = with_float64(find_device(conditions.device))
     moved = MovableEncoder(snapshot.encoder, device=device, dtype=torch.float64)
     tokens, labels = usable_samples(moved.encoder, tokens, labels, device)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.runs.training_runs import UNFINISHED
 from semdiag.questions.convergence.answer.epochs import arrivals
@@ -68,7 +69,7 @@ def _sentences(table: pd.DataFrame, words: str) -> list[str]:
     count, tried, tasks = int(first["relabellings"]), int(first["tried"]), int(first["tasks"])
     sentence = (
         f"Of {len(table)} rank correlations with the {words} ({table['candidate'].nunique()} candidates, "
-        f"{table['stage'].nunique()} stages) within {tasks} task{'s' * (tasks != 1)}, over "
+        f"{table['stage'].nunique()} stages) within {counted(tasks, 'task')}, over "
         f"{first['cells']} cells of task × mask ({first['left_out']} left out, where something is unknown or "
         f"a task lacks 5 known masks that differ), {_number(len(kept))} below p = {SIGNIFICANCE:g} after "
         f"correction for their number; masks relabelled alike in all tasks ({count:.3g} ways that differ, "

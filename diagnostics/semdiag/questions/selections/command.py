@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def selections(
             metavar="FILE.npz",
             help="Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
             "files can be compared.",
-            rich_help_panel="Output",
+            rich_help_panel=options.OUTPUT,
             show_default=False,
         ),
     ] = None,
@@ -124,7 +125,7 @@ def selections(
             metavar="DIR",
             help="Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
             "forbidden.",
-            rich_help_panel="Output",
+            rich_help_panel=options.OUTPUT,
             show_default=False,
         ),
     ] = None,

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.columns import NEVER, Column, count, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import NumberTable, wide_console
-from semdiag.presenting.terminal.terminal import counted
 from semdiag.questions.selections.words import comparison_sentences, own_sentences
 
 _MEANING = {

@@ -80,7 +80,7 @@ def test_a_loss_that_float32_cannot_hold_is_no_zero(tiny_models, inputs):
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_every_cell_is_the_loss_of_that_very_model(tiny_models, inputs, kind):
     model = tiny_models[kind]
-    table = landscape(model, *inputs, options=FEW, seed=3, dtype=torch.float64)
+    table = landscape(model, *inputs, plan=FEW, seed=3, dtype=torch.float64)
     grid = table[table["place"] == "grid"]
     assert len(grid) == 25
     far = grid[(grid["x"] != 0) | (grid["y"] != 0)]
@@ -98,7 +98,7 @@ def test_every_cell_is_the_loss_of_that_very_model(tiny_models, inputs, kind):
 
 
 def test_the_checkpoint_is_a_cell(tiny_models, inputs):
-    table = landscape(tiny_models[0], *inputs, options=LandscapePlan(grid=3, planes=2))
+    table = landscape(tiny_models[0], *inputs, plan=LandscapePlan(grid=3, planes=2))
     assert table.groupby("plane").size().tolist() == [10, 10]
     for _, rows in table.groupby("plane"):
         here = rows[(rows["x"] == 0) & (rows["y"] == 0)]
@@ -108,7 +108,7 @@ def test_the_checkpoint_is_a_cell(tiny_models, inputs):
 
 
 def test_the_seed_decides(tiny_models, inputs):
-    one, again, other = (landscape(tiny_models[1], *inputs, options=FEW, seed=s) for s in (0, 0, 1))
+    one, again, other = (landscape(tiny_models[1], *inputs, plan=FEW, seed=s) for s in (0, 0, 1))
     pd.testing.assert_frame_equal(one, again)
     assert not one["loss"].equals(other["loss"])
 
@@ -116,7 +116,7 @@ def test_the_seed_decides(tiny_models, inputs):
 def test_a_plane_through_snapshots_shows_their_own_loss(tiny_runs, inputs):
     model = load(tiny_runs.topk)
     snapshots = {"start": load(tiny_runs.topk / "epoch-0.pt").module, "full": load(tiny_runs.full).module}
-    table = landscape(model, *inputs, options=FEW, snapshots=snapshots, dtype=torch.float64)
+    table = landscape(model, *inputs, plan=FEW, snapshots=snapshots, dtype=torch.float64)
     marks = table[table["place"] != "grid"].set_index("place")
     assert list(marks.index) == ["checkpoint", "start", "full"]
     for name, other in {"checkpoint": model.module, **snapshots}.items():
@@ -141,16 +141,16 @@ def test_snapshots_that_do_not_fit_are_refused(tiny_models, inputs, tiny_config)
     with torch.random.fork_rng():
         other = Encoder(tiny_config(blocks=1))
     with pytest.raises(InputError, match="other shapes"):
-        landscape(model, *inputs, options=FEW, snapshots={"a": other, "b": other})
+        landscape(model, *inputs, plan=FEW, snapshots={"a": other, "b": other})
     with pytest.raises(InputError, match="span no plane"):
-        landscape(model, *inputs, options=FEW, snapshots={"a": model.module, "b": tiny_models[1].module})
+        landscape(model, *inputs, plan=FEW, snapshots={"a": model.module, "b": tiny_models[1].module})
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_dispersion_on_a_plane_is_what_measure_measures(tiny_models, inputs, kind):
     model = tiny_models[kind]
-    options = LandscapePlan(grid=3, metrics=("dispersion",))
-    table = landscape(model, inputs[0], options=options, dtype=torch.float64)
+    plan = LandscapePlan(grid=3, metrics=("dispersion",))
+    table = landscape(model, inputs[0], plan=plan, dtype=torch.float64)
     here = table[table["place"] == "checkpoint"].iloc[0]
     found = measure(model, inputs[0], dtype=torch.float64)
     assert here["dispersion_p50"] == pytest.approx(found.queries["dispersion"].median())
@@ -174,13 +174,13 @@ def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
         if stop is not None and len(points) == 7:
             raise stop
 
-    options = LandscapePlan(grid=3, metrics=("loss", "dispersion"))
+    plan = LandscapePlan(grid=3, metrics=("loss", "dispersion"))
     if stop is None:
-        landscape(model, *inputs, options=options, after_point=after_point)
-        assert sum(points) == options.points
+        landscape(model, *inputs, plan=plan, after_point=after_point)
+        assert sum(points) == plan.points
     else:
         with pytest.raises(stop):
-            landscape(model, *inputs, options=options, after_point=after_point)
+            landscape(model, *inputs, plan=plan, after_point=after_point)
     assert_same(before, state(model.module))
 
 
@@ -204,9 +204,9 @@ def test_wrong_options_are_refused(values, message):
 
 def test_the_loss_needs_labels(tiny_models, inputs):
     with pytest.raises(InputError, match="has no labels"):
-        landscape(tiny_models[0], inputs[0], options=FEW)
+        landscape(tiny_models[0], inputs[0], plan=FEW)
     with pytest.raises(InputError, match="number of samples is 0"):
-        landscape(tiny_models[0], inputs[0][:0], options=LandscapePlan(metrics=("dispersion",)))
+        landscape(tiny_models[0], inputs[0][:0], plan=LandscapePlan(metrics=("dispersion",)))
 
 
 def test_working_distance_by_hand():
@@ -218,7 +218,7 @@ def test_working_distance_by_hand():
 
 def test_facts_of_a_plane(tiny_models, inputs):
     found = measure(tiny_models[0], inputs[0])
-    table = landscape(tiny_models[0], *inputs, options=FEW)
+    table = landscape(tiny_models[0], *inputs, plan=FEW)
     table.loc[3, "loss"] = math.inf
     facts = landscape_facts(Findings(found.replace(landscape=table))).iloc[0]
     assert (facts["cells"], facts["samples"], facts["not_finite"]) == (25, 30, 1)

@@ -209,14 +209,14 @@ def test_plain_attention_is_the_same_function_and_is_put_back(tiny_models, input
         assert block.attention.core is core
 
 
-def found_on(models, inputs, options=FEW, seed=0):
+def found_on(models, inputs, plan=FEW, seed=0):
     parts = []
     for model in models:
         row = pd.DataFrame(
             [{"model": model.path, "attention": model.module.config.attention, "task": "even-pairs"}]
         )
         nothing = pd.DataFrame({"model": []})
-        tables = lipschitz(model, *inputs, options=options, seed=seed)
+        tables = lipschitz(model, *inputs, plan=plan, seed=seed)
         parts.append(Measurements(row, nothing, nothing, nothing, nothing, {}, **tables))
     return Measurements.concat(parts)
 
@@ -256,13 +256,14 @@ def test_an_estimate_above_its_bound_at_the_point_is_called_violated(tiny_models
 
 @pytest.mark.parametrize(("above", "verdict"), [(-1.0, Verdict.HOLDS), (1.0, Verdict.NOTHING)])
 def test_an_end_point_is_an_extrapolation_and_contradicts_no_bound(tiny_models, inputs, above, verdict):
-    found = found_on(tiny_models[:1], inputs)
+    found = semdiag.lipschitz(tiny_models[0], *inputs, FEW)
     bounds = found.loss_gradients.groupby("group")["ln_sound"].max()
     points = found.end_points[found.end_points["group"] == "head"].assign(accepted=True)
     points = points.assign(estimate=np.exp(bounds["head"] + above))
-    findings = estimate_findings(Findings(found.replace(end_points=points)))
-    finding = next(f for f in findings if f.claim == END_POINTS)
+    findings = Findings(found.replace(end_points=points))
+    finding = next(f for f in findings(estimate_findings) if f.claim == END_POINTS)
     assert finding.verdict is verdict
+    assert ("contradicts nothing: head" in lipschitz_sentences(findings)[-1]) is (verdict is Verdict.NOTHING)
     assert finding.numbers["violated"] == 0
     assert finding.numbers.get("beyond the bound", 0) == ("head" in finding.note) == (verdict is Verdict.NOTHING)
 
@@ -272,8 +273,8 @@ def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, input
     model.module.train()
     before = [p.clone() for p in model.module.parameters()], torch.get_rng_state()
     fewest = LipschitzPlan(samples=5, planes=2, directions=2, draws=5, radius=0.5)
-    one = lipschitz(model, *inputs, options=fewest, after_point=steps.append)
-    again, other = (lipschitz(model, *inputs, options=fewest, seed=s) for s in (0, 1))
+    one = lipschitz(model, *inputs, plan=fewest, after_point=steps.append)
+    again, other = (lipschitz(model, *inputs, plan=fewest, seed=s) for s in (0, 1))
     assert sum(steps) == fewest.points
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
@@ -296,7 +297,7 @@ def test_an_interruption_leaves_the_model_as_it_was(tiny_models, inputs, step):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lipschitz(model, *inputs, options=FEW, after_point=stop)
+        lipschitz(model, *inputs, plan=FEW, after_point=stop)
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.module.parameters(), strict=True))
     assert all(p.grad is None for p in model.module.parameters())
     assert torch.equal(before[1], torch.get_rng_state())
@@ -324,7 +325,7 @@ def test_a_broken_model_is_refused(tiny_config, inputs):
         encoder = Encoder(tiny_config())
     encoder.head.bias.data[0] = math.nan
     with pytest.raises(InputError, match=r"head.bias holds a NaN"):
-        lipschitz(encoder, *inputs, options=FEW)
+        lipschitz(encoder, *inputs, plan=FEW)
 
 
 def test_end_points_are_of_maxima_of_blocks():

@@ -89,7 +89,7 @@ def test_the_slope_is_that_of_the_same_planes_in_the_lipschitz_probe(topk, tiny_
     model = load(tiny_runs.topk)
     tokens, labels, _ = model.default_inputs(10, 0)
     plan = LipschitzPlan(samples=10, planes=8, directions=4, draws=5, radius=RADIUS)
-    probed = lipschitz(model, tokens, labels, options=plan, seed=0)["loss_secants"]
+    probed = lipschitz(model, tokens, labels, plan=plan, seed=0)["loss_secants"]
     largest = probed[(probed["group"] == "all") & (probed["radius"] == RADIUS)]
     assert value(topk, "loss_secant") == pytest.approx(math.log(largest["slope"].median()), rel=1e-9)
 

@@ -21,6 +21,7 @@ from semdiag.measuring.encoders.weights import named_tensors, not_finite
 from semdiag.measuring.table import ALL, Table
 from semdiag.questions.bounds.measure.slopes import Slope, parameter_slopes
 from semdiag_models import Encoder
+from semdiag_models.device import with_float64
 
 CONSTANTS = Table(
     "constants",
@@ -98,7 +99,7 @@ def measure_constants(
         >>> bool((parameters["ln_gradient"] <= parameters["ln_sound"]).all())
         True
     """
-    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    device = with_float64(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval().requires_grad_(True)
     tokens = tokens[:samples].to(device, torch.int64)
     valid = runner.valid(tokens)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag_models.device import with_float64
 from semdiag_models.reading import require_memory
 
 
@@ -81,8 +82,7 @@ class KeptCalls:
 
 
 def _copy(values: Tensor) -> Tensor:
-    place = "cpu" if values.device.type == "mps" else values.device  # which knows no float64
-    return values.detach().to(place).clone(memory_format=torch.contiguous_format)
+    return values.detach().to(with_float64(values.device)).clone(memory_format=torch.contiguous_format)
 
 
 def _narrow(values: Tensor) -> Tensor:

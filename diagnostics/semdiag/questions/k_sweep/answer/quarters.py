@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
+from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.questions.k_sweep.answer.rerun import tolerance_of
 from semdiag.questions.k_sweep.measure.kinds import KINDS
 from semdiag.questions.k_sweep.measure.passes import NO_MASK
@@ -49,7 +49,8 @@ def quarter_table(findings: Findings) -> pd.DataFrame:
             for quarter in (WHOLE, *range(1, QUARTERS + 1)):
                 at = list(range(1, QUARTERS + 1)) if quarter == WHOLE else [quarter]
                 sums = (these[measure][at] - before[measure][at]).sum(axis=1)
-                interval = _interval(sums.to_numpy(), these[unit][at].sum(axis=1).to_numpy())
+                counts = these[unit][at].sum(axis=1)
+                interval = sum_ratio_interval(sums.to_numpy(), counts.to_numpy()).if_varied()
                 rows.append(
                     {
                         **common,
@@ -60,11 +61,6 @@ def quarter_table(findings: Findings) -> pd.DataFrame:
                     }
                 )
     return pd.DataFrame(rows, columns=list(_COLUMNS))
-
-
-def _interval(sums: "np.ndarray[Any, Any]", counts: "np.ndarray[Any, Any]") -> Interval:
-    interval = sum_ratio_interval(sums, counts)
-    return interval if interval.low < interval.high else Interval(interval.estimate, math.nan, math.nan)
 
 
 def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:

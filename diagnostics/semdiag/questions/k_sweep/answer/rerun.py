@@ -53,10 +53,11 @@ def change_table(findings: Findings) -> pd.DataFrame:
             }
             row["classes"] = int(own["classes"].max())
             row["before"] = _ratio(before["loss"], before["targets"])
-            row |= _named("", _change(measure, own, before))
+            change = _change(measure, own, before)
+            row |= {"change": change.estimate, "low": change.low, "high": change.high}
             row |= harm(*_sums(measure, own, before), HARM * limit)
-            row |= _named("divergence_", _over(own["divergence"], own["predictions"]))
-            row |= _named("changed_", _over(own["changed"], own["predictions"]))
+            row |= _over(own["divergence"], own["predictions"]).columns("divergence")
+            row |= _over(own["changed"], own["predictions"]).columns("changed")
             row["accuracy"] = _ratio(own["correct"], own["targets"])
             for name in _OF_THE_SWEEP:
                 known = mask == TOP_K and (name, k) in means.index
@@ -144,11 +145,6 @@ def _over(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> Interval:
 
 def _ratio(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> float:
     return float(sums.sum() / counts.sum()) if counts.sum() else math.nan
-
-
-def _named(prefix: str, interval: Interval) -> dict[str, float]:
-    name = prefix.removesuffix("_") or "change"
-    return {name: interval.estimate, f"{prefix}low": interval.low, f"{prefix}high": interval.high}
 
 
 def budget_content(findings: Findings, model: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from semdiag.questions.k_sweep.answer.summary import condition_table
 
 _HIGHEST = 5.0  # upper end of the axis of left sides: far above 1 the value does not matter
 _FEW = 3  # with more models, a second line for each would hide the others
-_LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 _PANELS = {  # quantity: title, percentile of the second line
     "mass": ("attention weight kept", "p5"),
     "ratio": ("dispersion δₕ(k)/δₛ", "p95"),
@@ -55,7 +55,7 @@ def k_sweep(findings: Findings) -> Figure:
     figure, axes = panel_grid(len(_PANELS) + 1, height=2.6, sharey=False)
     colors = palette(len(labels))
     for place, (model, label) in enumerate(labels.items()):
-        color, line = colors[place], _LINES[place % len(_LINES)]
+        color, line = colors[place], LINES[place % len(LINES)]
         own = pooled[pooled["model"] == model]
         for ax, (quantity, (_, outer)) in zip(axes, _PANELS.items(), strict=False):
             rows = own[own["quantity"] == quantity]

@@ -1,16 +1,14 @@
 """Texts of several lengths: what each kind of sparse attention changes, by k and by share of the keys."""
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import INK, finished, palette, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import finished, palette, panel_grid, paper_style
 from semdiag.questions.k_sweep.answer.quarters import WHOLE, quarter_table
-from semdiag.questions.k_sweep.answer.rerun import tolerance_of
 from semdiag.questions.k_sweep.answer.sparse_verdict import next_token
-from semdiag.questions.k_sweep.figures.loss_change import TITLES, change_axis
+from semdiag.questions.k_sweep.figures.kinds_of_masks import draw_changes, scale_changes
 from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM
 
 
@@ -41,35 +39,19 @@ def kinds_by_length(findings: Findings) -> Figure:
     lengths = sorted(own["length"].unique())
     colors = dict(zip(lengths, palette(len(lengths)), strict=True))
     figure, axes = panel_grid(2 * len(shown), height=2.8, columns=2, sharey=False)
-    measure = str(own["measure"].iloc[0])
-    tolerance = tolerance_of(findings, measure)
     for at, kind in enumerate(shown):
         for ax, column in zip(axes[2 * at : 2 * at + 2], ("k", "kept"), strict=True):
             for length in lengths:
                 rows = own[(own["mask"] == kind) & (own["length"] == length)].sort_values(column)
-                _line(ax, rows, column, colors[length], f"{length} tokens", factor)
-            if factor:
-                ax.set_yscale("log")
-                ax.axhline(np.exp(tolerance), color=INK, linestyle="--", linewidth=0.9)
-                plain_numbers(ax.yaxis)
-            else:
-                change_axis(ax, tolerance, own)
+                draw_changes(ax, rows, column, factor, color=colors[length], label=f"{length} tokens")
+            label = scale_changes(ax, findings, own, factor)
             ax.set_title(kind)
         axes[2 * at].set_xscale("log", base=2)
         axes[2 * at].xaxis.set_major_formatter("{x:g}")
         axes[2 * at].set_xlabel("keys kept, k")
         axes[2 * at + 1].set_xlabel("share of the keys kept")
         axes[2 * at + 1].xaxis.set_major_formatter("{x:.0%}")
-        axes[2 * at].set_ylabel("perplexity, as a multiple" if factor else TITLES[str(own["measure"].iloc[0])])
+        axes[2 * at].set_ylabel(label)
     return finished(
         figure, "Bars: 95% intervals over pieces of text. Dashed: the largest change that counts as none."
     )
-
-
-def _line(ax: Axes, rows: "object", column: str, color: str, label: str, factor: bool) -> None:
-    """Draw one length: a point per k, with its interval."""
-    change, low, high = (rows[name].to_numpy(float) for name in ("change", "low", "high"))  # type: ignore[index]
-    if factor:
-        change, low, high = (np.exp(np.minimum(x, 50)) for x in (change, low, high))
-    ax.vlines(rows[column], low, high, color=color, linewidth=1.0, alpha=0.6)  # type: ignore[index]
-    ax.plot(rows[column], change, color=color, marker=".", label=label)  # type: ignore[index]

@@ -1,5 +1,7 @@
 """Kinds of sparse attention side by side: what each changed, against the share of the keys that it keeps."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -49,16 +51,11 @@ def kinds_of_masks(findings: Findings) -> Figure:
         own = again[again["model"] == model].sort_values("kept").replace([np.inf, -np.inf], np.nan)
         factor = own["measure"].iloc[0] == "loss" and next_token(findings, str(model))
         for kind in (kind for kind in shown if kind in set(own["mask"])):
-            _line(ax, own[own["mask"] == kind], kind, colors[kind], factor)
-        tolerance = tolerance_of(findings, str(own["measure"].iloc[0]))
-        if factor:
-            ax.set_yscale("log")
-            ax.axhline(np.exp(tolerance), color=INK, linestyle="--", linewidth=0.9)
-            ax.set_ylabel("perplexity, as a multiple")
-            plain_numbers(ax.yaxis)
-        else:
-            change_axis(ax, tolerance, own)
-            ax.set_ylabel(TITLES[str(own["measure"].iloc[0])])
+            line = ":" if kind == RANDOM else "-"
+            draw_changes(
+                ax, own[own["mask"] == kind], "kept", factor, color=colors[kind], label=kind, linestyle=line
+            )
+        ax.set_ylabel(scale_changes(ax, findings, own, factor))
         ax.set_xlabel("share of the keys kept")
         ax.xaxis.set_major_formatter("{x:.0%}")
         if len(several) > 1:
@@ -71,11 +68,23 @@ def kinds_of_masks(findings: Findings) -> Figure:
     )
 
 
-def _line(ax: Axes, rows: pd.DataFrame, kind: str, color: str, factor: bool) -> None:
-    """Draw one kind: a point per k, with its interval."""
+def draw_changes(ax: Axes, rows: pd.DataFrame, along: str, factor: bool, **style: Any) -> None:
+    """Draw what masks changed as a line with 95% intervals; ``factor``: as multiples of perplexity."""
     change, low, high = (rows[name].to_numpy(float) for name in ("change", "low", "high"))
     if factor:
         change, low, high = (np.exp(np.minimum(x, 50)) for x in (change, low, high))
-    ax.vlines(rows["kept"], low, high, color=color, linewidth=1.0, alpha=0.6)
-    line = ":" if kind == RANDOM else "-"
-    ax.plot(rows["kept"], change, color=color, marker=".", label=kind, linestyle=line)
+    ax.vlines(rows[along], low, high, color=style["color"], linewidth=1.0, alpha=0.6)
+    ax.plot(rows[along], change, marker=".", **style)
+
+
+def scale_changes(ax: Axes, findings: Findings, own: pd.DataFrame, factor: bool) -> str:
+    """Scale the axis of one model's changes, with the tolerance as a line, and return its label."""
+    measure = str(own["measure"].iloc[0])
+    tolerance = tolerance_of(findings, measure)
+    if not factor:
+        change_axis(ax, tolerance, own)
+        return TITLES[measure]
+    ax.set_yscale("log")
+    ax.axhline(np.exp(tolerance), color=INK, linestyle="--", linewidth=0.9)
+    plain_numbers(ax.yaxis)
+    return "perplexity, as a multiple"

@@ -17,10 +17,9 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
 )
 from semdiag.questions.k_sweep.answer.rerun import change_table, tolerance_of
-from semdiag.questions.k_sweep.figures.k_sweep import line_at
+from semdiag.questions.k_sweep.figures.k_sweep import LINES, line_at
 
 _FEW = 3  # with more models, the lines of their controls would hide the others
-_LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 TITLES = {
     "loss": "change of the loss (nats)",
     "divergence": "change of the output distribution (KL, nats)",
@@ -56,7 +55,7 @@ def loss_change(findings: Findings) -> Figure:
     colors = dict(zip(labels, palette(len(labels)), strict=True))
     for place, (model, label) in enumerate(labels.items()):
         own, color = again[again["model"] == model], colors[model]
-        top, line = own[own["mask"] == "topk"], _LINES[place % len(_LINES)]
+        top, line = own[own["mask"] == "topk"], LINES[place % len(LINES)]
         ax = axes[measures.index(str(top["measure"].iloc[0]))]
         ax.fill_between(top["k"], top["low"], top["high"], color=color, alpha=0.25, linewidth=0)
         ax.plot(top["k"], top["change"], color=color, linestyle=line, marker=".", label=label)

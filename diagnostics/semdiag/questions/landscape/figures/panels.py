@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from numpy.typing import NDArray
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of
 
@@ -115,7 +116,7 @@ def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
         how = "plane through the checkpoint and two snapshots, all run with the checkpoint's own attention"
     else:
         planes = len({c.plane for c in cells})
-        how = f"{planes} random plane{'s' * (planes > 1)}, each tensor's direction as long as the tensor"
+        how = f"{counted(planes, 'random plane')}, each tensor's direction as long as the tensor"
         seed = findings.measurements.provenance.get("seed")
         how += "" if seed is None else f" (seed {seed})"
     return (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.extreme_values import estimate_end_point
+from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measuring.encoders.weights import not_finite
@@ -20,6 +21,7 @@ from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians
 from semdiag.questions.lipschitz.measure.gradients import ball_gradients
 from semdiag.questions.lipschitz.measure.secants import GROUPS, LINES, line_secants, plane_secants, radii
 from semdiag_models import Encoder, InputError
+from semdiag_models.device import with_float64
 
 LOSS_SECANTS = Table(
     "loss_secants",
@@ -108,7 +110,7 @@ def lipschitz(
     tokens: Tensor,
     labels: Tensor | None,
     *,
-    options: LipschitzPlan | None = None,
+    plan: LipschitzPlan | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     after_point: Callable[[int], None] = lambda points: None,
@@ -121,9 +123,9 @@ def lipschitz(
 
     Args:
         model: from :func:`semdiag.load`, or an encoder of one's own.
-        tokens: (N, L) int64; the first ``options.samples`` are used.
+        tokens: (N, L) int64; the first ``plan.samples`` are used.
         labels: (N,) classes.
-        options: how much is drawn, and how far.
+        plan: how much is drawn, and how far.
         seed: of all draws.
         device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
         after_point: called with 1 after each parameter setting.
@@ -141,19 +143,19 @@ def lipschitz(
         >>> from semdiag_models import ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
         >>> few = LipschitzPlan(planes=2, directions=2, draws=5)
-        >>> tables = lipschitz(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), options=few)
+        >>> tables = lipschitz(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), plan=few)
         >>> sorted(tables), bool((tables["loss_gradients"]["slope"] > 0).any())
         (['end_points', 'jacobians', 'loss_gradients', 'loss_secants'], True)
     """
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    chosen = options or LipschitzPlan()
-    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    loaded = unnamed(model)
+    plan = plan or LipschitzPlan()
+    device = with_float64(device)
     moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
     broken = not_finite(moved.encoder)
     if broken:
         raise InputError(f"{loaded.path} cannot be moved: its tensor {broken[0]} holds a NaN or an infinity.")
-    labels = None if labels is None else labels[: chosen.samples]
-    tokens, labels = usable_samples(moved.encoder, tokens[: chosen.samples], labels, device)
+    labels = None if labels is None else labels[: plan.samples]
+    tokens, labels = usable_samples(moved.encoder, tokens[: plan.samples], labels, device)
 
     def loss(point: Tensor) -> float:
         moved.move_to(point)
@@ -161,9 +163,9 @@ def lipschitz(
         return moved.loss_and_accuracy(tokens, labels)[0]
 
     rows: dict[str, list[Row]] = {"jacobians": list(block_jacobians(moved.encoder, tokens, seed))}
-    secants = plane_secants(moved, loss, chosen.sizes, chosen.planes, chosen.directions, seed)
-    rows["loss_secants"] = [*secants, *line_secants(moved, loss, chosen.sizes, seed)]
-    gradients = ball_gradients(moved, tokens, labels, chosen.radius, chosen.draws, seed)
+    secants = plane_secants(moved, loss, plan.sizes, plan.planes, plan.directions, seed)
+    rows["loss_secants"] = [*secants, *line_secants(moved, loss, plan.sizes, seed)]
+    gradients = ball_gradients(moved, tokens, labels, plan.radius, plan.draws, seed)
     rows["loss_gradients"] = list(_counting(gradients, after_point))
     rows["end_points"] = list(end_points(pd.DataFrame(rows["loss_gradients"]), seed))
     return {
@@ -199,7 +201,7 @@ def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[st
         subject.model,
         subject.tokens,
         subject.labels,
-        options=plan,
+        plan=plan,
         seed=subject.seed,
         device=subject.device,
         after_point=subject.after_point,

@@ -6,7 +6,7 @@ from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.questions.look.measure.heads import Seen, see
 from semdiag.questions.look.measure.sample import read_sample
 from semdiag_models import Encoder
-from semdiag_models.device import find_device
+from semdiag_models.device import find_device, with_float64
 
 
 def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Seen:
@@ -22,8 +22,8 @@ def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = No
     """
     device = find_device(conditions.device)
     conditions = conditions.decided([model], device)
-    if device.type == "mps" and conditions.dtype == "float64":  # mps has no float64
-        device = find_device("cpu")
+    if conditions.dtype == "float64":
+        device = with_float64(device)
     if isinstance(model.module, Encoder):
         model.module.with_draws(conditions.seed)
     sample = read_sample(model, conditions, text)

@@ -7,9 +7,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 from semdiag.questions.mask_precision.answer import precision_table
-from semdiag.questions.mask_stability.figures.panels import judged_models, shades
-
-_MARKERS = "osD^vP*X"
+from semdiag.questions.mask_stability.figures.panels import MARKERS, judged_models, shades
 
 
 @paper_style
@@ -31,7 +29,7 @@ def masks_in_formats(findings: Findings) -> Figure:
         for at, (kind, color) in enumerate(zip(formats, shades(len(formats)), strict=True)):
             rows = of_model[of_model["format"] == kind]
             layers = rows["layer"].to_numpy(int)
-            ax.plot(layers, 1 - rows["changed"], color=color, marker=_MARKERS[at], markersize=4, label=kind)
+            ax.plot(layers, 1 - rows["changed"], color=color, marker=MARKERS[at], markersize=4, label=kind)
             ax.fill_between(
                 layers, 1 - rows["changed_or_tied"], 1 - rows["changed"], color=color, alpha=0.25, linewidth=0
             )

@@ -112,7 +112,7 @@ def mask_precision(
         [['bfloat16', 2, 4, 0, 0]]
     """
     plan = plan_of(PrecisionPlan, plan)
-    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    loaded = unnamed(model)
     kind = "full" if loaded.external else loaded.encoder.config.attention
     selection = selection_of(kind)
     if selection is None:

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.heat_map import ink
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import note_below, number_layers, panel_grid, paper_style
 from semdiag.questions.mask_stability.answer import heads_pooled
@@ -50,7 +51,7 @@ def _cells(ax: Axes, cells: pd.DataFrame) -> AxesImage:
     image = ax.imshow(cells.to_numpy(float), vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower")
     for (row, column), share in np.ndenumerate(cells.to_numpy(float)):
         if np.isfinite(share):
-            ax.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=_ink(share))
+            ax.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=ink(share))
     return image
 
 
@@ -69,8 +70,3 @@ def _side_by_side(
     level = noise_words(findings, float(table["level"].iloc[0]))
     note_below(figure, f"{mask_facts(findings)}; noise of {level} (standard deviation); heads pooled by mean.")
     return figure
-
-
-def _ink(share: float) -> str:
-    """Return the colour of the text in a cell: cividis is dark below and light above."""
-    return "black" if share > 0.55 else "white"

@@ -9,9 +9,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import FAINT, finished, panel_grid, paper_style
 from semdiag.questions.mask_stability.answer import foreseen_margin, reliability_tables
-from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words, shades
+from semdiag.questions.mask_stability.figures.panels import MARKERS, judged_models, mask_facts, noise_words, shades
 
-_MARKERS = "osD^vP*Xh<>"
 _LAST = 1.1  # where the last bin stands, in units of the axis before it
 
 
@@ -39,7 +38,7 @@ def mask_reliability(findings: Findings) -> Figure:
         shares = []
         for place, (level, color) in enumerate(zip(levels, shades(len(levels)), strict=True)):
             if (model, level) in binned:
-                table, marker = binned[model, level], _MARKERS[place % len(_MARKERS)]
+                table, marker = binned[model, level], MARKERS[place % len(MARKERS)]
                 _draw(ax, table, highest, color, marker, f"noise {noise_words(findings, level)}")
                 shares.append(float(table.loc[table["above"], "share"].sum()))
         _label_axis(ax, highest, shares)

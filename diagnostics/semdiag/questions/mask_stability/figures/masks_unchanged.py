@@ -9,9 +9,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.style import INK, finished, number_layers, panel_grid, paper_style
 from semdiag.questions.mask_stability.answer import heads_pooled, mask_table
-from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words, shades
-
-_MARKERS = "osD^vP*Xh<>"
+from semdiag.questions.mask_stability.figures.panels import MARKERS, judged_models, mask_facts, noise_words, shades
 
 
 @paper_style
@@ -47,7 +45,7 @@ def _against_noise(ax: Axes, by_layer: pd.DataFrame, all_layers: pd.DataFrame, f
     for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
         rows = by_layer[by_layer["layer"] == layer]
         ax.plot(
-            rows["level"], rows["exact"], color=color, marker=_MARKERS[place % len(_MARKERS)], markersize=4,
+            rows["level"], rows["exact"], color=color, marker=MARKERS[place % len(MARKERS)], markersize=4,
             label=f"layer {layer}",
         )  # fmt: skip
         ax.fill_between(rows["level"], rows["exact_low"], rows["exact_high"], color=color, alpha=0.25, linewidth=0)

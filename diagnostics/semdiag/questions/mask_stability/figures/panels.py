@@ -3,10 +3,12 @@
 from typing import Any
 
 from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import samples_words
 from semdiag.presenting.drawing.noise import percent
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
+
+MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
 
 
 def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
@@ -49,7 +51,7 @@ def mask_facts(findings: Findings) -> str:
     samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
     seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
     draws = int(findings.measurements.masks["draws"].iloc[0])
-    return f"Noise on {where}, {size}; {samples_words(samples)}, {draws} draws{seed}"
+    return f"Noise on {where}, {size}; {counted(samples, 'sample')} per model, {draws} draws{seed}"
 
 
 def _plan(findings: Findings) -> dict[str, Any]:

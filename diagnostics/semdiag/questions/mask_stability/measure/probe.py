@@ -111,7 +111,7 @@ def mask_stability(
         ([0.0, 2.0, 1.0], 1)
     """
     plan = plan_of(NoisePlan, plan)
-    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    loaded = unnamed(model)
     copies = len(plan.levels) * plan.draws
     cut = split(tokens, max(1, round(batch_size / (1 + copies))))
     if loaded.external:

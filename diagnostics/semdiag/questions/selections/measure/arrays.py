@@ -31,30 +31,30 @@ def as_tensor(given: Any, name: str) -> Tensor:
         raise InputError(f"{name} must be a tensor or an array of numbers. Got {kind}.") from None
 
 
-def chosen_keys(given: Any, name: str = "indices") -> Tensor:
+def chosen_keys(given: Any) -> Tensor:
     """Return indices (..., k) with at least one row and one key.
 
     Raises:
         InputError: if they are something else.
     """
-    indices = _whole(given, name)
+    indices = _whole(given, "indices")
     if indices.ndim == 0 or not indices.numel():
         raise InputError(
-            f"{name} must have the shape (..., k), with at least one row and one key. Got {_shape(indices)}."
+            f"indices must have the shape (..., k), with at least one row and one key. Got {_shape(indices)}."
         )
     return indices[None] if indices.ndim == 1 else indices
 
 
-def float_scores(given: Any, indices: Tensor, name: str = "scores") -> Tensor:
+def float_scores(given: Any, indices: Tensor) -> Tensor:
     """Return scores (..., n) for the rows of ``indices`` (..., k).
 
     Raises:
         InputError: if they are not floating-point numbers, have other rows, or fewer keys than are chosen.
     """
-    scores = as_tensor(given, name)
+    scores = as_tensor(given, "scores")
     if not scores.is_floating_point():
         raise InputError(
-            f"{name} must be floating-point numbers. Got {_kind(scores)}: are scores and indices swapped?"
+            f"scores must be floating-point numbers. Got {_kind(scores)}: are scores and indices swapped?"
         )
     scores = scores[None] if scores.ndim == 1 and len(indices) == 1 and indices.ndim == 2 else scores
     if scores.shape[:-1] != indices.shape[:-1] or not scores.numel():

@@ -83,7 +83,7 @@ def own_selections(
     A model with indexers runs a second time without a selection: every ``index_topk`` is raised to the length.
 
     Args:
-        loaded: a model from elsewhere; it is moved and converted.
+        loaded: an external model; it is moved and converted.
         batches: its inputs.
         kind: the format of the certificate.
         device: where it runs.

@@ -41,7 +41,7 @@ class _Chosen(NamedTuple):
 
 
 def propagated_selections(
-    loaded: LoadedModel, batches: Sequence[Batch], kind: NumberFormat, device: torch.device, seed: int = 0
+    loaded: LoadedModel, batches: Sequence[Batch], kind: NumberFormat, device: torch.device
 ) -> pd.DataFrame:
     """Compare what a model selects in float64 with what it selects where it runs in a number format throughout.
 
@@ -51,11 +51,10 @@ def propagated_selections(
     Source: docs/theory.md#propagated-rounding. Deviation: not in the paper.
 
     Args:
-        loaded: a model from elsewhere; copies of it run.
+        loaded: an external model; copies of it run.
         batches: its inputs.
         kind: the format, float32 or coarser.
         device: where to run.
-        seed: of what is drawn.
 
     Returns:
         One row per selection and sample: module, number (which of the module's selections), sample; queries
@@ -68,7 +67,7 @@ def propagated_selections(
     """
     if kind.digits > FORMATS["float32"].digits:
         raise InputError(f"Choices are compared with those in float64. Name a coarser format. Got {kind.name}.")
-    exact, runs = rounded_runs(loaded, [kind], seed)
+    exact, runs = rounded_runs(loaded, [kind], seed=0)
     counts: dict[tuple[str, int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     before = 0
     for batch in batches:

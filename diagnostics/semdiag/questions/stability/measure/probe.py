@@ -24,6 +24,7 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
 from semdiag.questions.stability.measure.row_changes import row_changes
 from semdiag_models import Encoder, InputError
+from semdiag_models.device import with_float64
 
 SECANTS = Table(
     "secants",
@@ -94,7 +95,7 @@ def measure_secants(
         (4, True)
     """
     check_levels(levels)
-    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    device = with_float64(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
     tokens = tokens[:samples].to(device, torch.int64)
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +145,7 @@ def external_secants(
             not keep the samples apart (heads or windows in its batch axis), or the noise reaches no attention.
     """
     check_levels(levels)
-    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    device = with_float64(device)
     parts: list[dict[str, Any]] = []
     collected, reach = _Collector([], 0, min_keys), Reach()
 
