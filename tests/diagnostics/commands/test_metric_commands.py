@@ -56,6 +56,13 @@ def test_tables_go_to_stdout_and_progress_to_stderr(run_semdiag, here, tiny_runs
     assert "…" not in outcome.out  # no number is cut short
 
 
+@pytest.mark.parametrize("command", ["dispersion", "separation", "stability", "overlap", "mask-stability"])
+def test_the_answer_comes_first(run_semdiag, here, tiny_runs, command):
+    outcome = run_semdiag(command, tiny_runs.topk, *FEW, "--out", "out")
+    verdict = json.loads((here / "out" / "summary.json").read_text(encoding="utf-8"))["verdict"]
+    assert outcome.out.splitlines()[0] == verdict[0]  # in a file a sentence is a line, however long
+
+
 def test_with_json_tables_still_go_to_stderr(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
     assert strict(outcome.out)["results"]
