@@ -133,7 +133,8 @@ def measured(
         if remark["severity"] == WARNING:
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
     if fewer and not quiet:
-        tell(f"semdiag: measured on {counted(held_out, 'sample')}: one of the runs held out no more.")
+        run_of = "one of the runs" if len(paths) > 1 else "the run"
+        tell(f"semdiag: measured on {counted(held_out, 'sample')}: {run_of} held out no more.")
     described = measurements.models
     masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
     if "k" in typed and len(masked) and not quiet:

@@ -104,7 +104,7 @@ def test_the_default_number_of_samples_is_lowered_to_what_a_run_held_out_and_thi
     for words in (("dispersion",), ("convergence",), ("overlap",), ("k-sweep", "--max-k", 2)):
         outcome = run_semdiag(words[0], tiny_runs.full, *words[1:], *few)
         assert outcome.code == 0, outcome.err
-        said = f"semdiag: measured on {held_out} samples: one of the runs held out no more.\n"
+        said = f"semdiag: measured on {held_out} samples: the run held out no more.\n"
         assert outcome.err.count(said) == 1
         assert json.loads(outcome.out)["provenance"]["samples"] == held_out
     quiet = run_semdiag("dispersion", tiny_runs.full, *few, "--quiet")

@@ -2,7 +2,7 @@
 
 import math
 
-from semdiag.capturing.attention_kinds import external
+from semdiag.capturing.attention_kinds import DENSE, external
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 from semdiag.measuring.findings.distributions import pooled_percentiles
 from semdiag.measuring.findings.estimates import in_part
@@ -88,7 +88,9 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
     delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
     if math.isnan(delta["p50"]):
         return f"{label}: its dispersion is not a number."
+    attention = findings.measurements.models.set_index("model").loc[model, "attention"]
+    of = f"{keys['p50']:g} keys at the median" if attention in DENSE else "the keys that it keeps"
     return (
         f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
-        f"{delta['p95']:.3g} at the 95th percentile, over {keys['p50']:g} keys at the median."
+        f"{delta['p95']:.3g} at the 95th percentile, over {of}."
     )
