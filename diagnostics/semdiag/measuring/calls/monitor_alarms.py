@@ -278,4 +278,4 @@ def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quant
         if known:
             (low, at_low), (high, at_high) = known[0], known[-1]
             lines.append(f"  {name}: {low:.4g} ({at_low}) to {high:.4g} ({at_high})")
-    return "\n".join([*map(str, alarms or ["no alarm"]), *lines])
+    return "\n".join([*(map(str, alarms) if alarms else ["no alarm"]), *lines])
