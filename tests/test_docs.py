@@ -49,7 +49,7 @@ COMPARED = [
         printed,
         id=line.split()[1],
         marks=[
-            *[pytest.mark.slow] * (line.split()[1] in SLOW),
+            *[pytest.mark.slow] * (line.split()[1] in SLOW or "--forecast" in line),
             *[pytest.mark.processor] * (line.split()[1] not in {*WITHOUT_NUMBERS, "lipschitz"}),  # half a minute
         ],
     )

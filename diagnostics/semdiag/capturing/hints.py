@@ -59,4 +59,6 @@ def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
         known = {name: run for run in runs for name in (run.name, str(run))}
         near = get_close_matches(str(path), known, n=1) or get_close_matches(path.name, known, n=1)
         hint = f" Did you mean {known[near[0]]}?" if near else "" if path.suffix == ".pt" else f" {_MODELS}"
+        if str(path).strip(",").isdecimal():
+            hint = " Is it a number of a list? A list has commas and no spaces: --k 4,8."
         raise InputError(f"{path} does not exist.{hint}")

@@ -43,8 +43,8 @@ def find_folder(spec: str) -> Path:
         folder = next((p for p in (Path(place, *inside) for place in places) if p.is_dir()), folder)
     if not folder.is_dir():
         raise InputError(
-            f"{spec}: there is no folder {name}. Models are read from disk and never downloaded: name a folder "
-            "that model.save_pretrained() wrote."
+            f"{spec}: {_why_no_folder(folder, name)}. Models are read from disk and never downloaded: name a "
+            f"folder that model.save_pretrained() or hf download --local-dir wrote{_copy_in_cache(name)}."
         )
     if (folder / "adapter_config.json").exists():
         raise InputError(
@@ -58,6 +58,21 @@ def find_folder(spec: str) -> Path:
             open_file(file).close()
     read_json(folder / "config.json")
     return folder
+
+
+def _why_no_folder(path: Path, name: str) -> str:
+    """Say what is at the path instead of a folder."""
+    return f"{name} is a file in the folder hf:{path.parent}" if path.is_file() else f"there is no folder {name}"
+
+
+def _copy_in_cache(name: str) -> str:
+    """Name the copy of a model of the Hub in this machine's cache; empty if there is none."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return f", like the copy in the cache, hf:{snapshot_download(name, local_files_only=True)}"
+    except (ImportError, OSError, ValueError):
+        return ""
 
 
 def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:

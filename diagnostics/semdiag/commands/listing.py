@@ -28,6 +28,7 @@ def list_names(
     from semdiag_models.errors import unknown_name
 
     tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
+    tasks.caption_justify = "left"
     tasks.columns[0].no_wrap = True
     tasks.caption = (
         "chance: accuracy of a uniform guess; majority: of the commonest label; shortcut: of the best rule that "

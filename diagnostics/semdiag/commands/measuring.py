@@ -134,7 +134,8 @@ def measured(
         if remark["severity"] == WARNING:
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
     if fewer and not quiet:
-        tell(f"semdiag: measured on {counted(held_out, 'sample')}: one of the runs held out no more.")
+        run_of = "one of the runs" if len(paths) > 1 else "the run"
+        tell(f"semdiag: measured on {counted(held_out, 'sample')}: {run_of} held out no more.")
     described = measurements.models
     masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
     if "k" in typed and len(masked) and not quiet:
@@ -229,8 +230,9 @@ def deliver(
     show: Callable[["Findings"], None],
     options: Mapping[str, Any],
     sections: Sequence[str] | None = None,
+    answered: bool = False,
 ) -> None:
-    """Deliver what a command measured: a page with figures, and tables or one JSON object on stdout.
+    """Deliver what a command measured: a page with figures, and answer and tables or one JSON object on stdout.
 
     Files are written first, so that a folder that cannot be written to is refused in one line.
 
@@ -240,23 +242,26 @@ def deliver(
         show: prints the tables.
         options: the values of the shared ones: out, figures, as_json, quiet, and per_query if the command has it.
         sections: of the page; None: the one named like the command.
+        answered: whether ``show`` itself begins with the answer.
     """
     import typer
 
     from semdiag.commands.output_folder import output_folder
     from semdiag.measuring.findings.estimates import partial_sentences
+    from semdiag.presenting.question import ANSWERS
+    from semdiag.presenting.terminal.console import say_sentences
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import beside_json, say, tell
+    from semdiag.questions.registry import sections as every_section
     from semdiag.questions.registry import summaries
-    from semdiag.reporting.report import write_report
+    from semdiag.reporting.report import answers, write_report
 
     quiet, as_json, per_query = options["quiet"], options["as_json"], options.get("per_query")
     formats = figure_formats(options["figures"])
     folder = output_folder(command, findings.measurements, options["out"])
+    sections = sections or (command,)
     with Stages("drawing", 1, quiet) as bar:
-        page = write_report(
-            findings, folder, command_line(), formats, sections=sections or (command,), progress=bar
-        )
+        page = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
     if per_query is not None:
         write_per_query(per_query, findings.measurements)
         for sentence in () if quiet else partial_sentences(findings):
@@ -265,6 +270,9 @@ def deliver(
         typer.echo(json.dumps(findings(summaries()[command]), allow_nan=False))
     if not quiet:
         with beside_json(as_json):
+            if not answered:
+                shown = [every_section()[name] for name in sections]
+                say_sentences(answers(findings, shown, otherwise=ANSWERS)[:ANSWERS])
             show(findings)
             say(f"Figures and tables: {page}")
 

@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Shared, command
+from semdiag.presenting.question import ANSWERS, Shared, command
 from semdiag.presenting.terminal.terminal import beside_json, say, tell
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # allowed with --from
-_SENTENCES = 5  # of the verdict, shown in the terminal
 _PROBE_SAMPLES = 100  # for questions with a command of their own: enough for a first look
 _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # raised by damaged measurements
 
@@ -73,6 +72,7 @@ def report(
     from semdiag.measuring.probe import ReportOptions
     from semdiag.measuring.schema import probes
     from semdiag.presenting.option_values import positive_numbers, whole_numbers
+    from semdiag.presenting.terminal.console import say_sentences
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.reporting.report import write_report
     from semdiag_models import InputError
@@ -127,8 +127,7 @@ def report(
         typer.echo(json.dumps(whole))
     if not shared.values["quiet"]:
         with beside_json(shared.values["as_json"]):
-            for sentence in whole["verdict"][:_SENTENCES]:
-                say(sentence)
+            say_sentences(whole["verdict"][:ANSWERS])
             say(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())

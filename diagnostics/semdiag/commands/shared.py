@@ -96,11 +96,12 @@ class Shared:
         findings: "Findings",
         show: Callable[["Findings"], None],
         sections: Sequence[str] | None = None,
+        answered: bool = False,
     ) -> None:
         """Deliver the results: :func:`~semdiag.commands.measuring.deliver`."""
         from semdiag.commands import measuring
 
-        measuring.deliver(command, findings, show, self.values, sections)
+        measuring.deliver(command, findings, show, self.values, sections, answered)
 
 
 def with_options(command: Command) -> Callable[..., None]:

@@ -257,7 +257,8 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
     if model.external:
         raise InputError(
             f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
-            "token ids (.npy, .npz, .pt), or a .pt with a dictionary of the model's arguments."
+            "token ids (.npy, .npz, .pt), or a .pt with a dictionary of the model's arguments"
+            f"{', or return model and inputs from the function' if model.source == 'factory' else ''}."
         )
     tokens, labels, source = model.default_inputs(conditions.samples, conditions.seed)
     return split(tokens, size), labels, source

@@ -59,7 +59,9 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, f
                 rows += _rows(one, quantity, every, f" k={one['k']}")
             shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
             rows = [dict.fromkeys(column.name for column in shares) | row for row in rows]
-            console.print(NumberTable([*columns, *shares], rows, f"{title(result)}: {_TITLES[quantity]}{sampled}"))
+            console.print(
+                NumberTable([*columns, *shares], rows, f"\n{title(result)}: {_TITLES[quantity]}{sampled}")
+            )
             hidden = sum(len(one["layers"]) + 1 for one in (result, *counterfactuals)) - len(rows)
             if hidden:
                 console.print(extremes(result, quantity), soft_wrap=True)

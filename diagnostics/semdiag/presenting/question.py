@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from semdiag.measuring.probe import Probe
     from semdiag.presenting.section import Section
 
+ANSWERS = 5  # sentences of an answer, at most, on the terminal
+
 
 class Shared(Protocol):
     """The values of the options that the measuring commands share.
@@ -47,8 +49,9 @@ class Shared(Protocol):
         findings: "Findings",
         show: Callable[["Findings"], None],
         sections: Sequence[str] | None = None,
+        answered: bool = False,
     ) -> None:
-        """Write the page, print the tables, and the summary with ``--json``."""
+        """Write the page, print answer and tables, and the summary with ``--json``."""
 
 
 @dataclass(frozen=True)

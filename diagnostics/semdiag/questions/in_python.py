@@ -256,7 +256,8 @@ def _asked(
         dtype = DTYPES[Conditions().decided([loaded], place).dtype]
     compared = isinstance(plan, KSweepPlan) and plan.rerun
     if labels is not None and loaded.external and not compared:
-        raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.")
+        how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
+        raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.{how}")
     own_labels = None if loaded.external else labels
     subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
     if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model

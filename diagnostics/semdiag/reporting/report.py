@@ -145,11 +145,7 @@ def _write(
 
 def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
     """Return the sentences of the first screen: from every section, on the capture, and warnings."""
-    sentences = [sentence for section in sections for sentence in section.in_short(findings)]
-    if not sentences:
-        sentences = [
-            sentence for section in sections if section.details for sentence in section.details(findings)
-        ][:1]
+    sentences = answers(findings, sections, otherwise=1)
     metrics = [section.name for section in sections if section.name in ("dispersion", "separation")]
     sampled = sampling_sentences(findings, metrics or ("dispersion",))
     return [
@@ -159,6 +155,13 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
         *capture_sentences(findings),
         *diverged_sentences(findings),
     ]
+
+
+def answers(findings: Findings, sections: Sequence[Section], otherwise: int) -> list[str]:
+    """Return the answers of sections in short; where none has one, so many of their other sentences."""
+    sentences = [sentence for section in sections for sentence in section.in_short(findings)]
+    details = [section.details for section in sections if section.details]
+    return sentences or [sentence for words in details for sentence in words(findings)][:otherwise]
 
 
 def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:

@@ -187,13 +187,31 @@ def test_without_a_tokenizer_texts_are_refused(copied, tmp_path):
         file.unlink()
     texts = tmp_path / "texts.txt"
     texts.write_text("the cat\n", encoding="utf-8")
-    with pytest.raises(InputError, match=r"holds no tokenizer: .* Give token ids with --inputs FILE\.pt\.$"):
+    with pytest.raises(
+        InputError,
+        match=r"holds no tokenizer: .* Give token ids with --inputs FILE\.pt, or name .* --tokenizer DIR\.$",
+    ):
         read_batches(texts, load(f"hf:{copied}"), 2)
 
 
 def test_nothing_is_downloaded():
-    with pytest.raises(InputError, match="there is no folder bert-base-uncased"):
+    with pytest.raises(InputError, match=r"there is no folder bert-base-uncased.* wrote[.]$"):
         load("hf:bert-base-uncased")
+
+
+def test_the_copy_of_a_model_in_the_cache_is_named(tmp_path, monkeypatch):
+    kept = tmp_path / "models--some--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc", encoding="utf-8")
+    (kept / "snapshots" / "abc").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(InputError, match=f"there is no folder some/model.* hf:{kept / 'snapshots' / 'abc'}[.]$"):
+        load("hf:some/model")
+
+
+def test_a_file_is_refused_and_its_folder_named(copied):
+    with pytest.raises(InputError, match=f"model.safetensors is a file in the folder hf:{copied}[.]"):
+        load(f"hf:{copied / 'model.safetensors'}")
 
 
 def test_without_transformers_the_command_to_install_it_is_named(bert):

@@ -231,3 +231,8 @@ def test_what_can_be_known_before_is_refused_before_anything_is_measured(
     monkeypatch.setattr("semdiag.measuring.survey.measure", lambda *_, **__: pytest.fail("something was measured"))
     run = str(tiny_runs.full)
     assert message in refusal(*(str(word).replace("RUN", run) for word in words), "--samples", 4)
+
+
+def test_a_list_with_spaces_is_told_to_have_commas(refusal, here, tiny_runs):
+    said = refusal("dispersion", tiny_runs.full, "--k", "4", "8")
+    assert "8 does not exist. Is it a number of a list? A list has commas and no spaces: --k 4,8." in said

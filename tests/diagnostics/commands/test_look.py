@@ -129,3 +129,9 @@ def test_a_report_on_texts_links_its_outlying_heads_to_the_page_of_the_first(run
     kept, drawn = ((here / folder / "look.html").read_bytes() for folder in ("r", "again"))
     assert kept == drawn
     assert address in (here / "again" / "index.html").read_text(encoding="utf-8")
+
+
+def test_of_a_folder_of_runs_one_must_be_named(refusal, here, tiny_runs):
+    assert re.search(
+        r"runs\d* holds 2 checkpoints: name one, like .*last\.pt\.", refusal("look", tiny_runs.folder)
+    )

@@ -45,6 +45,13 @@ def test_tables_go_to_stdout_and_progress_to_stderr(run_semdiag, here, tiny_runs
     assert "…" not in outcome.out  # no number is cut short
 
 
+@pytest.mark.parametrize("command", ["dispersion", "separation", "stability", "overlap", "mask-stability"])
+def test_the_answer_comes_first(run_semdiag, here, tiny_runs, command):
+    outcome = run_semdiag(command, tiny_runs.topk, *FEW, "--out", "out")
+    verdict = json.loads((here / "out" / "summary.json").read_text(encoding="utf-8"))["verdict"]
+    assert outcome.out.splitlines()[0] == verdict[0]  # in a file a sentence is a line, however long
+
+
 def test_with_json_tables_still_go_to_stderr(run_semdiag, strict, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
     assert strict(outcome.out)["results"]
@@ -88,7 +95,7 @@ def test_the_default_number_of_samples_is_lowered_to_what_a_run_held_out_and_thi
     for words in (("dispersion",), ("convergence",), ("overlap",), ("k-sweep", "--max-k", 2)):
         outcome = run_semdiag(words[0], tiny_runs.full, *words[1:], *few)
         assert outcome.code == 0, outcome.err
-        said = f"semdiag: measured on {held_out} samples: one of the runs held out no more.\n"
+        said = f"semdiag: measured on {held_out} samples: the run held out no more.\n"
         assert outcome.err.count(said) == 1
         assert json.loads(outcome.out)["provenance"]["samples"] == held_out
     quiet = run_semdiag("dispersion", tiny_runs.full, *few, "--quiet")

@@ -24,6 +24,6 @@ def test_what_is_shipped_is_what_is_measured():
 
 def test_words_and_ranges_are_those_of_the_two_language_models():
     low, high = ([getattr(each, end) for each in reference_ranges("dispersion")] for end in ("low", "high"))
-    assert reference_words("dispersion") == f"MiniLM {low[0]:g}–{high[0]:g}, SmolLM2 {low[1]:g}–{high[1]:g}"
+    assert reference_words("dispersion") == f"{low[0]:g}–{high[0]:g} (MiniLM), {low[1]:g}–{high[1]:g} (SmolLM2)"
     assert all(0 < a < b for a, b in zip(low, high, strict=True))
     assert all(0 <= each.low < each.high <= 1 for each in reference_ranges("first_weight"))

@@ -104,6 +104,8 @@ def test_percentile_curves_by_radius(pair):
         expected = [np.percentile(own[own["radius"] == r]["slope"], percentile) for r in (0.5, 1.0)]
         assert line.get_xdata().tolist() == [0.5, 1.0]
         assert line.get_ydata().tolist() == pytest.approx(expected)
+    axes[0].figure.draw_without_rendering()
+    assert len({round(ax.title.get_window_extent().y0) for ax in axes}) == 1  # titles stand on one line
     said = words(axes[0].figure)
     assert "5 random planes (seed 0)" in said
     assert "loss over 6 samples" in said

@@ -159,6 +159,12 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
         raise InputError(
             f"{where}: {type(model.module).__name__} takes no labels. Name a model with a classification head."
         )
+    head = getattr(model.module, "get_output_embeddings", lambda: None)
+    if head() is not None:
+        raise InputError(
+            f"{where} names a class for each text, but {type(model.module).__name__} predicts tokens. Leave the "
+            "classes out, or name a model with a classification head."
+        )
     known = getattr(getattr(model.module, "config", None), "label2id", None) or {}
     unknown = [name for name in named if isinstance(name, str) and name not in known]
     if unknown:

@@ -154,7 +154,8 @@ def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
         for file in folder.iterdir():  # the library opens every file
             if not file.is_dir():
                 open_file(file).close()
-    instead = "Give token ids with --inputs FILE.pt."
+    instead = "Give token ids with --inputs FILE.pt"
+    instead += "." if tokenizer_folder else ", or name another model's tokenizer with --tokenizer DIR."
     if not has_tokenizer(folder):
         # The library would invent a tokenizer to which every word is unknown.
         raise InputError(f"{spec} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. {instead}")

@@ -11,6 +11,7 @@ from semdiag.commands.measuring import command_line
 from semdiag.commands.printing.timed_bar import TimedBar
 from semdiag.measuring.counted import counted
 from semdiag.presenting.columns import NEVER, Column, count, percent, plain, text, two_decimals
+from semdiag.presenting.terminal.minutes import minutes
 from semdiag.presenting.terminal.terminal import say, tell
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def print_estimates(
         unfinished = sum(e.epochs > 0 for e in estimates)
         in_all = counted(sum(e.epochs for e in estimates), "epoch")
         say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{in_all}.")
-        say(f"{bound}{hours:.1f} core hours, {hours / jobs:.1f} hours with {jobs} at once.")
+        alone, together = (minutes(3600 * hours / many) for many in (1, jobs))
+        say(f"{bound}{alone} on one core, {together} with {jobs} at once.")
     if as_json:
         _echo_json(
             {

@@ -176,7 +176,7 @@ class Monitor:
         return self._outputs.heads.table()
 
     def summary(self) -> str:
-        """Return the extremes of the last step that was looked at, and every alarm, as plain text."""
+        """Return every alarm, and the extremes of the last step that was looked at, as plain text."""
         return summary_of(self._last, self.alarms, quantities(self.k))
 
     def begin_step(self, step: int) -> None:
@@ -220,7 +220,8 @@ class Monitor:
             names = ", ".join(sorted(never))
             warnings.warn(f"No row had a value of {names}: these alarms watched nothing.", stacklevel=2)
         if unseen:
-            warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
+            mode = "The monitor saw no forward call in training mode (model.train())."
+            warnings.warn(f"{mode} {_COMPILED}", stacklevel=2)
 
     def _leave(self) -> None:
         for handle in self._handles:

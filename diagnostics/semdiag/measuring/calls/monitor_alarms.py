@@ -244,7 +244,7 @@ def checked_on_alarm(on_alarm: Any) -> str | Callable[[Alarm], object]:
 
 
 def extremes_of(heads: pd.DataFrame) -> list[str]:
-    """Return the extremes of a whole run, and the first step at which each rule was crossed, one per line."""
+    """Return the first step at which each rule was crossed, and the extremes of a whole run, one per line."""
     rows = [{str(name): value for name, value in row.items()} for row in heads.to_dict("records")]
     if not rows:
         return ["no rows"]
@@ -259,14 +259,15 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
     for row in sorted(rows, key=lambda row: int(row["step"])):
         for alarm in row["alarm"].split() if isinstance(row["alarm"], str) else ():
             crossed.setdefault(alarm, []).append(row)
+    alarms = []
     for alarm, own in crossed.items():
         place = f"step {own[0]['step']}, {head_key(own[0])}"
-        lines.append(f"alarm {alarm}: {len({head_key(row) for row in own})} heads, first at {place}")
-    return lines
+        alarms.append(f"alarm {alarm}: {len({head_key(row) for row in own})} heads, first at {place}")
+    return [*(alarms or ["no alarm"]), *lines]
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quantities: Sequence[str]) -> str:
-    """Return the extremes of the last step and every alarm, one per line."""
+    """Return every alarm and the extremes of the last step, one per line."""
     if not rows:
         return "No step was looked at."
     last = rows[-1]["step"]
@@ -277,4 +278,4 @@ def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quant
         if known:
             (low, at_low), (high, at_high) = known[0], known[-1]
             lines.append(f"  {name}: {low:.4g} ({at_low}) to {high:.4g} ({at_high})")
-    return "\n".join([*lines, *map(str, alarms)] if alarms else [*lines, "no alarm"])
+    return "\n".join([*(map(str, alarms) if alarms else ["no alarm"]), *lines])

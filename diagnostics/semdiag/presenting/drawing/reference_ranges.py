@@ -53,9 +53,9 @@ def draw_band(ax: Axes, quantity: str) -> None:
 
 
 def reference_words(quantity: str) -> str:
-    """Return the ranges in words, like ``MiniLM 2–6.1, SmolLM2 5.8–16``.
+    """Return the ranges in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``.
 
     Args:
         quantity: of :func:`reference_ranges`.
     """
-    return ", ".join(f"{each.model} {each.low:g}–{each.high:g}" for each in reference_ranges(quantity))
+    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in reference_ranges(quantity))

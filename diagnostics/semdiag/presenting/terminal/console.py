@@ -27,6 +27,13 @@ def wide_console() -> Console:
     return console
 
 
+def say_sentences(sentences: Iterable[str]) -> None:
+    """Print sentences: on a terminal broken between words, in a file one a line."""
+    console = wide_console()
+    for sentence in sentences:
+        console.print(sentence, soft_wrap=not console.is_terminal)
+
+
 def not_shown(rows: int) -> str:
     """Say where to find the rows that a table leaves out."""
     return f"{rows} rows are not shown: --all shows them, and the page has them as CSV."

@@ -8,6 +8,19 @@ from semdiag.measuring.counted import counted
 from semdiag.presenting.terminal.minutes import Minutes, clock
 from semdiag.presenting.terminal.terminal import terminal
 
+_WIDTH = 50  # of a stage's name
+
+
+def _shown(stage: str) -> str:
+    """Return a stage's name, of a long path the last folders that have room.
+
+    Example:
+        >>> _shown("a/very/long/path/to/checkpoints/even-pairs-topk-5/last.pt: bounds")
+        '…/to/checkpoints/even-pairs-topk-5/last.pt: bounds'
+    """
+    end = stage[1 - _WIDTH :]
+    return stage if len(stage) <= _WIDTH else f"…{end[max(0, end.find('/')) :]}"
+
 
 class Stages:
     """Two progress bars on a terminal, for a command's stages and the current stage's steps; else a line a minute.
@@ -57,7 +70,7 @@ class Stages:
             self._minutes.begin()
         self._bar.advance(self._whole, int(self._begun))
         self._begun, self._stage_started = True, clock()
-        self._bar.reset(self._step, total=steps or None, description=stage[-50:])
+        self._bar.reset(self._step, total=steps or None, description=_shown(stage))
 
     def expect(self, steps: int) -> None:
         """Set the number of steps of the current stage, once it is known."""

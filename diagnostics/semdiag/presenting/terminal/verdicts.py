@@ -1,13 +1,19 @@
 """The verdict on a claim, in one line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Console
 
 from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.presenting.columns import finite
+from semdiag.presenting.drawing.powers import factors
 
 _COUNTS = ("holds", "violated", "vacuous", "not_met")
+_GAPS = ("smallest log10 gap", "largest log10 gap")
+_COUNTED = {
+    "promises no less than 2": "for {:,} it allows 2 or more, and weights cannot move further",
+    "below the sound form": "for {:,} it lies below the sound form",
+}
 _ANSWERS = {
     Verdict.HOLDS: "holds",
     Verdict.VIOLATED: "does not hold",
@@ -24,6 +30,18 @@ def print_verdicts(console: Console, judged: Iterable[Finding]) -> None:
         console.print(line, style="red" if line.startswith("ERROR") else None)
 
 
+def _number_words(numbers: Mapping[str, float]) -> Iterator[str]:
+    """Yield the numbers beside a verdict; what a count or a logarithm means is said."""
+    ends = [numbers[name] for name in _GAPS if name in numbers]
+    if len(ends) == 2:
+        yield f"bounds are {factors(*ends)} times what was measured"
+    for name, value in numbers.items():
+        if name in _COUNTED:
+            yield from [_COUNTED[name].format(int(value))] if value else []
+        elif name not in (*_COUNTS, *_GAPS):
+            yield f"{name} = {finite(value)}"
+
+
 def verdict_line(finding: Finding) -> str:
     """Return a claim with its verdict; for a claim about many rows, how many of how many exceed the bound.
 
@@ -36,6 +54,9 @@ def verdict_line(finding: Finding) -> str:
         'ξ bounds pairs [sound]: 0 of 10,000 exceed the bound; for 1,000 the bound is too loose to test'
         >>> verdict_line(Finding("pair", "the mask wins", "paper", "p75", Verdict.VIOLATED, {"left side": 1.21}))
         'the mask wins [paper], p75: does not hold (left side = 1.21)'
+        >>> numbers = {"holds": 9, "smallest log10 gap": 0.3, "largest log10 gap": 1.8}
+        >>> verdict_line(Finding("model", "ξ bounds pairs", "sound", "all", Verdict.HOLDS, numbers))
+        'ξ bounds pairs [sound]: 0 of 9 exceed the bound (bounds are 2 to 63 times what was measured)'
     """
     numbers, form, where = finding.numbers, finding.form, finding.where
     claim = finding.claim + (f" [{form}]" if form else "") + ("" if where == "all" else f", {where}")
@@ -48,6 +69,6 @@ def verdict_line(finding: Finding) -> str:
         claim = "ERROR OF SEMDIAG: " * bool(exceeding and form != "paper") + claim
     else:  # no claim about rows, or no rows
         parts = [_ANSWERS[finding.verdict]]
-    others = ", ".join(f"{name} = {finite(value)}" for name, value in numbers.items() if name not in _COUNTS)
+    others = ", ".join(_number_words(numbers))
     line = f"{claim}: {'; '.join(parts)}" + (f" ({others})" if others else "")
     return f"{line}; {finding.note}" if finding.note else line

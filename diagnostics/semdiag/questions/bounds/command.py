@@ -23,9 +23,11 @@ def bounds(
     """
     from semdiag.questions.bounds.measure.probe import BoundsPlan
     from semdiag.questions.bounds.terminal import print_bounds
+    from semdiag.questions.bounds.words import corollary_in_short
 
     conditions = shared.conditions(
         plans=(BoundsPlan(),),
         encoders_only=True,
     )
-    shared.deliver("bounds", shared.measured(models, conditions, against=against), print_bounds)
+    findings = shared.measured(models, conditions, against=against)
+    shared.deliver("bounds", findings, print_bounds, answered=not corollary_in_short(findings))

@@ -18,7 +18,7 @@ from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import CLAIMS, LEFT_SIDES, corollary_findings
 from semdiag.questions.bounds.answer.rungs import network_rungs
 from semdiag.questions.bounds.answer.summary import FORMS, bounds_summary, parameter_findings
-from semdiag.questions.bounds.words import constants_sentences, rungs_sentences
+from semdiag.questions.bounds.words import consequence_sentences, constants_sentences, rungs_sentences
 
 
 def _exponential(value: float) -> str:
@@ -93,7 +93,9 @@ def _print_pair(console: Console, conditions: list[Finding], consequences: list[
         f for f in conditions
         if f.percentile is None and (f.where != "all" or (f.claim, f.form) not in by_condition)
     ]  # fmt: skip
-    print_verdicts(console, [*others, *consequences])
+    print_verdicts(console, others)
+    for sentence in consequence_sentences(consequences):
+        console.print(sentence)
 
 
 def _slopes(parameters: pd.DataFrame) -> NumberTable:

@@ -34,9 +34,8 @@ def corollary_in_short(findings: Findings) -> list[str]:
     sentences = []
     if parts := _counts(of_top_k):
         sentences.append(
-            "Corollary 1, over pairs with top-k masks, percentiles 75 to 95 and both conditions: the mask has "
-            f"the better guarantee {parts}; the section on the bounds says which, and whether those masks learn "
-            "faster."
+            f"Corollary 1: the top-k mask has the better guarantee {parts} (percentiles 75 to 95, both "
+            "conditions)."
         )
     if parts := _counts(control):
         sentences.append(
@@ -80,10 +79,14 @@ def bounds_sentences(findings: Findings) -> list[str]:
         parts = list(_corollary_sentences(findings(corollary_findings, pair), _is_fixed(findings, pair)))
         sentences += [f"{pair.label}: {' '.join(parts)} ({HEURISTIC[0].upper()}{HEURISTIC[1:]}.)"] if parts else []
         sentences += [
-            f"{pair.label}, {f.form} constants of the whole network: {f.note}."
-            for f in findings(consequence_findings, pair)
+            f"{pair.label}, {words}" for words in consequence_sentences(findings(consequence_findings, pair))
         ]
     return sentences or ["No constant of these models is known."]
+
+
+def consequence_sentences(judged: Iterable[Finding]) -> list[str]:
+    """Return a sentence for each form: whose constant is the smaller one, and who learned sooner."""
+    return [f"{f.form} constants of the whole network: {f.note}." for f in judged]
 
 
 def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:

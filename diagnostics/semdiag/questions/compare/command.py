@@ -78,4 +78,4 @@ def compare(
     # Four stages: one sample of both, each of them alone, both together.
     models, against, stages = ([base], None, 3) if alone or model is None else ([model], base, 1)
     findings = shared.measured(models, shared.conditions(), measure, more_stages=stages, against=against)
-    shared.deliver("compare", findings, partial(print_comparison, every=every))
+    shared.deliver("compare", findings, partial(print_comparison, every=every), answered=True)

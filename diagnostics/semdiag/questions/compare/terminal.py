@@ -3,7 +3,7 @@
 from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.columns import NEVER, Column, text
-from semdiag.presenting.terminal.console import NumberTable, wide_console
+from semdiag.presenting.terminal.console import NumberTable, say_sentences, wide_console
 from semdiag.questions.compare.answer import compare_summary
 from semdiag.questions.compare.words import comparison_sentences
 
@@ -17,10 +17,11 @@ _COLUMNS = (
 
 
 def print_comparison(findings: Findings, every: bool = False) -> None:
-    """Print the heads that changed most, or every head, and the whole model."""
+    """Print what changed, the heads that changed most, or every head, and the whole model."""
     console = wide_console()
     summary = findings(compare_summary)
     for result in summary["results"]:
+        say_sentences(comparison_sentences(result))
         sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
         console.print(
             f"\nA: {result['base']}\nB: {result['model']}\n{sizes}, {result['all']['queries']:,} queries"
@@ -30,5 +31,3 @@ def print_comparison(findings: Findings, every: bool = False) -> None:
         console.print(NumberTable(_COLUMNS, [*heads, whole], unit=summary["top"]))
         if len(heads) < len(result["heads"]):
             console.print(f"{len(result['heads']) - len(heads)} further heads: --all shows them.")
-        for sentence in comparison_sentences(result):
-            console.print(sentence)

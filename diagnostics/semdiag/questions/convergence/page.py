@@ -11,7 +11,7 @@ from semdiag.questions.convergence.answer.speed_and_dispersion import run_statis
 from semdiag.questions.convergence.figures.learning_curves import learning_curves
 from semdiag.questions.convergence.figures.speed_up import speed_up
 from semdiag.questions.convergence.figures.speed_up_against_dispersion import speed_up_against_dispersion
-from semdiag.questions.convergence.words import convergence_sentences
+from semdiag.questions.convergence.words import convergence_in_short, convergence_sentences
 
 
 def convergence_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -71,6 +71,7 @@ SECTION = Section(
     glance=measured_glance("runs"),
     headings=_HEADINGS,
     external=(),
-    in_short=convergence_sentences,
+    in_short=convergence_in_short,
+    details=convergence_sentences,
     tables=convergence_tables,
 )

@@ -9,12 +9,13 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import records
 from semdiag.measuring.table import ALL
 from semdiag.presenting.columns import NEVER, Column, percent, plain, text, three_digits, two_decimals
+from semdiag.presenting.question import ANSWERS
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.questions.convergence.words import (
     arrival_words,
-    convergence_sentences,
+    convergence_in_short,
     epoch_words,
     interval_words,
     speed_words,
@@ -65,7 +66,7 @@ def print_convergence(findings: Findings) -> None:
         console.print(targets_sentence(findings))
     if len(pairs) and (over_seeds := findings(run_statistics))["seeds"].max() > 1:
         console.print(NumberTable(_SEEDS, records(over_seeds)))
-    for sentence in convergence_sentences(findings)[runs["group"].nunique() :]:
+    for sentence in convergence_in_short(findings)[max(ANSWERS, runs["group"].nunique()) :]:
         console.print(sentence)
     if len(measurements.lengths):
         console.print(_lengths(measurements.lengths, runs))

@@ -1,7 +1,7 @@
 """Sentences on runs: arrivals, speed-ups and their bounds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -73,8 +73,8 @@ def interval_words(row: Mapping[Any, Any]) -> str:
     return f"{ends} ({row['interval_coverage']:.0%})"
 
 
-def convergence_sentences(findings: Findings) -> list[str]:
-    """Return per task and attention how many epochs were needed, and the speed-up over full attention.
+def convergence_in_short(findings: Findings) -> list[str]:
+    """Return per task which attention needs the fewest epochs, and what limits that.
 
     Args:
         findings: with runs.
@@ -82,19 +82,46 @@ def convergence_sentences(findings: Findings) -> list[str]:
     Returns:
         One sentence per setting, then what no weights can learn, what is unfinished or left out.
     """
-    runs, seeds = findings(arrivals), findings(run_statistics)
+    runs = findings(arrivals)
     sentences = []
-    for group, rows in seeds.groupby("group", sort=False) if len(seeds) else []:
-        parts = [_attention_words(row, runs[runs["group"] == group]) for row in rows.to_dict("records")]
-        target = percent(target_of(findings.measurements, rows["task"].iloc[0]))
-        sentences.append(f"{group}, epochs to {target} training accuracy: {'; '.join(parts)}.")
+    for group, target, rows in _settings(findings):
+        soonest = rows["median_epochs"] == rows["median_epochs"].min()
+        alone = len(rows) > soonest.sum() == 1
+        start = f"{rows.loc[soonest, 'attention'].iloc[0]} needs the fewest epochs" if alone else "epochs"
+        by_speed = rows.sort_values("median_epochs", kind="stable").to_dict("records")
+        parts = [f"{row['attention']} {_arrived(row, runs[runs['group'] == group])}" for row in by_speed]
+        sentences.append(f"{group}: {start} to {target} training accuracy: {'; '.join(parts)}.")
     return sentences + reach_sentences(findings) + _reservations(findings, runs)
 
 
+def convergence_sentences(findings: Findings) -> list[str]:
+    """Return per task and attention how many epochs were needed, and the speed-up over full attention.
+
+    Args:
+        findings: with runs.
+    """
+    runs = findings(arrivals)
+    sentences = []
+    for group, target, rows in _settings(findings):
+        parts = [_attention_words(row, runs[runs["group"] == group]) for row in rows.to_dict("records")]
+        sentences.append(f"{group}, epochs to {target} training accuracy: {'; '.join(parts)}.")
+    return sentences
+
+
+def _settings(findings: Findings) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Yield each setting with its target and a row for each kind of attention."""
+    seeds = findings(run_statistics)
+    for group, rows in seeds.groupby("group", sort=False) if len(seeds) else ():
+        yield str(group), percent(target_of(findings.measurements, rows["task"].iloc[0])), rows
+
+
+def _arrived(row: Mapping[Any, Any], runs: pd.DataFrame) -> str:
+    """Return when the runs of one attention arrived."""
+    return ", ".join(map(arrival_words, runs[runs["attention"] == row["attention"]].to_dict("records")))
+
+
 def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
-    of_attention = runs[runs["attention"] == row["attention"]].to_dict("records")
-    arrived = ", ".join(arrival_words(run) for run in of_attention)
-    sentence = f"{row['attention']} {arrived}"
+    sentence = f"{row['attention']} {_arrived(row, runs)}"
     if row["pairs"]:
         speed = speed_words(row["speed_up_low"], row["speed_up_high"])
         name = "speed-up" if row["pairs"] == 1 else f"median speed-up over {row['pairs']} seeds"

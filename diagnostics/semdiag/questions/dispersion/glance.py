@@ -51,7 +51,7 @@ def dispersion_glance(findings: Findings) -> Glance:
     )
     words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
     if external(findings.measurements.models).all():
-        words += f"; 90% of the heads of trained models have {reference_words('dispersion')}"
+        words += f"; in trained models 90% of the heads have {reference_words('dispersion')}"
         return Glance(Answer.MEASURED, f"{span} nats", words)
     why = (
         "only some queries were drawn or kept, but a verdict on pairs needs all of them"

@@ -2,25 +2,23 @@
 
 import math
 
-from semdiag.capturing.attention_kinds import external
+from semdiag.capturing.attention_kinds import DENSE, external
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 from semdiag.measuring.findings.distributions import pooled_percentiles
 from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import ratio_words
 from semdiag.measuring.findings.pairing import attention_word
+from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.glance import count_of, span_words
 from semdiag.questions.dispersion.answer.comparisons import fixed_mask_ratios, pair_comparisons, recall_table
 from semdiag.questions.dispersion.glance import before_training, ratio_before
 
 _NO_PAIR = (
     "Nothing is compared: there is no pair of a full and a top-k model of the same task, seed, size, setting and "
-    "snapshot. The figures show each model by itself."
+    "snapshot."
 )
-_NOT_JUDGED = (
-    "Pairs of models are not judged: a verdict needs every query, but only some were drawn or kept. The figures "
-    "show each model by itself."
-)
+_NOT_JUDGED = "Pairs of models are not judged: a verdict needs every query, but only some were drawn or kept."
 
 
 def dispersion_in_short(findings: Findings) -> list[str]:
@@ -35,7 +33,10 @@ def dispersion_in_short(findings: Findings) -> list[str]:
         f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full attention's. "
         "A smaller range is in part only a range over fewer keys."
     )
-    sentences = sentences or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]
+    if not sentences:
+        labels = model_labels(findings.measurements.models)
+        sentences = [span_sentence(findings, model, label) for model, label in labels.items()]
+        sentences += [_NOT_JUDGED if in_part(findings) else _NO_PAIR] if len(labels) > 1 else []
     return [*_headline(findings), *sentences, *([fixed_masks] if ratios else []), *_recall_sentences(findings)]
 
 
@@ -75,17 +76,21 @@ def _recall_sentences(findings: Findings) -> list[str]:
     return sentences
 
 
-def span_sentence(findings: Findings, model: str) -> str:
+def span_sentence(findings: Findings, model: str, label: str = "") -> str:
     """Return a sentence on the dispersion of a model that is compared with no other.
 
     Args:
         findings: of any number of models.
         model: a value of the column ``model``.
+        label: its name in the sentence; by default ``model``.
     """
+    label = label or model
     delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
     if math.isnan(delta["p50"]):
-        return f"{model}: its dispersion is not a number."
+        return f"{label}: its dispersion is not a number."
+    attention = findings.measurements.models.set_index("model").loc[model, "attention"]
+    of = f"{keys['p50']:g} keys at the median" if attention in DENSE else "the keys that it keeps"
     return (
-        f"{model}: the scores of a query span {delta['p50']:.3g} nats at the median and "
-        f"{delta['p95']:.3g} at the 95th percentile, over {keys['p50']:g} keys at the median."
+        f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
+        f"{delta['p95']:.3g} at the 95th percentile, over {of}."
     )

@@ -121,7 +121,7 @@ def k_sweep(
     )
     conditions = shared.conditions(plans=(plan,))
     findings = shared.measured(models, conditions)
-    shared.deliver("k-sweep", findings, print_k_sweep)
+    shared.deliver("k-sweep", findings, print_k_sweep, answered=True)
     if budget is not None:
         path = findings.measurements.models["model"].iloc[0]
         write_text(budget, json.dumps(json_ready(budget_content(findings, path)), indent=1))

@@ -9,7 +9,7 @@ from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.measuring.table import ALL
 from semdiag.presenting.columns import NEVER, Column, Value, ends, number, percent, plain, text
-from semdiag.presenting.terminal.console import NumberTable, wide_console
+from semdiag.presenting.terminal.console import NumberTable, say_sentences, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.answer.sparse_verdict import ROUNDING
@@ -31,21 +31,19 @@ def print_k_sweep(findings: Findings) -> None:
     for result in summary["results"]:
         first, *more = verdict_lines(findings, result["model"])
         screen.print(f"\n{title(result)}: within this model, by k")
-        screen.print(first, soft_wrap=True)
+        say_sentences([first])
         if result["rerun"]:
             screen.print(_rerun_table(result["rerun"]))
-            for line in _unknown(result["rerun"]):
-                screen.print(line, soft_wrap=True)
+            say_sentences(_unknown(result["rerun"]))
         if result["sweep"]:
             table, without = _table(result)
             screen.print(table)
             if without:
-                screen.print(f"Δ head was not computed at k = {without}.", soft_wrap=True)
+                say_sentences([f"Δ head was not computed at k = {without}."])
             if "stream_change" not in {row["quantity"] for row in result["sweep"]}:
-                screen.print(_NO_STREAM, soft_wrap=True)
-        for line in more:
-            screen.print(line, soft_wrap=True)
-    screen.print(summary["scope"])
+                say_sentences([_NO_STREAM])
+        say_sentences(more)
+    say_sentences([summary["scope"]])
 
 
 def _without_rounding(value: Value) -> float:

@@ -10,6 +10,7 @@ from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.powers import factors
 from semdiag.questions.lipschitz.answer.summary import AT_POINT, estimate_findings, ordering_findings
 
+_ENDS = (min, "smallest"), (max, "largest")
 _SHOWN_AS_ZERO = 0.05  # decimal logarithms below this are 0.0 when written out
 
 
@@ -42,7 +43,9 @@ def _ordering(judged: Sequence[Finding]) -> str:
     ]
     many = int(judged[0].numbers["planes"])
     planes = judged[0].note or f"{many} random planes, by 95% intervals"
-    verdict = "cannot be told" if judged[0].note else verdict
+    if judged[0].note:
+        low, high = (end(f.numbers[f"{name} ratio"] for f in judged) for end, name in _ENDS)
+        return f"{start} cannot be told: {judged[0].note} (ratios {low:.2g} to {high:.2g}), one training run each."
     return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
 
 

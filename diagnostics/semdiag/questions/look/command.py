@@ -70,8 +70,10 @@ def look(
 
     [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
     """
+    from semdiag.capturing.discovery import find_checkpoints
     from semdiag.capturing.loading import load_all
     from semdiag.measuring.counted import counted
+    from semdiag.presenting.terminal.console import say_sentences
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import say, tell
     from semdiag.questions.look.measure.heads import fitting_k
@@ -85,6 +87,9 @@ def look(
     place = place_of(str(model), out)
     conditions = shared.conditions(samples=1, first=1, batch_size=1)
     quiet = shared.values["quiet"]
+    first, *more = find_checkpoints([model])
+    if more:
+        raise InputError(f"{model} holds {1 + len(more)} checkpoints: name one, like {first}.")
     with Stages("measuring", 1, quiet):
         (loaded,) = load_all([model], conditions.config, conditions.head)
         seen = see_loaded(loaded, conditions, text)
@@ -97,5 +102,5 @@ def look(
     heads = all_heads(seen)
     layers = counted(len(seen.layers), "layer")
     say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
-    say(lead(heads))
+    say_sentences([lead(heads)])
     say(f"Page: {place}")

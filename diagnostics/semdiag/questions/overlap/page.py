@@ -25,7 +25,7 @@ _BETWEEN = {
 def _interval(row: Mapping[Any, Any]) -> str:
     if math.isnan(row["low"] + row["high"]):
         return interval_words(row["low"], row["high"], samples=row["samples"])
-    return f"{row['low']:.2f} to {row['high']:.2f}"
+    return f"{row['low']:.3f} to {row['high']:.3f}"
 
 
 def overlap_sentences(findings: Findings) -> list[str]:
@@ -36,8 +36,8 @@ def overlap_sentences(findings: Findings) -> list[str]:
     for model, label in model_labels(models).items():
         rows = table[(table["model"] == model) & (table["layer"] == ALL)]
         parts = [
-            f"{_BETWEEN[row['what']]} {row['jaccard']:.2f} ({_interval(row)}; at random "
-            f"{row['chance']:.2f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
+            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} ({_interval(row)}; at random "
+            f"{row['chance']:.3f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
             for row in rows.to_dict("records")
         ]
         k = findings.measurements.provenance.get("overlap_k")

@@ -6,7 +6,7 @@ from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.columns import NEVER, Column, count, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.terminal.changed_shares import changed_table
-from semdiag.presenting.terminal.console import NumberTable, wide_console
+from semdiag.presenting.terminal.console import NumberTable, say_sentences, wide_console
 from semdiag.questions.selections.words import comparison_sentences, own_sentences
 
 _MEANING = {
@@ -79,6 +79,7 @@ def print_check(summary: Summary) -> None:
     console = wide_console()
     keys = "" if result["keys"] is None else f" of {result['keys']:,} keys"
     rows = counted(result["rows"], "row").replace(str(result["rows"]), f"{result['rows']:,}")
+    say_sentences([f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty."])
     console.print(f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}")
     counts = {**result["counts"], "not_judged": result["not_judged"]}
     classes = [
@@ -90,7 +91,6 @@ def print_check(summary: Summary) -> None:
     console.print(_worst(result))
     if result["not_checked"]:
         console.print(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
-    console.print(f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty.")
 
 
 def print_comparison(summary: Summary) -> None:
@@ -99,12 +99,14 @@ def print_comparison(summary: Summary) -> None:
     console = wide_console()
     layers = counted(result["layers"][-1]["layer"] + 1, "layer")
     heads = "" if result["heads"] == 1 else f" × {result['heads']:,} heads"
+    verdict, *more = comparison_sentences(result)
+    say_sentences([verdict])
     size = f"{result['tokens']:,} tokens × {layers}{heads}, k = {result['k']:,}"
     console.print(f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}")
     left_out = {"numeric", "bug"} if result["classes"]["unexplained"] else {"unexplained"}
     left_out |= set() if result["lost"]["of"] else {"lost"}
     console.print(NumberTable([one for one in _LAYERS if one.name not in left_out], result["layers"]))
-    for sentence in comparison_sentences(result):
+    for sentence in more:
         console.print(sentence)
 
 
@@ -113,6 +115,8 @@ def print_own(summary: Summary) -> None:
     (result,) = summary["results"]
     console = wide_console()
     rows = result["selections"]
+    verdict, *more = own_sentences(result)
+    say_sentences([verdict])
     console.print(f"\n{result['model']}: {counted(len(rows), 'selection')}, certified for {result['format']}")
     if experts := [row for row in rows if row["kind"] == "experts"]:
         console.print(NumberTable(_EXPERTS, experts))
@@ -126,7 +130,7 @@ def print_own(summary: Summary) -> None:
     if (changes := result.get("propagated")) and changes["all"]:
         changed = [*changes["selections"], {**changes["all"], "module": "all"}]
         console.print(changed_table("Choices", [Column("module", "choices of", text)], changed))
-    for sentence in own_sentences(result):
+    for sentence in more:
         console.print(sentence)
 
 

@@ -5,9 +5,10 @@ from semdiag.presenting.columns import number
 
 
 def comparison_sentences(answer: Summary) -> list[str]:
-    """Return how two selections differ, one fact per sentence, from the JSON of their comparison."""
+    """Return how two selections differ, the verdict first, from the JSON of their comparison."""
     changed, rows, aligned = answer["changed"], answer["rows"], answer["alignment"]
-    sentences = [_alignment(aligned, answer["tokens"])] if aligned["kind"] != "as given" else []
+    sentences = [_verdict(answer)] if changed else [f"The keys of all {rows:,} rows are the same."]
+    sentences += [_alignment(aligned, answer["tokens"])] if aligned["kind"] != "as given" else []
     if changed:
         share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g}%)"
         worst = answer["worst"]
@@ -16,8 +17,6 @@ def comparison_sentences(answer: Summary) -> list[str]:
         first = f"layer {answer['first_layer']} is the first with a difference"
         sentences.append(f"{share}; {first}; mean overlap {answer['overlap']:.4f}.")
         sentences.append(f"Worst row: {place}, overlap {number(worst['overlap'])} ({worst['class']}).")
-    else:
-        sentences.append(f"The keys of all {rows:,} rows are the same.")
     moved = answer["displacement"]
     if moved["largest"]:
         mean, largest = number(moved["mean"]), number(moved["largest"])
@@ -28,8 +27,7 @@ def comparison_sentences(answer: Summary) -> list[str]:
     if changed and lost["of"]:
         worst_lost = number(lost["largest"])
         sentences.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} on average, {worst_lost} at most.")
-    sentences += _repeats(answer)
-    return sentences + ([_verdict(answer)] if changed else [])
+    return sentences + _repeats(answer)
 
 
 def _alignment(aligned: Summary, tokens: int) -> str:
@@ -68,11 +66,12 @@ def _verdict(answer: Summary) -> str:
 
 
 def own_sentences(answer: Summary) -> list[str]:
-    """Return sentences on a model's own selections, one fact each, from their JSON."""
+    """Return sentences on a model's own selections, the verdict first, from their JSON."""
     rows, form = answer["selections"], answer["format"]
     sentences = [
+        f"{answer['faults']:,} of {answer['rows']:,} rows are faulty.",
         f"Certified: rounding each score once to {form} cannot change the choice. A model that computes in {form} "
-        "throughout has scores that may differ by more."
+        "throughout has scores that may differ by more.",
     ]
     if any(row["margin_of"] == "logits" for row in rows):
         sentences.append(
@@ -98,8 +97,7 @@ def own_sentences(answer: Summary) -> list[str]:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             sentences.append(f"{row['module']} has faulty rows: {kinds}.")
     sentences += _not_compared(answer)
-    sentences += _without(answer["without_selection"])
-    return [*sentences, f"{answer['faults']:,} of {answer['rows']:,} rows are faulty."]
+    return sentences + _without(answer["without_selection"])
 
 
 def _not_compared(answer: Summary) -> list[str]:

@@ -30,9 +30,11 @@ def _separation(findings: Findings, model: str) -> str:
     table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))
     words = "no query drops a key, so the separation Δ is undefined"
     if table["undefined"] < table["queries"]:
+        ties = f"{table['not_positive']:,} of {table['queries']:,} have none (Δ ≤ 0, a tie)"
+        ties = f"and {ties}" if table["not_positive"] else "all have more than 0"
         words = (
-            f"the separation Δ has the median {table['p50']:.2g} nats, 5% of the queries lie below "
-            f"{table['p5']:.2g}, and {table['not_positive']:,} of {table['queries']:,} are not positive"
+            f"the separation Δ has the median {table['p50']:.2g} nats; 5% of the queries have less than "
+            f"{table['p5']:.2g}, {ties}"
         )
     if math.isnan(loads["p100"]):
         return f"{words}."

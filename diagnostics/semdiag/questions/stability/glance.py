@@ -1,6 +1,6 @@
 """The answer at one glance."""
 
-from semdiag.capturing.attention_kinds import FIXED_MASKS
+from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.glance import Answer, Glance
 from semdiag.questions.stability.answer import OF_PAIR, SECANTS, stability_findings
@@ -32,7 +32,7 @@ def _of_fixed(paper: dict[str, int]) -> str:
 def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:
     """Return counts of pairs of rows by form of ξ: judged, exceeding, vacuous, exceeding ones of fixed masks."""
     models = findings.measurements.models
-    fixed = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
+    fixed = set(models[models["attention"].isin(FIXED_MASKS) & ~models["attention"].isin(DENSE)]["model"])
     exceeding = {}
     for form in (OF_PAIR, "sound", "paper"):
         judged = [f for f in findings(stability_findings) if f.claim == SECANTS and f.form == form]

@@ -279,12 +279,11 @@ def test_the_summary_names_the_extremes_and_the_alarms():
     model = encoder()
     with Monitor(model, every=1, rows="all") as quiet:
         model(tokens())
-    assert quiet.summary().startswith("step 0, 4 heads:\n  max_logit: ")
-    assert quiet.summary().endswith("no alarm")
+    assert quiet.summary().startswith("no alarm\nstep 0, 4 heads:\n  max_logit: ")
     told = []
     with Monitor(model, every=1, alarm={"max_logit": -1e9}, on_alarm=told.append) as loud:
         model(tokens())
-    assert loud.summary().splitlines()[-4:] == [str(alarm) for alarm in told]
+    assert loud.summary().splitlines()[:4] == [str(alarm) for alarm in told]
     assert Monitor(model).summary() == "No step was looked at."
 
 
@@ -318,7 +317,8 @@ def test_the_command_tells_the_run_and_draws_it(tmp_path, suffix, capsys):
     monitor_command(path)
     said = capsys.readouterr().out
     heads = monitor.heads
-    assert said.startswith("3 looks, steps 0 to 2\nmax_logit: ")
+    assert said.startswith("alarm max_logit:WARNING: 4 heads, first at step 0, layer_0/head_0\n")
+    assert "\n3 looks, steps 0 to 2\nmax_logit: " in said
     worst = heads.loc[heads["max_logit"].idxmax()]
     assert (
         f"to {worst['max_logit']:.4g} (layer_{worst['layer']}/head_{worst['head']}, step {worst['step']})" in said

@@ -88,7 +88,7 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
     secants.loc[few, "weight_change"] = 0.38 * secants.loc[few, "score_change"]
     findings = Findings(known.replace(secants=secants))
     ax, _ = shown(registry.figures()["stability_curves"](findings))
-    assert exceeding_pairs(findings)["paper"]["violated"] == 4
+    assert [exceeding_pairs(findings)["paper"][name] for name in ("violated", "fixed")] == [4, 4]
     assert "4 above the paper's form" in ax.get_title(loc="left") + words(ax.figure)
     (marked,) = [
         found.get_ydata() for found in ax.lines if found.get_markersize() == 4.5 and len(found.get_xdata())

@@ -12,7 +12,12 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
-from semdiag.questions.convergence.words import convergence_sentences, interval_words, speed_words
+from semdiag.questions.convergence.words import (
+    convergence_in_short,
+    convergence_sentences,
+    interval_words,
+    speed_words,
+)
 from semdiag.questions.predictors.answer.mask_cells import STAGES
 from semdiag.questions.predictors.words import predictor_sentences
 
@@ -127,6 +132,9 @@ def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
 
 
 def test_words_say_bounds_and_confidence(runs):
+    (short,) = convergence_in_short(Findings(runs))
+    assert ": topk-3 needs the fewest epochs to 95% training accuracy: topk-3 2, 2, 2; " in short
+    assert short.endswith("; block-3 not in 6, not in 6, not in 6.")
     said = convergence_sentences(Findings(runs))
     assert "block-3 not in 6, not in 6, not in 6 (median speed-up over 3 seeds below 0.667" in said[0]
     assert "topk-3 2, 2, 2 (median speed-up over 3 seeds 2; one epoch off 1 to 5; 2 to 2 (75%))" in said[0]

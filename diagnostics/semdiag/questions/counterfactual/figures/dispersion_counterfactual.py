@@ -31,5 +31,5 @@ def dispersion_counterfactual(findings: Findings) -> Figure:
     low, high = positive_range(pd.concat(tables.values()), "p1", "p100")
     return within_boxes(
         panels, columns, tables, lambda ax: logarithmic_limits(ax, low, high), "dispersion (nats)",
-        "marker: maximum.\nWithin one model: all boxes of a layer come from the same scores.",
+        "marker: maximum.",
     )  # fmt: skip

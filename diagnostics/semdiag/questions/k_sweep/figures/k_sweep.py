@@ -49,7 +49,7 @@ def k_sweep(findings: Findings) -> Figure:
     swept = set(measurements.sweep["model"])
     labels = {model: label for model, label in short_labels(measurements.models).items() if model in swept}
     if not labels:
-        raise NothingToDrawError("No model was measured for every k.")
+        raise NothingToDrawError("No model was measured for every k: semdiag k-sweep does.")
     pooled = measurements.sweep[(measurements.sweep["layer"] == ALL) & (measurements.sweep["k"] > 0)]
     conditions = findings(condition_table)
     figure, axes = panel_grid(len(_PANELS) + 1, height=2.6, sharey=False)

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, title_with_facts
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, RESAMPLES, secant_percentiles
 
 
@@ -31,7 +31,7 @@ def lipschitz_percentiles(findings: Findings) -> Figure:
     for place, (ax, (panel, percentile)) in enumerate(zip(axes, places, strict=True)):
         _draw(ax, panel, table[table["percentile"] == percentile])
         first = place % len(PERCENTILES) == 0
-        title_with_facts(ax, f"p{percentile}", [panel.title if first else ""])
+        ax.set_title(f"{panel.title}: p{percentile}" if first else f"p{percentile}")
         ax.set_xlabel("radius, in ‖θ‖")
         if first:
             ax.set_ylabel("secant of the loss\n(nats per unit of θ)")

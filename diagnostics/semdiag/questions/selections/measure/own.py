@@ -110,7 +110,8 @@ def own_selections(
     if not entries:
         raise InputError(
             f"{loaded.path} selects nothing for its tokens: while it ran, no topk, argmax or sort of scores was "
-            "seen in it whose rows are its tokens."
+            "seen in it whose rows are its tokens. This is for models with routers or indexers; what a selection "
+            f"would cost a model without: semdiag k-sweep {loaded.path} --rerun"
         )
     ran = without if without is not None and collector.indexed else None
     return OwnSelections(entries, collector.others, [*collector.dense.layers.values()], ran, collector.maps)
