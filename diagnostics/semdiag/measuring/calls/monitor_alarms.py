@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, PLACE, head_key
+from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_key, quantities_among
 from semdiag_models import InputError
 
 WARNING, SEVERE = "WARNING", "SEVERE"
@@ -251,8 +251,7 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
     rows.sort(key=lambda row: int(row["step"]))
     looks = len({row["step"] for row in rows})
     lines = [f"{_counted(looks, 'look')}, steps {rows[0]['step']} to {rows[-1]['step']}"]
-    names = [name for name in heads.columns if name not in (*PLACE, "alarm")]
-    lines += _ends(rows, names, lambda row: f"{head_key(row)}, step {row['step']}")
+    lines += _ends(rows, quantities_among(heads.columns), lambda row: f"{head_key(row)}, step {row['step']}")
     crossed: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         for alarm in row["alarm"].split() if isinstance(row["alarm"], str) else ():
@@ -289,10 +288,12 @@ def _ends(
             continue
         low, high = (end(known, key=lambda row: float(row[name])) for end in (min, max))
         texts = [f"{row[name]:.4g}" for row in (low, high)]
-        if texts[0] == texts[1] and len(known) > 1:
-            lines.append(f"{name}: {texts[0]} ({_counted(len({head_key(row) for row in known}), 'head')})")
+        heads = len({head_key(row) for row in known})
+        if texts[0] != texts[1]:
+            said = f"{texts[0]} ({place(low)}) to {texts[1]} ({place(high)})"
         else:
-            lines.append(f"{name}: {texts[0]} ({place(low)}) to {texts[1]} ({place(high)})")
+            said = f"{texts[0]} ({_counted(heads, 'head') if heads > 1 else place(low)})"
+        lines.append(f"{name}: {said}")
     return lines
 
 

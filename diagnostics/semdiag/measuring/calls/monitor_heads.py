@@ -1,8 +1,9 @@
 """Describe each head in a monitor: extremes over the rows that it looks at, before averaging hides them."""
 
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,16 @@ def head_columns(k: Sequence[int]) -> list[str]:
 def quantities(k: Sequence[int]) -> list[str]:
     """Return the names of the columns that are quantities."""
     return [*LIMITS, *(f"{name}_k{value}" for value in k for name in OF_K)]
+
+
+def quantities_among(columns: Iterable[str]) -> list[str]:
+    """Return the columns of a file that are quantities, those of any k included.
+
+    Example:
+        >>> quantities_among(["step", "entropy", "mass_k8", "note"])
+        ['entropy', 'mass_k8']
+    """
+    return [name for name in columns if name in LIMITS or re.fullmatch(rf"({'|'.join(OF_K)})_k\d+", name)]
 
 
 def head_key(row: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 RESAMPLES = 200
 _BINS = 10  # of equal counts; one more holds what lies above them
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
-SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
+SUPPOSED = "the model selects no keys: this is the mask that top-{k} would choose from its scores"
 NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
 
 

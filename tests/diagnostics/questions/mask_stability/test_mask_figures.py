@@ -174,7 +174,7 @@ def test_what_is_said_of_masks(pair, probed):
     said = mask_sentences(Findings(probed(pair)))
     assert said[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
     full, topk, banded = said[1:]
-    assert "full attention drops no key: this is the mask that top-3 would choose" in full
+    assert "the model selects no keys: this is the mask that top-3 would choose" in full
     assert "Under 1% noise 98.5% of the masks stay exactly the same" in topk
     assert "Certified rows that changed: 0 of" in topk
     assert "25.0% of the predictions change" in topk
