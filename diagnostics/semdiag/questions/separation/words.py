@@ -29,10 +29,11 @@ def _separation(findings: Findings, model: str) -> str:
         return "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
     table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))
     words = "no query drops a key, so the separation Δ is undefined"
-    if table["undefined"] < table["queries"]:
+    separated = table["queries"] - table["undefined"]  # the others drop no key
+    if separated:
         words = (
             f"the separation Δ has the median {table['p50']:.2g} nats, 5% of the queries lie below "
-            f"{table['p5']:.2g}, and {table['not_positive']:,} of {table['queries']:,} are not positive"
+            f"{table['p5']:.2g}, and {table['not_positive']:,} of {separated:,} are not positive"
         )
     if math.isnan(loads["p100"]):
         return f"{words}."
