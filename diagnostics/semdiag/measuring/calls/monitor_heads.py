@@ -143,10 +143,10 @@ def _largest_logits(rows: CountedRows) -> list[float]:
 
 
 def _query_norms(rows: CountedRows) -> list[float]:
-    """Return the largest norm of a query that counts, by head; NaN where only the scores are known."""
+    """Return the largest norm of a query that attends, by head; NaN where only the scores are known."""
     if not rows.call.factored:
         return [math.nan] * rows.call.q.shape[1]
-    return _per_head(rows.call.q.float().norm(dim=-1), rows.queries, "max")
+    return _per_head(rows.call.q.float().norm(dim=-1), rows.attending, "max")
 
 
 def _key_norms(rows: CountedRows) -> list[float]:
@@ -161,7 +161,8 @@ def _key_norms(rows: CountedRows) -> list[float]:
 def _output_rank(rows: CountedRows) -> list[float]:
     """Return e to the entropy of the normalised singular values of each head's outputs."""
     outputs = rows.call.mixed.double().transpose(0, 1).flatten(1, 2)  # (H, b · r, Dv)
-    outputs = outputs * rows.attending.transpose(0, 1).flatten(1)[..., None]
+    # A row without keys may be NaN.
+    outputs = outputs.where(rows.attending.transpose(0, 1).flatten(1)[..., None], 0.0)
     tall = outputs.shape[1] > outputs.shape[2]
     gram = outputs.transpose(1, 2) @ outputs if tall else outputs @ outputs.transpose(1, 2)
     known = gram.isfinite().all((1, 2))

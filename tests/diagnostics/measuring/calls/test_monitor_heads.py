@@ -313,6 +313,31 @@ def test_norms_of_queries_and_keys_that_are_not_known_are_missing_not_0():
     assert "norm" not in monitor.summary()
 
 
+class Masked(torch.nn.Module):
+    """Attention written out, with a mask of keys."""
+
+    def forward(self, x, real):
+        scores = (x @ x.transpose(1, 2)).masked_fill(~real[:, None], -math.inf)
+        return scores.softmax(-1) @ x
+
+
+def test_a_sample_without_any_key_changes_no_number():
+    """Its outputs are NaN, and its queries, the longest here, attend to nothing."""
+    x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    x[2] *= 10
+    real = torch.ones(3, 6, dtype=torch.bool)
+    real[2] = False
+    found = []
+    for samples in (2, 3):
+        with Monitor(Masked().train(), every=1, rows="all") as monitor:
+            assert Masked()(x[:samples], real[:samples]).isnan().any() == (samples == 3)
+            monitor.model(x[:samples], real[:samples])
+        found.append(monitor.heads)
+    assert found[0]["rows"].item() == 12
+    assert found[0]["output_rank"].item() > 1
+    pd.testing.assert_frame_equal(*found, check_exact=False, rtol=1e-6)
+
+
 def rows_of_heads(*values):
     """A row for each step and head: ``values`` by step, then by head."""
     place = {"layer": 0, "module": "", "occurrence": 0, "rows": 8, **dict.fromkeys(LIMITS, math.nan)}
