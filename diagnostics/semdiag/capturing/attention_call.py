@@ -81,6 +81,11 @@ class AttentionCall:
             return torch.ones((), dtype=torch.bool, device=self.q.device).expand(batch, heads, length)
         return self.queries[:, None].expand(batch, heads, length)
 
+    @property
+    def factored(self) -> bool:
+        """Whether q and k are known; else the scores alone are, as the bias, and q and k are zeros of width 1."""
+        return self.q.shape[3] > 1 or bool(self.q.any()) or bool(self.k.any())
+
     def part(self, samples: slice | Tensor = slice(None), queries: slice | Tensor = slice(None)) -> Self:
         """Return some samples and queries of the call; the causal rule is written into ``allowed``.
 

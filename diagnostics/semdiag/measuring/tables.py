@@ -64,7 +64,9 @@ CALLS = Table(
         "module": "str",
         "occurrence": "int64",
         **dict.fromkeys(("mechanism", "mask"), "str"),
-        **dict.fromkeys(("heads", "key_heads", "width", "calls"), "int64"),
+        **dict.fromkeys(("heads", "key_heads"), "int64"),
+        "width": "Int64",  # unknown where the scores alone are known
+        "calls": "int64",
         **dict.fromkeys(RESIDUALS, "float64"),
     },
 )

@@ -186,3 +186,34 @@ def test_a_failure_of_the_capture_is_an_audit_line_and_the_model_goes_on(monkeyp
     said = "semdiag failed on it (RuntimeError: no space left): please report it"
     assert calls.audit["reason"].str.contains(said, regex=False).any()
     assert len(calls) == (name in ("token_masks", "follow"))  # attention by hand is also followed below Python
+
+
+class TwoByHand(nn.Module):
+    """Two layers of attention that is written out, with a mask of keys; outputs without any key are NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x, real):
+        for layer in self.layers:
+            q, k, v = layer(x).chunk(3, -1)
+            scores = (q @ k.transpose(-2, -1) / 8**0.5).masked_fill(~real[:, None], -torch.inf)
+            x = x + scores.softmax(-1) @ v
+        return x
+
+
+def test_a_sample_that_is_all_padding_hides_no_queries_and_keys_of_the_others():
+    """Behind the first layer it is NaN throughout, and so is a bound on rounding that takes it in."""
+    torch.manual_seed(0)
+    model, x = TwoByHand().eval(), torch.randn(6, 5, 8)
+    real = torch.ones(6, 5, dtype=torch.bool)
+    real[2] = False
+    found = []
+    with torch.no_grad(), semdiag.watch_attention(model, found.append):
+        assert model(x, real)[2].isnan().all()
+    assert [call.factored for call in found] == [True, True]
+    assert found[1].q.shape[-1] == 8
+    measured = semdiag.measure(model, [(x, real)])
+    assert measured.calls["width"].tolist() == [8, 8]
+    assert (measured.calls["residual_over_rounding"] < 1).all()

@@ -157,9 +157,9 @@ class ScoreHistory:
         )[index]
 
     def reach(self, index: tuple[Tensor, ...]) -> Tensor:
-        """Return the largest |scale| · ‖q‖ · ‖k‖ among some rows: the size to which rounding is relative."""
+        """Return the largest |scale| · ‖q‖ · ‖k‖ of some rows, except NaN: what rounding is relative to."""
         q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].float().norm(dim=-1)
-        k = self.k.float().norm(dim=-1)
+        q, k = (norms.nan_to_num(0.0, torch.inf) for norms in (q, self.k.float().norm(dim=-1)))
         reach: Tensor = abs(self.scale) * (self.softcap or 1.0) * q.amax() * k.amax()
         return reach
 

@@ -111,13 +111,13 @@ class Calls:
         """
         return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
 
-    def scores(self, layer: int, head: int | None = None, occurrence: int = 0) -> Tensor:
+    def scores(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
         """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
 
         Args:
             layer: as in the tables.
             head: one head; None means all of them.
-            occurrence: which call of the layer in one forward pass.
+            occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
 
         Returns:
             (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Several forward
@@ -129,13 +129,13 @@ class Calls:
         """
         return self._of_kept(layer, head, occurrence, KeptScores.scores)
 
-    def weights(self, layer: int, head: int | None = None, occurrence: int = 0) -> Tensor:
+    def weights(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
         Args:
             layer: as in the tables.
             head: one head; None means all of them.
-            occurrence: which call of the layer in one forward pass.
+            occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
 
         Returns:
             (B, H, L, Lk), or (B, L, Lk) for one head. With a learned logit in the denominator (attention sinks),
@@ -155,7 +155,11 @@ class Calls:
         return self._of_kept(layer, head, occurrence, KeptScores.weights)
 
     def _of_kept(
-        self, layer: int, head: int | None, occurrence: int, read: Callable[[KeptScores, int, int], Tensor]
+        self,
+        layer: int,
+        head: int | None,
+        occurrence: int | None,
+        read: Callable[[KeptScores, int, int | None], Tensor],
     ) -> Tensor:
         if self._kept is None:
             raise InputError("This capture keeps no scores: use capture(model, scores=True).")

@@ -1,5 +1,6 @@
 """Which queries and keys of an attention call count, and the statistics of its rows: computed once per call."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,7 @@ class CountedRows:
         queries: (B, H, R) bool, false for padded queries.
         attending: (B, H, R) bool, queries that count and keep a key, and so have a softmax.
         places: (B, H, R) int64, positions of the queries, -1 for none; None means all, in order.
+        real_keys: what :attr:`keys` shall be, where the call is a part that lacks queries of the whole; else None.
     """
 
     call: AttentionCall
@@ -30,27 +32,16 @@ class CountedRows:
     queries: Tensor
     attending: Tensor
     places: Tensor | None = None
+    real_keys: Tensor | None = None
 
     @cached_property
     def keys(self) -> Tensor:
         """(B, H, Lk) bool: keys to which a real query may attend, drawn or not; the others are padding."""
-        call, load = self.call, self.statistics.load
-        if call.selected is None and self.places is None:
-            return load > 0
-        counted, allowed, first = call.counted[:, :1], call.allowed, call.first_query
-        rows, keys = (torch.arange(length, device=load.device) for length in (counted.shape[2], load.shape[2]))
-        if allowed is None or allowed.shape[2] == 1:  # the last real query sees all that others see
-            last = torch.where(counted, rows, -1 - first).amax(-1, keepdim=True)
-            seen = keys <= first + last if call.causal else last >= 0
-            return (seen if allowed is None else seen & allowed[:, :, 0]).expand(load.shape)
-        seen, some = torch.zeros_like(load, dtype=torch.bool), max(1, _STRIP // load.numel())
-        for start in range(0, len(rows), some):
-            part = slice(start, start + some)
-            reached = counted[:, :, part, None] & allowed[:, :, part]
-            if call.causal:
-                reached = reached & (keys <= first + rows[part, None])
-            seen = seen | reached.any(2)
-        return seen
+        if self.real_keys is not None:
+            return self.real_keys
+        if self.call.selected is None and self.places is None:
+            return self.statistics.load > 0
+        return attended_keys(self.call)
 
     @cached_property
     def _first(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,6 +92,34 @@ class CountedRows:
             return None if values is None else values[..., 0]
         shape = *key.shape[:2], *values.shape[2:]
         return values.expand(shape).gather(3, key[..., None].expand(*shape[:3], 1))[..., 0]
+
+
+def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) -> Tensor:
+    """Return the keys to which some real query of a call may attend, (B, H, Lk) bool; the others are padding.
+
+    Args:
+        call: the call, with all its queries.
+        samples: a slice, or positions (int64).
+    """
+    counted, allowed, first = (
+        call.counted[samples, :1],
+        part_of(call.allowed, samples, slice(None)),
+        call.first_query,
+    )
+    shape, device = (len(counted), call.q.shape[1], call.k.shape[2]), call.k.device
+    rows, keys = (torch.arange(length, device=device) for length in (counted.shape[2], shape[2]))
+    if allowed is None or allowed.shape[2] == 1:  # the last real query sees all that others see
+        last = torch.where(counted, rows, -1 - first).amax(-1, keepdim=True)
+        reached = keys <= first + last if call.causal else last >= 0
+        return (reached if allowed is None else reached & allowed[:, :, 0]).expand(shape)
+    seen, some = torch.zeros(shape, dtype=torch.bool, device=device), max(1, _STRIP // max(1, math.prod(shape)))
+    for start in range(0, len(rows), some):
+        part = slice(start, start + some)
+        reached = counted[:, :, part, None] & allowed[:, :, part]
+        if call.causal:
+            reached = reached & (keys <= first + rows[part, None])
+        seen = seen | reached.any(2)
+    return seen
 
 
 def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:

@@ -9,11 +9,12 @@ from semdiag_models import InputError
 
 
 class KeptScores:
-    """Scores by layer and occurrence, on the CPU, in float32 or the model's dtype if that is finer."""
+    """Scores by layer, on the CPU, in float32 or the model's dtype if that is finer."""
 
     def __init__(self) -> None:
-        self._scores: dict[tuple[int, int], list[Tensor]] = {}
-        self._sinks: dict[tuple[int, int], Tensor | None] = {}
+        self._scores: dict[int, list[Tensor]] = {}
+        self._sinks: dict[int, Tensor | None] = {}
+        self._occurrences: dict[int, int] = {}
 
     def add(self, call: AttentionCall, layer: int) -> None:
         """Keep the scores of a call whose padded queries are marked."""
@@ -24,21 +25,25 @@ class KeptScores:
         seen = call.counted[..., None]
         seen = seen if call.allowed is None else seen & call.allowed
         seen = seen if call.selected is None else seen & as_mask(call.selected, scores.shape[-1])
-        place = layer, call.occurrence
-        self._scores.setdefault(place, []).append(scores.masked_fill(~seen, -torch.inf).cpu())
-        self._sinks[place] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
+        self._occurrences[layer] = call.occurrence
+        self._scores.setdefault(layer, []).append(scores.masked_fill(~seen, -torch.inf).cpu())
+        self._sinks[layer] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
 
-    def scores(self, layer: int, occurrence: int) -> Tensor:
+    def scores(self, layer: int, occurrence: int | None = None) -> Tensor:
         """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are concatenated along B.
 
         Raises:
             InputError: if there is no such call, or the forward passes differ in length.
         """
-        parts = self._scores.get((layer, occurrence))
-        if parts is None:
-            layers = sorted({layer for layer, _ in self._scores})
-            known = f"layers {layers[0]} to {layers[-1]}" if layers else "none: run the model inside the context"
-            raise InputError(f"There are no scores of layer {layer}, occurrence {occurrence}. Kept: {known}.")
+        own = self._occurrences.get(layer)
+        if own is None:
+            known = (
+                f"layers 0 to {max(self._scores)}" if self._scores else "none: run the model inside the context"
+            )
+            raise InputError(f"There are no scores of layer {layer}. Kept: {known}.")
+        if occurrence not in (None, own):
+            raise InputError(f"Layer {layer} is occurrence {own} of its module. Got {occurrence}.")
+        parts = self._scores[layer]
         shapes = {part.shape[1:] for part in parts}
         if len(shapes) > 1:
             raise InputError(
@@ -47,7 +52,7 @@ class KeptScores:
             )
         return torch.cat(parts)
 
-    def weights(self, layer: int, occurrence: int) -> Tensor:
+    def weights(self, layer: int, occurrence: int | None = None) -> Tensor:
         """Return the softmax of :meth:`scores`, with the sink's logit in the denominator; 0 in rows without keys.
 
         Raises:
@@ -55,7 +60,7 @@ class KeptScores:
         """
         scores = self.scores(layer, occurrence)
         total = scores.logsumexp(-1, keepdim=True)
-        sinks = self._sinks[layer, occurrence]
+        sinks = self._sinks[layer]
         if sinks is not None:
             total = torch.logaddexp(total, sinks[:, None, None])
         return torch.where(torch.isfinite(scores), (scores - total).exp(), 0.0)

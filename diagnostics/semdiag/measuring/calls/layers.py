@@ -24,7 +24,7 @@ class Layer:
         kinds: kinds of its masks so far.
         heads: number of query heads.
         key_heads: number of key heads.
-        width: of a head.
+        width: of a head; None where the scores alone are known.
         longest: largest number of keys.
         calls: number of calls so far.
         residual: largest so far, relative to the largest output; NaN if one was NaN.
@@ -37,7 +37,7 @@ class Layer:
     kinds: set[str] = field(default_factory=set)
     heads: int = 0
     key_heads: int = 0
-    width: int = 0
+    width: int | None = None
     longest: int = 0
     calls: int = 0
     residual: float = 0.0
@@ -48,7 +48,8 @@ class Layer:
         """Record a call; the generator draws the rows on which the residual is checked."""
         residual = recomputation_residual(call, generator)  # first: a call for which it fails does not count
         self.kinds.add(kind)
-        self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+        self.heads, self.key_heads = call.q.shape[1], call.k.shape[1]
+        self.width = call.q.shape[3] if call.factored else None
         self.longest = max(self.longest, call.k.shape[2])
         self.calls += 1
         self.residual = float(np.maximum(self.residual, residual.residual))  # keeps a NaN

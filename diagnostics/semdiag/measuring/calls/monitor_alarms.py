@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_key
+from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_key, quantities_among
+from semdiag.measuring.counted import counted
 from semdiag_models import InputError
 
 WARNING, SEVERE = "WARNING", "SEVERE"
@@ -248,21 +249,22 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
     rows = [{str(name): value for name, value in row.items()} for row in heads.to_dict("records")]
     if not rows:
         return ["no rows"]
-    steps = sorted({row["step"] for row in rows})
-    lines = [f"{len(steps)} look{'s' * (len(steps) != 1)}, steps {steps[0]} to {steps[-1]}"]
-    for name in LIMITS:
-        known = sorted((row for row in rows if not math.isnan(row[name])), key=lambda row: float(row[name]))
-        if known:
-            ends = (f"{row[name]:.4g} ({head_key(row)}, step {row['step']})" for row in (known[0], known[-1]))
-            lines.append(f"{name}: {' to '.join(ends)}")
+    rows.sort(key=lambda row: int(row["step"]))
+    looks = len({row["step"] for row in rows})
+    lines = [f"{counted(looks, 'look')}, steps {rows[0]['step']} to {rows[-1]['step']}"]
+    lines += _ends(rows, quantities_among(heads.columns), lambda row: f"{head_key(row)}, step {row['step']}")
     crossed: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: int(row["step"])):
+    for row in rows:
         for alarm in row["alarm"].split() if isinstance(row["alarm"], str) else ():
+            quantity = alarm.removesuffix(f":{SEVERE}")
+            if quantity != alarm:  # it has crossed the threshold of the warning as well
+                crossed.setdefault(f"{quantity}:{WARNING}", []).append(row)
             crossed.setdefault(alarm, []).append(row)
     alarms = []
     for alarm, own in crossed.items():
         place = f"step {own[0]['step']}, {head_key(own[0])}"
-        alarms.append(f"alarm {alarm}: {len({head_key(row) for row in own})} heads, first at {place}")
+        number = counted(len({head_key(row) for row in own}), "head")
+        alarms.append(f"alarm {alarm}: {number}, first at {place}")
     return [*(alarms or ["no alarm"]), *lines]
 
 
@@ -272,10 +274,26 @@ def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quant
         return "No step was looked at."
     last = rows[-1]["step"]
     own = [row for row in rows if row["step"] == last]
-    lines = [f"step {last}, {len(own)} heads:"]
-    for name in quantities:
-        known = sorted((row[name], head_key(row)) for row in own if not math.isnan(row[name]))
-        if known:
-            (low, at_low), (high, at_high) = known[0], known[-1]
-            lines.append(f"  {name}: {low:.4g} ({at_low}) to {high:.4g} ({at_high})")
+    lines = [f"step {last}, {counted(len(own), 'head')}:"]
+    lines += [f"  {line}" for line in _ends(own, quantities, head_key)]
     return "\n".join([*(map(str, alarms) if alarms else ["no alarm"]), *lines])
+
+
+def _ends(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], place: Callable[[Mapping[str, Any]], str]
+) -> list[str]:
+    """Return the smallest and the largest value of each quantity, where first met; one number if all are alike."""
+    lines = []
+    for name in names:
+        known = [row for row in rows if not math.isnan(row[name])]
+        if not known:
+            continue
+        low, high = (end(known, key=lambda row: float(row[name])) for end in (min, max))
+        texts = [f"{row[name]:.4g}" for row in (low, high)]
+        heads = len({head_key(row) for row in known})
+        if texts[0] != texts[1]:
+            said = f"{texts[0]} ({place(low)}) to {texts[1]} ({place(high)})"
+        else:
+            said = f"{texts[0]} ({counted(heads, 'head') if heads > 1 else place(low)})"
+        lines.append(f"{name}: {said}")
+    return lines

@@ -1,8 +1,9 @@
 """Describe each head in a monitor: extremes over the rows that it looks at, before averaging hides them."""
 
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def quantities(k: Sequence[int]) -> list[str]:
     return [*LIMITS, *(f"{name}_k{value}" for value in k for name in OF_K)]
 
 
+def quantities_among(columns: Iterable[str]) -> list[str]:
+    """Return the columns of a file that are quantities, those of any k included.
+
+    Example:
+        >>> quantities_among(["step", "entropy", "mass_k8", "note"])
+        ['entropy', 'mass_k8']
+    """
+    return [name for name in columns if name in LIMITS or re.fullmatch(rf"({'|'.join(OF_K)})_k\d+", name)]
+
+
 def head_key(row: Mapping[str, Any]) -> str:
     """Return a row's layer, occurrence and head as a logger's key.
 
@@ -60,13 +71,11 @@ def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) ->
     """Reduce the rows of a call to one row per head; NaN for a quantity that no row has.
 
     max_logit: the largest score of a query and a key that it attends to (nats; with scale and bias; +inf if a
-        score
-    is not finite). above: fraction of the rows with a score above ``logit`` or one that is not finite. entropy
-    (mean),
-    least_entropy: of the weights, nats. first_key, heaviest_key: mean weights on the first real key, and on the
-        heaviest key of each row. dispersion δ, separation Δ, xi: medians. output_rank: e to the entropy of the
-        singular
-    values of the head's outputs on these rows, each divided by their sum. query_norm, key_norm: the largest.
+    score is not finite). above: fraction of the rows with a score above ``logit`` or one that is not finite.
+    entropy (mean), least_entropy: of the weights, nats. first_key, heaviest_key: mean weights on the first real
+    key, and on the heaviest key of each row. dispersion δ, separation Δ, xi: medians. output_rank: e to the
+    entropy of the singular values of the head's outputs on these rows, each divided by their sum. query_norm,
+    key_norm: the largest; NaN where the scores alone are known.
 
     Source: Roy and Vetterli 2007 for the effective rank. Deviation: none.
 
@@ -99,7 +108,7 @@ def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) ->
         "first_key": _per_head(rows.first_weight(), used, "mean"),
         "heaviest_key": _per_head(weight, used, "mean"),
         "output_rank": _output_rank(rows),
-        "query_norm": _per_head(rows.call.q.float().norm(dim=-1), rows.queries, "max"),
+        "query_norm": _query_norms(rows),
         "key_norm": _key_norms(rows),
         **{name: _per_head(numbers, used, "median") for name, numbers in medians.items()},
     }
@@ -133,8 +142,17 @@ def _largest_logits(rows: CountedRows) -> list[float]:
     return [math.inf if lost else value for lost, value in zip(broken, largest, strict=True)]
 
 
+def _query_norms(rows: CountedRows) -> list[float]:
+    """Return the largest norm of a query that attends, by head; NaN where only the scores are known."""
+    if not rows.call.factored:
+        return [math.nan] * rows.call.q.shape[1]
+    return _per_head(rows.call.q.float().norm(dim=-1), rows.attending, "max")
+
+
 def _key_norms(rows: CountedRows) -> list[float]:
-    """Return the largest norm of a key to which a row may attend, by query head."""
+    """Return the largest norm of a key to which a query may attend, by query head; NaN as above."""
+    if not rows.call.factored:
+        return [math.nan] * rows.call.q.shape[1]
     norms = rows.call.k.float().norm(dim=-1)
     norms = norms.repeat_interleave(rows.call.q.shape[1] // norms.shape[1], 1)
     return _per_head(norms, rows.keys.expand_as(norms), "max")
@@ -143,7 +161,8 @@ def _key_norms(rows: CountedRows) -> list[float]:
 def _output_rank(rows: CountedRows) -> list[float]:
     """Return e to the entropy of the normalised singular values of each head's outputs."""
     outputs = rows.call.mixed.double().transpose(0, 1).flatten(1, 2)  # (H, b · r, Dv)
-    outputs = outputs * rows.attending.transpose(0, 1).flatten(1)[..., None]
+    # A row without keys may be NaN.
+    outputs = outputs.where(rows.attending.transpose(0, 1).flatten(1)[..., None], 0.0)
     tall = outputs.shape[1] > outputs.shape[2]
     gram = outputs.transpose(1, 2) @ outputs if tall else outputs @ outputs.transpose(1, 2)
     known = gram.isfinite().all((1, 2))

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.pretrained import first_line
-from semdiag.measuring.calls.monitor_heads import LIMITS, head_columns
+from semdiag.measuring.calls.monitor_heads import head_columns, quantities_among
 from semdiag.measuring.csv_tables import csv_text, from_csv_table
 from semdiag.measuring.table import read_parquet
 from semdiag_models import InputError
@@ -210,7 +210,8 @@ def read_heads(path: Path) -> pd.DataFrame:
                 table = from_csv_table(pd.read_csv(file))
         else:
             table = read_parquet(heads)
-        numbers = [name for name in ("step", "layer", "head", *LIMITS) if name in table]
+        places = [name for name in ("step", "layer", "head") if name in table]
+        numbers = [*places, *quantities_among(map(str, table))]
         table[numbers] = table[numbers].apply(pd.to_numeric)
         if missing := [name for name in head_columns(()) if name not in table]:
             raise InputError(f"{heads} is not a monitor's table of heads: it lacks the column {missing[0]}.")

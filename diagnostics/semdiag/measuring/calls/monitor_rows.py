@@ -9,7 +9,7 @@ import torch
 
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
-from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
+from semdiag.measuring.calls.counted_rows import CountedRows, attended_keys, counted_rows
 
 _SAMPLES = 4  # looked at per attention call: score rows = samples × queries × heads
 
@@ -42,7 +42,8 @@ def sampled_rows(
     b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
     r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
     # On the CPU: a few rows take a thousand small operations, and an accelerator takes longer to start each.
-    return counted_rows(_on_cpu(call.part(b, r)), top=most)
+    rows = counted_rows(_on_cpu(call.part(b, r)), top=most)
+    return replace(rows, real_keys=attended_keys(call, b).cpu())
 
 
 def _on_cpu(call: AttentionCall) -> AttentionCall:

@@ -41,7 +41,6 @@ class _Rows(NamedTuple):
     """The formula on r rows over n keys, in the precision of the recomputation."""
 
     again: Tensor  # (r, Dv)
-    some: Tensor  # (r, 1), real rows with a key
     weights: Tensor  # (r, n)
     scores: Tensor  # (r, n), before the softmax; 0 where forbidden
     products: Tensor  # (r, n), |scale| √Σ_d q_d² k_d²
@@ -81,17 +80,17 @@ def recomputation_residual(call: AttentionCall, generator: torch.Generator | Non
         if rows <= 2**20
         else torch.randint(rows, (_CHECKED_ROWS,), generator=generator)
     )
-    index = unraveled(drawn, shape, call.q.device)
-    recomputed = _attend(call, index)
+    index, allowed = _with_keys(call, unraveled(drawn, shape, call.q.device))
+    if not len(allowed):
+        return Residual(0.0, 0.0, 0.0)
+    recomputed = _attend(call, index, allowed)
     mixed = call.mixed[index].to(recomputed.again.dtype)
     tiny = torch.finfo(mixed.dtype).tiny  # avoids 0 / 0
-    scale = (mixed * recomputed.some).abs().max().clamp(min=tiny)
-    deviation = ((recomputed.again - mixed) * recomputed.some).abs()
-    bound = _rounding(call, recomputed, mixed).clamp(min=tiny) * recomputed.some
-    excess = (deviation / bound.clamp(min=tiny)).max()
-    worst = bound.amax(-1)[recomputed.some[:, 0]]
-    rounding = worst.median() / scale if len(worst) else scale.new_zeros(())
-    return Residual(*(float(x) for x in (deviation.max() / scale, excess, rounding)))
+    scale = mixed.abs().max().clamp(min=tiny)
+    deviation = (recomputed.again - mixed).abs()
+    bound = _rounding(call, recomputed, mixed).clamp(min=tiny)
+    rounding = bound.amax(-1).median() / scale
+    return Residual(*(float(x) for x in (deviation.max() / scale, (deviation / bound).max(), rounding)))
 
 
 def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
@@ -151,9 +150,24 @@ def _units(call: AttentionCall) -> tuple[float, float]:
     return unit, sums
 
 
-def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> _Rows:
-    """Evaluate the formula on some rows."""
-    sample, head, query = index
+def _with_keys(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the real rows that may attend to some key, and to which keys (r, n): others may hold NaN."""
+    sample, _, query = index
+    full = (*call.q.shape[:3], call.k.shape[2])
+    keep = torch.ones(len(query), full[3], dtype=torch.bool, device=call.q.device)
+    if call.allowed is not None:
+        keep = keep & call.allowed.expand(full)[index]
+    if call.causal:
+        keep = keep & (torch.arange(full[3], device=keep.device) <= call.first_query + query[:, None])
+    some = keep.any(-1)
+    if call.queries is not None:  # a layer may return anything for padding
+        some = some & call.queries[sample, query]
+    return tuple(places[some] for places in index), keep[some]
+
+
+def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Rows:
+    """Evaluate the formula on some rows, which may attend to the keys ``keep``."""
+    sample, head, _ = index
     dtype = torch.float32 if call.q.dtype in _HALVES else call.q.dtype
     full = (*call.q.shape[:3], call.k.shape[2])
     shared = head // (call.q.shape[1] // call.k.shape[1])
@@ -166,14 +180,6 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> _Rows:
     bias = None if call.bias is None else call.bias.expand(full)[index].to(dtype)
     if bias is not None:
         scores = scores + bias
-    keep = torch.ones_like(scores, dtype=torch.bool)
-    if call.allowed is not None:
-        keep = keep & call.allowed.expand(full)[index]
-    if call.causal:
-        keep = keep & (torch.arange(full[3], device=keep.device) <= call.first_query + query[:, None])
-    some = keep.any(-1, keepdim=True)
-    if call.queries is not None:  # a layer may return anything for padding
-        some = some & call.queries[sample, query, None]
     if call.selected is not None:
         chosen = call.selected[index]
         mask = torch.zeros(len(keep), full[3] + 1, dtype=torch.bool, device=keep.device)
@@ -185,7 +191,7 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> _Rows:
         weights = masked.softmax(-1)
     weights, values = weights * keep, [call.v[at].to(dtype) for at in places]
     again = _products((value.T for value in values), weights)
-    return _Rows(again, some, weights, scores.masked_fill(~keep, 0), products, values, bias)
+    return _Rows(again, weights, scores.masked_fill(~keep, 0), products, values, bias)
 
 
 def _products(matrices: Iterable[Tensor], vectors: Tensor) -> Tensor:

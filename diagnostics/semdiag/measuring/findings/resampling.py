@@ -17,6 +17,7 @@ import scipy
 from numpy.typing import NDArray
 
 FEWEST = 5  # fewest sequences or planes for an interval
+_ROUNDING = 1e-12  # relative, of a quotient of sums
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ class Interval:
     high: float
 
     def if_varied(self) -> "Interval":
-        """Return it without its ends if they are equal: sequences that are all alike show no variation.
+        """Return it without its ends if they are equal to rounding: sequences all alike show no variation.
 
         Example:
             >>> Interval(0.0, 0.0, 0.0).if_varied(), Interval(0.5, 0.25, 0.75).if_varied().low
             (Interval(estimate=0.0, low=nan, high=nan), 0.25)
         """
-        return self if self.low < self.high else Interval(self.estimate, math.nan, math.nan)
+        varied = self.high - self.low > _ROUNDING * max(abs(self.low), abs(self.high))
+        return self if varied else Interval(self.estimate, math.nan, math.nan)
 
     def columns(self, name: str) -> dict[str, float]:
         """Return the estimate as ``name``, and the ends as ``name_low`` and ``name_high``."""

@@ -61,7 +61,7 @@ def setting_in_words(model: LoadedModel) -> str:
     chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
     listed = {*_COLUMNS, "listops"}  # the task's label names the law of listops
     others = [n for n, value in chosen.items() if n not in listed and _USUAL[n] not in (MISSING, value)]
-    return ", ".join(f"{name} {chosen[name]}" for name in sorted(others)) or "usual"
+    return ", ".join(f"{name} {_in_words(chosen[name])}" for name in sorted(others)) or "usual"
 
 
 def _setting(model: LoadedModel) -> dict[str, Any]:
@@ -121,6 +121,9 @@ def setting_labels(settings: Sequence[str]) -> dict[str, str]:
         >>> relu, gelu = ('{"task": "parity", "activation": "%s"}' % name for name in ("relu", "gelu"))
         >>> setting_labels([relu, gelu])[gelu]
         'parity, activation gelu'
+        >>> frozen = ('{"task": "parity", "frozen": %s}' % names for names in ("[]", '["qk"]'))
+        >>> sorted(setting_labels([*frozen]).values())
+        ['parity, frozen none', 'parity, frozen qk']
     """
     read = {setting: json.loads(setting) for setting in dict.fromkeys(settings)}
     labels = {}
@@ -128,5 +131,10 @@ def setting_labels(settings: Sequence[str]) -> dict[str, str]:
         # What comes with another task, like its vocabulary, need not be named.
         alike = [other for other in read.values() if other["task"] == values["task"]]
         names = [name for name in values if len({json.dumps(other.get(name)) for other in alike}) > 1]
-        labels[setting] = ", ".join([values["task"], *(f"{name} {values[name]}" for name in names)])
+        labels[setting] = ", ".join([values["task"], *(f"{name} {_in_words(values.get(name))}" for name in names)])
     return labels
+
+
+def _in_words(value: Any) -> str:
+    """Return a setting's value as it is typed; ``none`` for an empty list or a value that is not set."""
+    return "none" if value in (None, []) else "+".join(map(str, value)) if isinstance(value, list) else str(value)

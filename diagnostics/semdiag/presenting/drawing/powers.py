@@ -26,12 +26,12 @@ def factors(low: float, high: float) -> str:
         high: decimal logarithm of the largest.
 
     Example:
-        >>> factors(0.3, 1.8), factors(0.5, 0.5), factors(2.0, 12.1)
-        ('2 to 63', 'about 3.2', '10² to 10¹²')
+        >>> factors(0.3, 2.23), factors(0.5, 0.5), factors(2.0, 12.1)
+        ('2 to 170', 'about 3.2', '10² to 10¹²')
     """
     if high >= 3:
         return powers_of_ten(low, high)
-    ends = f"{10**low:.2g}", f"{10**high:.2g}"
+    ends = [f"{float(f'{10**end:.2g}'):g}" for end in (low, high)]
     return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
 
 

@@ -105,7 +105,7 @@ def _described(rows: pd.DataFrame, interval: bool = False) -> dict[str, Any]:
 def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
     """Return Σ sums / Σ counts with an interval from resampled samples."""
     each = rows.groupby("sample")[[sums, counts]].sum().to_numpy(np.float64)
-    return sum_ratio_interval(each[:, 0], each[:, 1], _RESAMPLES)
+    return sum_ratio_interval(each[:, 0], each[:, 1], _RESAMPLES).if_varied()
 
 
 def compare_summary(findings: Findings) -> Summary:

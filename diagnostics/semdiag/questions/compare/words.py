@@ -20,6 +20,8 @@ def comparison_sentences(result: Summary) -> list[str]:
         f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
         f"queries ({interval}), {number(whole['largest'])} at most; most in layer {most['layer']}, head "
         f"{most['head']}: {number(most['total_variation'])}."
+        if whole["largest"]
+        else f"The weights of all {whole['queries']:,} queries are the same."
     ]
     if whole["output_change"] is not None:
         sentences.append(_parts(whole))

@@ -45,7 +45,8 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
     )
     sample = f", from a random sample of {numbers['sampled']:,}" if numbers["sampled"] else ""
     ends = f"{lowest} in layer {numbers['lowest_layer']} to {highest} in layer {numbers['highest_layer']}"
-    by_layer = f"; by layer, medians from {ends}" if numbers["lowest_layer"] != numbers["highest_layer"] else ""
+    by_layer = f"; by layer, medians from {ends}" if lowest != highest else f"; {mass} in every layer"
+    by_layer = by_layer if numbers["lowest_layer"] != numbers["highest_layer"] else ""
     return (
         f"Would sparse attention help? Of the queries with more than {k_keys} ({share} of all{sample}) a "
         f"top-{k} mask {verb} {mass} of the attention weight at the median ({low} at the 5th "

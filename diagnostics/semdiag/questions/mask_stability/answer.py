@@ -20,7 +20,7 @@ from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 RESAMPLES = 200
 _BINS = 10  # of equal counts; one more holds what lies above them
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
-SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
+SUPPOSED = "the model selects no keys: this is the mask that top-{k} would choose from its scores"
 NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
 
 
@@ -88,7 +88,8 @@ def refusals(findings: Findings, model: str) -> list[str]:
 def mask_table(findings: Findings) -> pd.DataFrame:
     """Return the stability of masks by model, noise level, layer and head, and pooled.
 
-    Means are over queries and draws; ``_low`` and ``_high`` are 95% intervals from resampled sequences.
+    Means are over queries and draws; ``_low`` and ``_high`` are 95% intervals from resampled sequences,
+    missing for fewer than five and where all have the same value.
     ``spearman`` is the rank correlation of Δ with disagreement (1 − agreement): -1 where the masks of
     ill-separated queries change first.
 
@@ -137,11 +138,18 @@ def foreseen_margin(findings: Findings) -> float:
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:
-    """Return :func:`mask_table` averaged over heads, by model, level and layer: exact with interval, certified."""
-    layers = findings(mask_table)
-    layers = layers[layers["layer"] != ALL]
-    columns = ["exact", "exact_low", "exact_high", "certified"]
-    return layers.groupby(["model", "level", "layer"], as_index=False)[columns].mean()
+    """Return the stability of the masks of each layer, its heads together.
+
+    Returns:
+        model, level, layer; exact with its 95% interval (exact_low, exact_high), and certified.
+    """
+    rows = []
+    for (model, level, layer), part in findings.measurements.masks.groupby(["model", "level", "layer"]):
+        share = mean_interval(part, "exact", RESAMPLES).if_varied().columns("exact")
+        certified = float(part["certified"].astype(np.float64).mean())
+        rows.append({"model": model, "level": level, "layer": layer, **share, "certified": certified})
+    columns = ["model", "level", "layer", "exact", "exact_low", "exact_high", "certified"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def effect_table(findings: Findings) -> pd.DataFrame:
@@ -153,7 +161,7 @@ def effect_table(findings: Findings) -> pd.DataFrame:
     """
     rows = []
     for (model, level), effects in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
-        after = mean_interval(effects, "correct_after", RESAMPLES)
+        after = mean_interval(effects, "correct_after", RESAMPLES).if_varied()
         rows.append(
             {
                 "model": model, "level": level, "samples": len(effects),
@@ -195,7 +203,7 @@ def _places(queries: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:
 def _described(part: pd.DataFrame) -> Summary:
     means: dict[str, Any] = {}
     for name in _MEANS:
-        means |= mean_interval(part, name, RESAMPLES).columns(name)
+        means |= mean_interval(part, name, RESAMPLES).if_varied().columns(name)
     disagreement = part.assign(disagreement=1 - part["agreement"].astype(np.float64))
     spearman = rank_correlation_interval(disagreement, "separation", "disagreement", RESAMPLES)
     means |= spearman.columns("spearman")

@@ -47,7 +47,7 @@ def _of_model(pairs: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[str, Any]:
-    interval = mean_interval(rows, "jaccard", _RESAMPLES)
+    interval = mean_interval(rows, "jaccard", _RESAMPLES).if_varied()
     places = ["layer", "head", "other_layer", "other_head"]
     return {
         "what": what, "layer": layer, "other_layer": other, "pairs": len(rows[places].drop_duplicates()),

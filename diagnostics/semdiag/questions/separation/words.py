@@ -29,8 +29,9 @@ def _separation(findings: Findings, model: str) -> str:
         return "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
     table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))
     words = "no query drops a key, so the separation Δ is undefined"
-    if table["undefined"] < table["queries"]:
-        ties = f"{table['not_positive']:,} of {table['queries']:,} have none (Δ ≤ 0, a tie)"
+    separated = table["queries"] - table["undefined"]  # the others drop no key
+    if separated:
+        ties = f"{table['not_positive']:,} of {separated:,} have none (Δ ≤ 0, a tie)"
         ties = f"and {ties}" if table["not_positive"] else "all have more than 0"
         words = (
             f"the separation Δ has the median {table['p50']:.2g} nats; 5% of the queries have less than "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.counted_rows import attended_keys, counted_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.questions.heads.answer import head_table
@@ -120,6 +120,18 @@ def test_a_part_has_the_rows_of_the_whole(mask, causal):
             ours, theirs = getattr(rows.statistics, name), getattr(whole.statistics, name)[b][:, :, r]
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
         assert torch.equal(rows.queries, whole.queries[b][:, :, r])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["none", "keys", "whole"])
+def test_the_attended_keys_of_some_samples_are_those_of_all_their_queries(mask, causal, padded):
+    samples = torch.tensor([0, 2])
+    for seed in range(5):
+        call = attention_call(mask, causal, padded, False, seed)
+        allowed = seen(call) & call.counted[..., None]
+        assert torch.equal(attended_keys(call).expand(B, H, LK), allowed.any(2))
+        assert torch.equal(attended_keys(call, samples).expand(2, H, LK), allowed.any(2)[samples])
 
 
 class HidesItsLastKey(torch.nn.Module):

@@ -85,3 +85,33 @@ def test_what_is_not_kept_is_refused_in_one_line():
         model(torch.zeros(1, 6, dtype=torch.int64))
         with pytest.raises(InputError, match="differ in length"):
             calls.scores(0)
+
+
+class Twice(torch.nn.Module):
+    """One attention module, called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        x, _ = self.attention(x, x, x, need_weights=False)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_a_module_that_is_called_twice_is_two_layers_by_their_number_in_the_tables():
+    torch.manual_seed(0)
+    model = Twice().eval()
+    with torch.no_grad(), capture(model, scores=True) as calls:
+        model(torch.randn(2, 5, 8))
+    spans = calls.dispersion()
+    assert sorted(set(zip(spans["layer"], spans["occurrence"], strict=True))) == [(0, 0), (1, 1)]
+    for layer in (0, 1):
+        scores = calls.scores(layer)
+        assert torch.equal(scores, calls.scores(layer, occurrence=layer))
+        own = torch.tensor(spans.loc[spans["layer"] == layer, "dispersion"].to_numpy()).view(2, 2, 5)
+        torch.testing.assert_close(
+            (scores.amax(-1) - scores.amin(-1)).double(), own.double(), rtol=1e-5, atol=1e-6
+        )
+    with pytest.raises(InputError, match=r"Layer 1 is occurrence 1 of its module\. Got 0"):
+        calls.weights(1, occurrence=0)

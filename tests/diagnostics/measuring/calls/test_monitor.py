@@ -152,6 +152,22 @@ def test_sampled_rows_are_rows_of_the_whole_call(build):
         assert nearest.max() < 1e-5
 
 
+def test_the_first_key_of_sampled_rows_is_that_of_the_sequence_not_of_the_windows_drawn():
+    """In a window of 3, no query from the third on sees key 0: their weight on it is 0, whatever was drawn."""
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 2, 40, 5, generator=draw)
+    places = torch.arange(40)
+    window = (places <= places[:, None]) & (places > places[:, None] - 3)
+    call = AttentionCall("", 0, q, q, q, 1.0, window[None, None], None, None, q)
+    scores = (q @ q.transpose(2, 3)).masked_fill(~window, -torch.inf)
+    for seed in range(5):
+        found = sampled_rows(call, [], torch.Generator().manual_seed(seed))
+        drawn = torch.Generator().manual_seed(seed)
+        b, r = (torch.randperm(n, generator=drawn)[:m].sort().values for n, m in ((6, 4), (40, 8)))
+        weights = scores.softmax(-1)[b][:, :, r, 0]
+        torch.testing.assert_close(found.first_weight(), weights, rtol=1e-5, atol=1e-7)
+
+
 def eager():
     model = gpt2()
     model.set_attn_implementation("eager")

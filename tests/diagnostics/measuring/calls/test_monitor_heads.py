@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from semdiag import InputError, Monitor, watch_attention
 from semdiag.commands.monitor import monitor as monitor_command
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError, Watch, rules_of
-from semdiag.measuring.calls.monitor_heads import describe_heads, head_columns, scalars
+from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError, Watch, extremes_of, rules_of, summary_of
+from semdiag.measuring.calls.monitor_heads import LIMITS, describe_heads, head_columns, scalars
+from semdiag.measuring.calls.monitor_log import read_heads
 from semdiag.presenting.drawing.monitored_run import monitored_run
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag_models import Encoder, ModelConfig
@@ -285,6 +286,95 @@ def test_the_summary_names_the_extremes_and_the_alarms():
         model(tokens())
     assert loud.summary().splitlines()[:4] == [str(alarm) for alarm in told]
     assert Monitor(model).summary() == "No step was looked at."
+
+
+class NumbersOnly(torch.nn.Module):
+    """Attention whose scores pass through an operation that is not followed: queries and keys are not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        scores = (self.q(x) @ self.k(x).transpose(1, 2)).square()
+        return scores.softmax(-1) @ self.v(x)
+
+
+def test_norms_of_queries_and_keys_that_are_not_known_are_missing_not_0():
+    torch.manual_seed(0)
+    model = NumbersOnly().train()
+    with Monitor(model, every=1, rows="all") as monitor:
+        model(torch.randn(2, 6, 8))
+    (row,) = monitor.heads.to_dict("records")
+    assert row["max_logit"] > 0
+    assert math.isnan(row["query_norm"])
+    assert math.isnan(row["key_norm"])
+    assert "norm" not in monitor.summary()
+
+
+class Masked(torch.nn.Module):
+    """Attention written out, with a mask of keys."""
+
+    def forward(self, x, real):
+        scores = (x @ x.transpose(1, 2)).masked_fill(~real[:, None], -math.inf)
+        return scores.softmax(-1) @ x
+
+
+def test_a_sample_without_any_key_changes_no_number():
+    """Its outputs are NaN, and its queries, the longest here, attend to nothing."""
+    x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    x[2] *= 10
+    real = torch.ones(3, 6, dtype=torch.bool)
+    real[2] = False
+    found = []
+    for samples in (2, 3):
+        with Monitor(Masked().train(), every=1, rows="all") as monitor:
+            assert Masked()(x[:samples], real[:samples]).isnan().any() == (samples == 3)
+            monitor.model(x[:samples], real[:samples])
+        found.append(monitor.heads)
+    assert found[0]["rows"].item() == 12
+    assert found[0]["output_rank"].item() > 1
+    pd.testing.assert_frame_equal(*found, check_exact=False, rtol=1e-6)
+
+
+def rows_of_heads(*values):
+    """A row for each step and head: ``values`` by step, then by head."""
+    place = {"layer": 0, "module": "", "occurrence": 0, "rows": 8, **dict.fromkeys(LIMITS, math.nan)}
+    rows = [
+        {**place, "step": step, "head": head, "above": value, "alarm": alarm}
+        for step, of_step in enumerate(values)
+        for head, (value, alarm) in enumerate(of_step)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_a_quantity_that_is_the_same_everywhere_is_told_once():
+    same = rows_of_heads([(0.0, ""), (0.0, "")], [(0.0, ""), (0.0, "")])
+    assert extremes_of(same)[1:] == ["above: 0 (2 heads)"]
+    assert summary_of(same.to_dict("records"), [], ["above"]).splitlines()[1] == "  above: 0 (2 heads)"
+    one = rows_of_heads([(0.0, "")])
+    assert extremes_of(one)[1:] == ["above: 0 (layer_0/head_0, step 0)"]
+
+
+def test_an_extreme_is_told_where_it_was_first_met():
+    rows = rows_of_heads([(0.0, ""), (0.5, "")], [(1.0, ""), (0.0, "")], [(1.0, ""), (1.0, "")])
+    assert extremes_of(rows)[1:] == ["above: 0 (layer_0/head_0, step 0) to 1 (layer_0/head_0, step 1)"]
+
+
+def test_a_head_that_is_severe_at_once_has_crossed_the_warning_too():
+    rows = rows_of_heads([(0.9, "above:SEVERE"), (0.0, "")], [(0.9, "above:SEVERE"), (0.6, "above:WARNING")])
+    assert extremes_of(rows)[2:] == [
+        "alarm above:WARNING: 2 heads, first at step 0, layer_0/head_0",
+        "alarm above:SEVERE: 1 head, first at step 0, layer_0/head_0",
+    ]
+
+
+def test_the_command_shows_the_quantities_of_each_k(tmp_path):
+    path, model = tmp_path / "run.csv", encoder()
+    with Monitor(model, every=1, k=3, rows="all", path=path):
+        model(tokens())
+    lines = extremes_of(read_heads(path))
+    assert [line.split(":")[0] for line in lines if "_k3" in line] == ["dispersion_k3", "separation_k3", "mass_k3"]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -172,3 +172,22 @@ def test_a_softmax_in_float32_inside_a_float64_model_is_no_omission(scale):
     assert found.over_rounding < 1
     for omitted in ({"scale": call.scale * 1.01}, {"bias": torch.randn(1, 1, LENGTH, LENGTH) / 100}):
         assert recomputation_residual(dataclasses.replace(call, **omitted)).over_rounding > 1
+
+
+def test_rows_without_keys_may_be_no_numbers():
+    """As of a sample that is all padding, behind attention that is written out: queries, keys, outputs."""
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 2, 4, 5, generator=draw)
+    q[2] = torch.nan
+    allowed = torch.ones(3, 1, 1, 4, dtype=torch.bool)
+    allowed[2] = False
+    mixed = torch.softmax((q @ q.mT).masked_fill(~allowed, -torch.inf), -1) @ q
+    assert mixed[2].isnan().all()
+    found = recomputation_residual(AttentionCall("", 0, q, q, q, 1.0, allowed, None, None, mixed))
+    whole = recomputation_residual(AttentionCall("", 0, q[:2], q[:2], q[:2], 1.0, None, None, None, mixed[:2]))
+    assert found.over_rounding < 1
+    assert found.rounding == pytest.approx(whole.rounding, rel=1e-6)
+    wrong = AttentionCall("", 0, q, q, q, 1.0, allowed, None, None, 2 * mixed)
+    assert recomputation_residual(wrong).over_rounding > 100
+    nothing = AttentionCall("", 0, q[2:], q[2:], q[2:], 1.0, allowed[2:], None, None, mixed[2:])
+    assert recomputation_residual(nothing) == (0, 0, 0)

@@ -203,6 +203,17 @@ def test_mean_interval_is_that_of_explicit_resampling():
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(explicit, tail_levels(len(samples)))))
 
 
+def test_sequences_that_are_all_alike_have_no_interval_whatever_their_sums_round_to():
+    rows = queries(np.full((7, 3), 0.1 + 0.2))
+    assert mean_interval(rows, "dispersion").high > 0
+    varied = mean_interval(rows, "dispersion").if_varied()
+    assert varied.estimate == pytest.approx(0.3)
+    assert math.isnan(varied.low)
+    assert math.isnan(varied.high)
+    other = mean_interval(rows.assign(dispersion=rows["dispersion"] + 1e-6 * rows["sample"]), "dispersion")
+    assert other.if_varied() == other
+
+
 def test_nothing_to_resample_is_not_a_number():
     empty = pd.DataFrame({"sample": [], "x": [], "y": []})
     assert np.isnan(mean_interval(empty, "x").estimate)

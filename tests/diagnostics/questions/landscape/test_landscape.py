@@ -19,6 +19,7 @@ from semdiag.measuring.measure import measure
 from semdiag.measuring.survey import survey
 from semdiag.questions.landscape.answer import landscape_facts, working_distance
 from semdiag.questions.landscape.measure import LandscapePlan, landscape
+from semdiag.questions.landscape.words import landscape_sentences
 from semdiag_models import Encoder, InputError
 
 FEW = LandscapePlan(grid=5, radius=0.5)
@@ -224,6 +225,14 @@ def test_facts_of_a_plane(tiny_models, inputs):
     assert (facts["cells"], facts["samples"], facts["not_finite"]) == (25, 30, 1)
     finite = table["loss"][1:][np.isfinite(table["loss"][1:])]
     assert (facts["lowest_loss"], facts["highest_loss"]) == (finite.min(), finite.max())
+
+
+@pytest.mark.parametrize(("planes", "said"), [(1, ", one random plane ("), (11, ", 11 random planes (")])
+def test_planes_are_counted_in_words(tiny_models, inputs, planes, said):
+    found = measure(tiny_models[0], inputs[0])
+    table = landscape(tiny_models[0], *inputs, options=LandscapePlan(planes=planes, grid=3))
+    (sentence,) = landscape_sentences(Findings(found.replace(landscape=table)))
+    assert said in sentence
 
 
 @pytest.mark.parametrize("label", [7, -1, -100])

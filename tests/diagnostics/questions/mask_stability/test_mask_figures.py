@@ -9,13 +9,21 @@ import pytest
 from matplotlib.text import Text
 
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.page import k_sweep_tables
 from semdiag.questions.k_sweep.words import k_sweep_sentences
-from semdiag.questions.mask_stability.answer import foreseen_margin, mask_summary, reliability_tables
+from semdiag.questions.mask_stability import answer
+from semdiag.questions.mask_stability.answer import (
+    foreseen_margin,
+    heads_pooled,
+    mask_summary,
+    mask_table,
+    reliability_tables,
+)
 from semdiag.questions.mask_stability.glance import masks_glance
 from semdiag.questions.mask_stability.page import mask_tables
 from semdiag.questions.mask_stability.words import mask_sentences, masks_in_short
@@ -60,6 +68,26 @@ def test_every_model_without_a_mask_is_titled_so(pair, probed):
         for ax in registry.figures()["masks_unchanged"](Findings(found.replace(models=models))).axes
     ]
     assert ["top-3 it would choose" in title for title in titles].count(True) == 1
+
+
+def test_the_interval_of_a_layer_resamples_the_sequences_of_all_its_heads(pair, probed):
+    """The mean of the heads' own ends is wider: what two heads do on other sequences varies apart."""
+    found = probed(pair)
+    drawn = np.random.default_rng(0).integers(6, size=len(found.masks)) / 5
+    masks = found.masks.assign(exact=drawn.astype(np.float32), head=(found.masks["query"] % 2).astype(np.int32))
+    found = Findings(found.replace(masks=masks))
+    of_heads = found(mask_table)
+    for row in found(heads_pooled).to_dict("records"):
+        place = {name: row[name] for name in ("model", "level", "layer")}
+        own, heads = (
+            table[(table[[*place]] == pd.Series(place)).all(axis=1)]
+            for table in (found.measurements.masks, of_heads)
+        )
+        share = mean_interval(own, "exact", answer.RESAMPLES)
+        assert (row["exact"], row["exact_low"], row["exact_high"]) == (share.estimate, share.low, share.high)
+        assert row["exact"] == pytest.approx(own["exact"].mean(), rel=1e-6)
+        assert row["certified"] == pytest.approx(own["certified"].mean(), rel=1e-6)
+        assert heads["exact_low"].mean() < row["exact_low"] < row["exact"] < row["exact_high"]
 
 
 def test_one_level_is_drawn_against_layers(pair, probed):
@@ -174,7 +202,7 @@ def test_what_is_said_of_masks(pair, probed):
     said = mask_sentences(Findings(probed(pair)))
     assert said[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
     full, topk, banded = said[1:]
-    assert "full attention drops no key: this is the mask that top-3 would choose" in full
+    assert "the model selects no keys: this is the mask that top-3 would choose" in full
     assert "Under 1% noise 98.5% of the masks stay exactly the same" in topk
     assert "Certified rows that changed: 0 of" in topk
     assert "25.0% of the predictions change" in topk

@@ -10,6 +10,7 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.calls.scored_rows import scored_rows
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import measure
 from semdiag.measuring.survey import survey
 from semdiag.questions.overlap.answer import overlap_summary, overlap_table
 from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
@@ -164,6 +165,16 @@ def test_findings_say_how_much_is_shared_and_by_chance(tiny_runs):
         assert (own["low"] <= own["jaccard"]).all()
         assert (own["jaccard"] <= own["high"]).all()
     assert [len(r["overlap"]) for r in found(overlap_summary)["results"]] == table.groupby("model").size().tolist()
+
+
+def test_samples_that_are_all_alike_have_no_interval(wild_encoder):
+    """Nothing varies between them, so nothing is known of other inputs."""
+    tokens = torch.tensor([[0, 1, 1, 0, 1, 0]]).repeat(6, 1)
+    encoder = wild_encoder("full")
+    measurements = measure(encoder, tokens).replace(overlap=mask_overlap(encoder, tokens, OverlapPlan(K)))
+    table = Findings(measurements)(overlap_table)
+    assert set(table["samples"]) == {6}
+    assert table[["low", "high"]].isna().all(axis=None)
 
 
 def test_the_section_draws_says_and_tabulates(tiny_runs):

@@ -69,7 +69,7 @@ class KSweepPlan:
     ks: tuple[int, ...] = ()  # of the reruns; none named: up to max_k in growing steps; of any model a few
     kinds: tuple[str, ...] = ()  # of sparse attention; none named: top-k and random; of any model some more
     lengths: tuple[int, ...] = ()  # of pieces into which the tokens are cut, to be run with the masks, too
-    seconds: float | None = None  # without rerun: models from elsewhere are run on what fits in so much time
+    seconds: float | None = None  # without rerun: external models are run on what fits in so much time
     jobs: int = 1  # processes among which the masks of a rerun are divided
 
     def __post_init__(self) -> None:
