@@ -350,20 +350,20 @@ def rows_of_heads(*values):
 
 def test_a_quantity_that_is_the_same_everywhere_is_told_once():
     same = rows_of_heads([(0.0, ""), (0.0, "")], [(0.0, ""), (0.0, "")])
-    assert extremes_of(same)[1:] == ["above: 0 (2 heads)"]
-    assert summary_of(same.to_dict("records"), [], ["above"]).splitlines()[1] == "  above: 0 (2 heads)"
+    assert extremes_of(same)[2:] == ["above: 0 (2 heads)"]
+    assert summary_of(same.to_dict("records"), [], ["above"]).splitlines()[2] == "  above: 0 (2 heads)"
     one = rows_of_heads([(0.0, "")])
-    assert extremes_of(one)[1:] == ["above: 0 (layer_0/head_0, step 0)"]
+    assert extremes_of(one)[2:] == ["above: 0 (layer_0/head_0, step 0)"]
 
 
 def test_an_extreme_is_told_where_it_was_first_met():
     rows = rows_of_heads([(0.0, ""), (0.5, "")], [(1.0, ""), (0.0, "")], [(1.0, ""), (1.0, "")])
-    assert extremes_of(rows)[1:] == ["above: 0 (layer_0/head_0, step 0) to 1 (layer_0/head_0, step 1)"]
+    assert extremes_of(rows)[2:] == ["above: 0 (layer_0/head_0, step 0) to 1 (layer_0/head_0, step 1)"]
 
 
 def test_a_head_that_is_severe_at_once_has_crossed_the_warning_too():
     rows = rows_of_heads([(0.9, "above:SEVERE"), (0.0, "")], [(0.9, "above:SEVERE"), (0.6, "above:WARNING")])
-    assert extremes_of(rows)[2:] == [
+    assert extremes_of(rows)[:2] == [
         "alarm above:WARNING: 2 heads, first at step 0, layer_0/head_0",
         "alarm above:SEVERE: 1 head, first at step 0, layer_0/head_0",
     ]

@@ -230,7 +230,7 @@ def test_facts_of_a_plane(tiny_models, inputs):
 @pytest.mark.parametrize(("planes", "said"), [(1, ", one random plane ("), (11, ", 11 random planes (")])
 def test_planes_are_counted_in_words(tiny_models, inputs, planes, said):
     found = measure(tiny_models[0], inputs[0])
-    table = landscape(tiny_models[0], *inputs, options=LandscapePlan(planes=planes, grid=3))
+    table = landscape(tiny_models[0], *inputs, plan=LandscapePlan(planes=planes, grid=3))
     (sentence,) = landscape_sentences(Findings(found.replace(landscape=table)))
     assert said in sentence
 
