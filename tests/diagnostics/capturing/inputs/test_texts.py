@@ -243,20 +243,18 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, classifier, rows, la
     assert "\n" not in str(error.value)
 
 
-def test_classes_for_a_model_that_predicts_tokens_are_refused(tmp_path):
-    folder = tmp_path / "causal"
-    saved(folder, transformers.BertLMHeadModel, transformers.BertConfig, vocab_size=len(WORDS), **SMALL)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("BertLMHeadModel", r"names a class for each text, but BertLMHeadModel predicts tokens\."),
+        ("BertModel", r"BertModel takes no labels"),
+    ],
+)
+def test_labels_of_a_model_without_classes_are_refused(tmp_path, kind, said):
+    saved(tmp_path / "model", getattr(transformers, kind), transformers.BertConfig, vocab_size=len(WORDS), **SMALL)
     path = lines(tmp_path / "texts.jsonl", [{"text": "a", "label": 1}])
-    with pytest.raises(InputError, match=r"names a class for each text, but BertLMHeadModel predicts tokens\."):
-        text_batches(path, load(f"hf:{folder}"), 10, TextOptions())
-
-
-def test_labels_of_a_model_without_classes_are_refused(tmp_path):
-    folder = tmp_path / "body"
-    saved(folder, transformers.BertModel, transformers.BertConfig, vocab_size=len(WORDS), **SMALL)
-    path = lines(tmp_path / "texts.jsonl", [{"text": "a", "label": 1}])
-    with pytest.raises(InputError, match=r"BertModel takes no labels"):
-        text_batches(path, load(f"hf:{folder}"), 10, TextOptions())
+    with pytest.raises(InputError, match=said):
+        text_batches(path, load(f"hf:{tmp_path / 'model'}"), 10, TextOptions())
 
 
 def test_texts_are_cut_where_the_user_says_and_short_ones_are_said_to_be_short(tmp_path, classifier):
