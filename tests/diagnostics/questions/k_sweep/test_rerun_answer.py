@@ -144,6 +144,15 @@ def test_an_estimate_within_its_uncertainty_is_no_loss(made_up):
     )
 
 
+def test_a_k_is_said_to_cost_only_if_its_interval_is_beyond_the_tolerance(made_up):
+    """The largest k was named though these samples cannot tell of it: "even k = 12 … (0 to 0.02)"."""
+    wide = {i: 0.06 if i % 2 else -0.06 for i in range(40)}
+    findings = shifted(made(made_up, {8: HARMFUL, 12: 0.012}, samples=40), (12,), wide)
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.k) == ("not without loss", 8)
+    assert first_line(findings).startswith("not without loss: even k = 8 per query (50% of the keys) costs 0.5")
+
+
 def test_samples_that_all_change_alike_have_no_interval(made_up):
     """It was an interval of no width, "0 (0 to 0)": 500 samples that stay say nothing of one in a thousand."""
     findings = made(made_up, {4: 0.0, 8: 0.0})

@@ -48,8 +48,8 @@ class SparseVerdict:
             uncertain, not_sparse, not_rerun, other_kinds (run, but not with top-k), not_finite, drops_nothing,
             fixed_mask, own_mask, not_measured; empty if there is one.
         k: what the answer is about: the smallest k from which on the loss stays; if there is none, the largest
-            that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95% of the
-            weight; None: none of these.
+            that certainly costs, of all or of those at most half of the keys (uncertain: of the latter); or the
+            smallest that keeps 95% of the weight; None: none of these.
         share: mean of k divided by the number of keys of its queries.
         mass: mean attention weight that k keeps of queries with more than k keys; NaN above the sweep's largest k.
         queries: such queries.
@@ -304,7 +304,8 @@ def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str
             return row, None, "cannot tell", "not_finite"
     if not costs(last, limit):
         return last, None, "cannot tell", "uncertain"
-    return stays or top[-1], last if stays and sparse else None, "not without loss", ""
+    shown = top[-1] if costs(top[-1], limit) else last
+    return stays or shown, last if stays and sparse else None, "not without loss", ""
 
 
 def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
