@@ -211,8 +211,7 @@ class Recorder(threading.local):
             self.skip(call.mechanism, reason, module)
             return
         with self._watched.lock, outside_all_modes(call.q.device.type):
-            call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._calls[module])
-            self._calls[module] += 1
+            call = self._placed(call, module, self._calls)
             self.audit.captured[Captured(module, call.mechanism)] += 1
             for text in _remarks(call, self.shapes[-1] if self.shapes else ()):
                 self.audit.remarks[Remark(module, text)] += 1
@@ -231,9 +230,14 @@ class Recorder(threading.local):
         if self._watched.mask is None or _unusable(call):  # the latter is noted once it has run
             return None
         module = call.module or self.module
-        call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._mask_calls[module])
-        self._mask_calls[module] += 1
-        return self._watched.mask(call)
+        return self._watched.mask(self._placed(call, module, self._mask_calls))
+
+    def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
+        """Fill in a call's place, and count it; keys of width 0 become zeros of width 1."""
+        place = {"module": module, "layer": self.audit.layer(module), "occurrence": calls[module]}
+        calls[module] += 1
+        q, k = (x if x.shape[3] else x.new_zeros(()).expand(*x.shape[:3], 1) for x in (call.q, call.k))
+        return replace(call, q=q, k=k, **place)
 
     def skip(self, operation: str, reason: str, module: str | None = None) -> None:
         """Note an operation that looks like attention and is not captured."""
@@ -275,7 +279,7 @@ def _unusable(call: AttentionCall) -> str | None:
         return "recomputed in the backward pass (checkpointing): close the context before backward"
     if torch._C._functorch.is_functorch_wrapped_tensor(call.q):
         return TRANSFORMED
-    return None if call.q[..., 0].numel() and call.k.shape[2] else NOTHING
+    return None if math.prod(call.q.shape[:3]) and call.k.shape[2] else NOTHING
 
 
 def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:

@@ -253,8 +253,10 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     causal = given.causal(implementation == "sdpa")
     allowed, forbidding, full = None, None, None
     if mask is not None:
-        allowed, added, forbidding, full = split_mask(mask[..., :k_length])
-        bias = added if bias is None else bias if added is None else bias + added
+        mask = mask[..., :k_length]
+        if bias is not None:  # judged as a sum, among the keys that are left
+            mask = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+        allowed, bias, forbidding, full = split_mask(mask)
     sinks = getattr(given.module, "sinks", None) if implementation == "eager" else None
     if implementation == "eager" and options.get("sinks") is not None:
         sinks = options["sinks"].detach()
