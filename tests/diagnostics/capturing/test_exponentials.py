@@ -207,7 +207,6 @@ def test_values_that_are_multiplied_one_by_one_are_named_in_either_precision(dty
 NO_WEIGHTS = {
     "a permutation": lambda q, k, v: torch.eye(LENGTH)[(q @ k.mT).argmax(-1)] @ v,
     "gates": lambda q, k, v: (q * k.exp2()) @ draw(4, 4),
-    "a memory of parameters": lambda q, k, v: (q @ draw(4, 6)).relu() @ draw(6, 4),
     "scores alone": lambda q, k, v: (q @ k.mT).sigmoid(),
 }
 

@@ -264,7 +264,9 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
             bias = (0.0 if bias is None else bias) - sinks.to(torch.promote_types(sinks.dtype, torch.float32))
             sinks = sinks.new_zeros(sinks.shape[1])
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
-    from_cache = not by_rule and (causal or given.more_keys)
+    cached = given.cached
+    behind = cached is not None and cached.new == q_length < cached.keys  # behind a prefix, whatever they see
+    from_cache = not by_rule and (causal or given.more_keys or behind)
     call = given.attention(
         output,
         allowed,
