@@ -69,7 +69,9 @@ def test_the_keys_confirm_padding_behind_virtual_tokens_which_are_named_once(mak
     calls, said = captured(model, {"input_ids": IDS, "attention_mask": real.long()})
     assert (said("do not confirm"), said("virtual tokens")) == (0, 1)
     rows = calls.dispersion().query("layer == 0 and head == 0").dropna(subset="dispersion")
-    assert {*zip(rows["sample"], rows["query"], strict=True)} == {(int(i), int(j)) for i, j in real.nonzero()}
+    assert {*zip(rows["sample"], rows["query"] - VIRTUAL, strict=True)} == {
+        (int(i), int(j)) for i, j in real.nonzero()
+    }
     past = real[:, None].double().expand(-1, LENGTH, -1)
     past = past.tril() if isinstance(model.base_model, LlamaForCausalLM) else past
     assert rows["keys"].tolist() == (VIRTUAL + past.sum(-1)[real]).int().tolist()
