@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.provenance.softmaxes import NO_SOFTMAX
 
 _SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "_log_softmax")
 _EXPONENTIALS = ("exp", "exp_", "expm1", "expm1_", "exp2", "exp2_", "pow", "pow_")
@@ -223,7 +224,7 @@ def found_in(model, run):
         seen=calls + len(still),
         captured=calls,
         wrong=len(wrong),
-        audited=audit.skipped.total(),
+        audited=sum(times for seen, times in audit.skipped.items() if seen.reason != NO_SOFTMAX),
         others=audit.others.total(),
         met_values=sum(isinstance(t, TrueFused) or t.used for t in still),
         same=torch.equal(before, during),

@@ -54,7 +54,8 @@ def watch_attention(
 
     In an unchanged encoder of semdiag_models, only the attention cores are watched. In any other model, every
     softmax that reaches torch's dispatcher is captured, or is multiplied with values but not captured, which the
-    audit lists, or is no attention, which the audit counts. Attention without a softmax is not seen.
+    audit lists, or is no attention, which the audit counts. The audit also lists products that meet values without
+    a softmax.
     Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
     or task it was opened in, and in those that have no watch of their own. A watch with a mask masks what all
     others see, whichever was opened first.

@@ -29,7 +29,7 @@ def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False)
 
 
 def with_full_rows_read(
-    history: ScoreHistory, scores: Tensor, allowed: Tensor | None
+    history: ScoreHistory, scores: Tensor
 ) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
     """Read fully masked rows, and rows at one low constant, from the softmax's input.
 
@@ -37,15 +37,14 @@ def with_full_rows_read(
     those near the row's largest number; the differences between these are a bias.
 
     Args:
-        history: of the scores.
+        history: of the scores, split.
         scores: the softmax's input (…, Lq, Lk).
-        allowed: entries that no mask forbids, broadcastable to the scores; None means all.
 
     Returns:
         History; allowed entries, none in fully masked rows; and the keys of these rows (…, Lq, Lk), None if there
         are none.
     """
-    top = scores.amax(-1, keepdim=True)
+    allowed, top = history.allowed, scores.amax(-1, keepdim=True)
     enough = FORBIDDING + ROOM
     low = (top <= enough) & top.isfinite()
     if not bool(low.any()):

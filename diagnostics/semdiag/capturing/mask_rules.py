@@ -115,22 +115,26 @@ class RandomK:
 
 
 def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind of mask)
-    """Each query keeps the keys less than ``width`` positions from it, and the first ``sinks`` keys.
+    """Each query keeps ``width`` keys in all: the first ``sinks`` keys, and the others nearest to it.
+
+    In a causal model it keeps as many keys as ``TopK(width)``. In others the window is cut off at both ends of the
+    sequence, or covers the sinks: queries there keep fewer.
 
     Args:
-        width: at least 1; in a causal model, the query's own key and the ``width - 1`` before it are kept.
-        sinks: as in :class:`TopK`.
+        width: above ``sinks``; in a causal model, the query's own key and the ``width - sinks - 1`` before it are
+            kept, otherwise as many on either side.
+        sinks: how many of the first keys that are not padding are always kept.
 
     Raises:
-        InputError: if width is below 1 or sinks are negative.
+        InputError: if width is not above sinks, or sinks are negative.
 
     Example:
-        >>> Window(64, sinks=4) == TopK(0, sinks=4, window=64)
+        >>> Window(64, sinks=4) == TopK(0, sinks=4, window=60, centred=True)
         True
     """
-    if whole_number(width, "width") < 1:
-        raise InputError(f"A window is at least 1 key wide. Got {width}.")
-    return TopK(0, sinks, width)
+    if whole_number(width, "width") <= whole_number(sinks, "sinks"):
+        raise InputError(f"A window keeps its sinks and at least 1 key more. Got width={width}, sinks={sinks}.")
+    return TopK(0, sinks, width - sinks, centred=True)
 
 
 Rule = TopK | TopP | RandomK

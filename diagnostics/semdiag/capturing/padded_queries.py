@@ -46,6 +46,8 @@ def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
 def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
     """Return whether the keys are the mask's tokens, and no real query may attend to padding.
 
+    Other keys may follow the tokens; or come before them, if all real tokens are then seen, as behind a prefix.
+
     Args:
         mask: (B, L) bool, true where a token is real.
         queries: (B, Lq) bool, the real queries; or (B, 1), true: no query at all may attend to padding.
@@ -59,8 +61,11 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
     seen = call.part().allowed
     if seen is None:
         return call.selected is not None
-    padded = ~mask[:, None, None, :]
-    return not bool((seen[..., : mask.shape[1]] & padded & queries[:, None, :, None]).any())
+    by_some = (seen & queries[:, None, :, None]).any(2).any(1)
+    length, keys = mask.shape[1], by_some.shape[1]
+    return not bool((by_some[:, :length] & ~mask).any()) or (
+        length < keys and bool((by_some[:, keys - length :] == mask).all())
+    )
 
 
 def none_without_keys(queries: Tensor, call: AttentionCall) -> bool:

@@ -28,6 +28,10 @@ from semdiag.capturing.token_masks import TokenMasks, readings, takes_masks, tok
 
 NOT_APPLIED, NOT_APPLIED_CODE = "real is not applied here", "real-not-applied"  # start and code of a remark
 OWN_KEY = "queries that may attend to no key, and to which no other query may attend, are taken for padding"
+NOT_MASKED = (
+    "some samples begin with the padding token and no mask was given: it counts as queries and keys; give "
+    "attention_mask"
+)
 AVERAGED = (
     "a finite constant forbids every key of some real queries: the model then attends to all these keys equally, "
     "and is measured so"
@@ -58,6 +62,7 @@ class Padding:
         self._model = model
         self._threads = threading.local()
         self._failed: str | None = None
+        self._bare = False  # whether some samples begin with padding that no mask marks
         self._hooks: dict[nn.Module, hooks.Handles] = {}
 
     @property
@@ -117,6 +122,8 @@ class Padding:
             masks = token_masks(module, args, kwargs)
         except Exception as error:  # arguments may be anything
             masks, self._failed = None, f"padding of the inputs: {failure(error)}"
+        if module is self._model:
+            self._bare = masks is not None and self.given is None and _begins_bare(module, masks, args, kwargs)
         self._running.append(masks)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -133,6 +140,8 @@ class Padding:
         if self._failed is not None:
             audit.remarks[Remark(call.module, self._failed)] += 1
         code = "padding"
+        if self._bare:
+            audit.remarks[Remark("", NOT_MASKED, code)] += 1
         if self.given is not None:
             queries, remark = self._of_the_user(self.given.to(call.q.device), call)
             code = NOT_APPLIED_CODE
@@ -221,6 +230,18 @@ class Padding:
             f"the {end} keys of some samples are hidden from all queries: if they are padding, their own queries "
             "count all the same; say which tokens are real with real="
         )
+
+
+def _begins_bare(module: nn.Module, masks: TokenMasks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether some samples, not all, begin with the model's padding token, and no mask was given."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    pad = getattr(getattr(module, "config", None), "pad_token_id", None)
+    if masks.other or any(mask is not None for mask in masks.given.values()) or not isinstance(pad, int):
+        return False
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        return False
+    first = ids[:, 0] == pad
+    return bool(first.any()) and not bool(first.all())
 
 
 def _averages(call: AttentionCall) -> bool:

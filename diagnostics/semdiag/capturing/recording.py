@@ -21,6 +21,18 @@ from semdiag_models import AttentionCore
 _STEEP = -1000.0  # a bias below this gets a remark
 _FAINT = math.log(1e-9)  # so does one that lowers a key's weight by this factor
 NOTHING = "has no query or no key: there is nothing to measure"
+NUMBERS_DIFFER = (
+    "its number of calls in a forward pass depends on the input (windows, chunks): rows of several inputs are "
+    "pooled by the order of the calls, although the same occurrence may be another part of each input"
+)
+PREFIXED = (
+    "keys precede the first token that was seen: if they are virtual tokens (a prefix) and not earlier text, they "
+    "count as keys, and the first key and sinks are theirs"
+)
+PADDED_WINDOWS = (
+    "its batch axis holds several rows per sample, and tokens at the end of the last row are all alike: if these "
+    "are windows padded to a common size, the padding counts as queries and keys"
+)
 TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors have no values of their own"
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or async task
 
@@ -37,6 +49,7 @@ class Watched:
         names: of the modules, by their id.
         parameters: addresses of the storages of the model's parameters and buffers.
         ran: names of all modules that have run.
+        numbers: of calls in the first forward pass that had some, by module.
         lock: held while something is noted or recorded.
         closed: whether the watch is over; a wrapper that outlives it does nothing.
         failure: the last exception that the consumer raised.
@@ -58,6 +71,7 @@ class Watched:
             t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided
         }
         self.ran: set[str] = set()
+        self.numbers: dict[str, int] = {}
         self.lock, self.closed = threading.RLock(), False
         self.failure: BaseException | None = None
 
@@ -154,7 +168,16 @@ class Recorder(threading.local):
         while self.running.pop() != name:
             self.shapes.pop()
         self.shapes.pop()
+        if not self.running:
+            self._note_numbers()
         return True
+
+    def _note_numbers(self) -> None:
+        """Note modules that this forward pass has called more or less often than an earlier one."""
+        with self._watched.lock:
+            for module, number in self._calls.items():
+                if self._watched.numbers.setdefault(module, number) != number:
+                    self.audit.remarks[Remark(module, NUMBERS_DIFFER)] += 1
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -211,8 +234,12 @@ class Recorder(threading.local):
             self.skip(call.mechanism, reason, module)
             return
         with self._watched.lock, outside_all_modes(call.q.device.type):
-            call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._calls[module])
-            self._calls[module] += 1
+            call = self._placed(call, module, self._calls)
+            if call.first_query + call.keys_before and module not in self._watched.numbers and not call.occurrence:
+                self.audit.remarks[Remark("", PREFIXED)] += 1
+            samples = next((shape[0] for shape in self.shapes if shape), len(call.q))
+            if samples < len(call.q) and _ends_alike(call):
+                self.audit.remarks[Remark("", PADDED_WINDOWS)] += 1
             self.audit.captured[Captured(module, call.mechanism)] += 1
             for text in _remarks(call, self.shapes[-1] if self.shapes else ()):
                 self.audit.remarks[Remark(module, text)] += 1
@@ -231,9 +258,14 @@ class Recorder(threading.local):
         if self._watched.mask is None or _unusable(call):  # the latter is noted once it has run
             return None
         module = call.module or self.module
-        call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._mask_calls[module])
-        self._mask_calls[module] += 1
-        return self._watched.mask(call)
+        return self._watched.mask(self._placed(call, module, self._mask_calls))
+
+    def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
+        """Fill in a call's place, and count it; keys of width 0 become zeros of width 1."""
+        place = {"module": module, "layer": self.audit.layer(module), "occurrence": calls[module]}
+        calls[module] += 1
+        q, k = (x if x.shape[3] else x.new_zeros(()).expand(*x.shape[:3], 1) for x in (call.q, call.k))
+        return replace(call, q=q, k=k, **place)
 
     def skip(self, operation: str, reason: str, module: str | None = None) -> None:
         """Note an operation that looks like attention and is not captured."""
@@ -275,7 +307,7 @@ def _unusable(call: AttentionCall) -> str | None:
         return "recomputed in the backward pass (checkpointing): close the context before backward"
     if torch._C._functorch.is_functorch_wrapped_tensor(call.q):
         return TRANSFORMED
-    return None if call.q[..., 0].numel() and call.k.shape[2] else NOTHING
+    return None if math.prod(call.q.shape[:3]) and call.k.shape[2] else NOTHING
 
 
 def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:
@@ -341,6 +373,17 @@ def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
             f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores: if it is meant as a "
             "mask, the keys that it is given to count as attended all the same"
         )
+
+
+def _ends_alike(call: AttentionCall) -> bool:
+    """Return whether the last token of the last row has the query and key of another one there, up to rounding."""
+    length, alike = call.q.shape[2], torch.ones((), dtype=torch.bool, device=call.q.device)
+    if call.k.shape[2] != length or call.q.shape[3] == 1:
+        return False
+    for rows in (call.q[-1], call.k[-1]):
+        limit = 16 * torch.finfo(rows.dtype).eps * rows.abs().amax()
+        alike = alike & ((rows - rows[:, -1:]).abs() <= limit).all(-1).all(0)
+    return 2 <= int(alike.sum()) < length
 
 
 def _masks_faintly(bias: Tensor) -> bool:

@@ -14,7 +14,9 @@ def lowest(dtype: torch.dtype) -> float:
     return max(-1e36, torch.finfo(dtype).min / 2)
 
 
-def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None, float | None, Tensor | None]:
+def split_mask(
+    mask: Tensor, least: float | None = None
+) -> tuple[Tensor | None, Tensor | None, float | None, Tensor | None]:
     """Split a mask into the keys that it allows and the bias that it adds.
 
     A term forbids a key if it counts as -inf (:func:`lowest`), or if it is a constant at least 9,999 below the
@@ -24,6 +26,7 @@ def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None, float | None
 
     Args:
         mask: bool, true where attention is allowed; or float (…, Lq or 1, Lk), added to the scores.
+        least: a term at or below this counts as -inf; None means :func:`lowest` of the mask's dtype.
 
     Returns:
         Allowed keys, bool, or None if none is forbidden; bias, or None if it is zero; the constant that forbids
@@ -44,7 +47,7 @@ def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None, float | None
         mask = mask.detach()
         if not mask.is_floating_point():
             return mask.bool(), None, None, None
-        forbidden, steep = _forbidden(mask)
+        forbidden, steep = _forbidden(mask, FORBIDDING, least)
         some = bool(forbidden.any())
         bias = mask.masked_fill(forbidden, 0) if some else mask
         full = full_rows(mask)
@@ -73,9 +76,9 @@ def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
     return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
 
 
-def _forbidden(terms: Tensor, enough: float = FORBIDDING) -> tuple[Tensor, float | None]:
+def _forbidden(terms: Tensor, enough: float, least: float | None = None) -> tuple[Tensor, float | None]:
     """Return which terms forbid their key, and the lowest of those that do not count as -inf."""
-    forbidden = terms <= lowest(terms.dtype)
+    forbidden = terms <= (lowest(terms.dtype) if least is None else least)
     best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     below = (terms - best).masked_fill(forbidden, 0)
     if not bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):

@@ -9,7 +9,7 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.provenance.products import UNKNOWN
+from semdiag.capturing.provenance.softmaxes import NO_SOFTMAX
 from semdiag_models import InputError
 
 HEADS, LENGTH, WIDTH, K = 2, 9, 12, 3
@@ -162,14 +162,14 @@ NAMED = {
     "expm1 alone": (lambda q, k, v: normalised(torch.expm1((q @ k.mT).abs())) @ v, "its weights were changed"),
     "sigmoid against the rest": (
         lambda q, k, v: torch.sigmoid((z := q @ k.mT) - torch.stack([rest(z, j) for j in range(LENGTH)], -1)) @ v,
-        UNKNOWN,
+        NO_SOFTMAX,
     ),
-    "sigmoid, normalised": (lambda q, k, v: normalised((q @ k.mT).sigmoid()) @ v, UNKNOWN),
+    "sigmoid, normalised": (lambda q, k, v: normalised((q @ k.mT).sigmoid()) @ v, NO_SOFTMAX),
     "a base per head": (
         lambda q, k, v: normalised(torch.tensor([2.0, 3.0])[:, None, None] ** (q @ k.mT)) @ v,
-        UNKNOWN,
+        NO_SOFTMAX,
     ),
-    "values first": (lambda q, k, v: (v.mT @ normalised((q @ k.mT).sigmoid()).mT).mT, UNKNOWN),
+    "values first": (lambda q, k, v: (v.mT @ normalised((q @ k.mT).sigmoid()).mT).mT, NO_SOFTMAX),
 }
 
 
@@ -205,11 +205,9 @@ def test_values_that_are_multiplied_one_by_one_are_named_in_either_precision(dty
 
 
 NO_WEIGHTS = {
-    "sigmoid": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
-    "linear": lambda q, k, v: q.exp() @ (k.exp().mT @ v),
     "a permutation": lambda q, k, v: torch.eye(LENGTH)[(q @ k.mT).argmax(-1)] @ v,
     "gates": lambda q, k, v: (q * k.exp2()) @ draw(4, 4),
-    "a norm": lambda q, k, v: nn.functional.normalize(q @ k.mT, dim=-1) @ v,
+    "scores alone": lambda q, k, v: (q @ k.mT).sigmoid(),
 }
 
 

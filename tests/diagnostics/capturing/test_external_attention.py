@@ -273,7 +273,7 @@ NOT_ATTENTION = {
 def test_what_is_not_softmax_attention_is_not_captured_and_the_rest_is_listed(name):
     _, calls, audit = watched(Attention(NOT_ATTENTION[name]), draw(2, LENGTH, WIDTH))
     assert not calls
-    assert {skipped.operation for skipped in audit.skipped} == (set() if name == "sigmoid" else {"softmax"})
+    assert {skipped.operation for skipped in audit.skipped} == {"bmm" if name == "sigmoid" else "softmax"}
 
 
 def test_a_language_model_head_is_not_taken_for_attention():

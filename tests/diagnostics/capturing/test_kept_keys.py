@@ -75,18 +75,19 @@ RULES = [
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("k", [5, 6, 8])
-def test_a_window_of_k_keys_holds_no_more_of_them_in_any_model(k, causal):
-    """Without a causal mask it reached as far to both sides: twice as many keys, beside k of the other kinds."""
+@pytest.mark.parametrize("rule", [lambda k: rule_of("window", k, 0), lambda k: Window(k, sinks=4)])
+def test_a_window_of_k_keys_holds_no_more_of_them_in_any_model(k, causal, rule):
+    """Without a causal mask it reached as far to both sides, and in Python it kept its sinks beside k others."""
     q = torch.randn(2, 3, 20, 4, generator=torch.Generator().manual_seed(0))
     call = AttentionCall("", 0, q, q, q, 1.0, None, None, None, q, causal=causal)
-    kept, _ = kept_keys(rule_of("window", k, 0), call)
+    kept, _ = kept_keys(rule(k), call)
     wide = k - 4
     for query in range(20):
         first = query - wide + 1 if causal else query - wide // 2
         near = {*range(4), *range(first, first + wide)} & {*range(20)}
         expected = {key for key in near if key <= query or not causal}
         assert set(kept[1, 2, query].nonzero()[:, 0].tolist()) == expected
-        assert len(expected) <= k
+        assert len(expected) == min(k, query + 1) if causal else len(expected) <= k
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)

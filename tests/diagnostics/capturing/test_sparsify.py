@@ -335,7 +335,7 @@ def test_a_copy_of_a_masked_model_is_refused():
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 @pytest.mark.parametrize(
     ("rule", "choose"),
-    [(TopK(2, sinks=1, window=2), top(2, 1, 2)), (Window(3), top(0, 0, 3)), (Window(2, sinks=2), top(0, 2, 2))],
+    [(TopK(2, sinks=1, window=2), top(2, 1, 2)), (TopK(0, window=3), top(0, 0, 3)), (TopK(0, 2, 2), top(0, 2, 2))],
 )
 def test_sinks_and_windows_are_kept(name, rule, choose, reference):
     row, model, _ = built(name)
@@ -481,7 +481,15 @@ def test_blocks_are_ranked_by_their_weight():
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: TopK(0), lambda: TopK(-1), lambda: Window(0), lambda: TopK([]), lambda: TopK(1, block=0)]
+    "wrong",
+    [
+        lambda: TopK(0),
+        lambda: TopK(-1),
+        lambda: Window(0),
+        lambda: Window(4, sinks=4),
+        lambda: TopK([]),
+        lambda: TopK(1, block=0),
+    ],
 )
 def test_a_rule_that_keeps_nothing_is_refused(wrong):
     with pytest.raises(InputError):

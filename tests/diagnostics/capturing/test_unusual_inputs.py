@@ -90,6 +90,59 @@ def test_no_sample_no_query_and_no_key_are_audited(fused, queries, keys):
     assert calls.audit["reason"].tolist() == ["has no query or no key: there is nothing to measure"]
 
 
+def written_out(q, k, v):
+    weights = (q @ k.mT).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+NO_WIDTH = {
+    "by hand": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "three axes": lambda q, k, v: torch.bmm(torch.bmm(q[:, 0], k[:, 0].mT).softmax(-1), v[:, 0]),
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+    ),
+    "written out": written_out,
+    "fused": F.scaled_dot_product_attention,
+    "fused, grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+    "fused, biased": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(6.0)[None]),
+}
+
+
+class NoWidth(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x):
+        return NO_WIDTH[self.way](x[..., :0], x[..., :0], x)
+
+
+@pytest.mark.parametrize("way", NO_WIDTH)
+def test_keys_of_width_zero_weigh_alike(way):
+    model, x = NoWidth(way), drawn(2, 2, 6, 4)
+    calls = captured(model, x)
+    scores = torch.arange(6.0 if "biased" in way else 1.0).expand(6)
+    rows = calls.dispersion()
+    assert (rows["keys"] == 6).all()
+    assert (rows["dispersion"] == float(scores[-1])).all()
+    log_p = scores.log_softmax(-1)
+    assert calls.entropy()["entropy"].to_numpy() == pytest.approx(-float((log_p.exp() * log_p).sum()))
+    assert float(calls.residual["residual"].max()) < 1e-6
+    if way == "written out":
+        return
+    x = x.requires_grad_()
+    with semdiag.sparsify(model, semdiag.TopK(2)) as masked:
+        output = model(x)
+    assert set(masked.kept["most"]) == set(masked.kept["least"]) == {2}
+    best = slice(4, 6) if "biased" in way else slice(0, 2)  # of equal scores, those of the first keys
+    y = x.detach().double().requires_grad_()
+    values = y[:, :1].expand_as(y) if "grouped" in way else y[:, 0] if way == "three axes" else y
+    expected = (scores[best].double().softmax(-1) @ values[..., best, :])[..., None, :].expand(values.shape)
+    torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=0)
+    (output.square().sum() + expected.square().sum()).backward()
+    torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-5, rtol=0)
+
+
 def test_meta_tensors_are_audited():
     calls = captured(Attention(True).to("meta"), torch.empty(2, 3, 8, device="meta"))
     assert calls.audit["reason"].tolist() == ["meta tensors have no values"]

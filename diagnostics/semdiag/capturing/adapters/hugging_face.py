@@ -253,8 +253,10 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     causal = given.causal(implementation == "sdpa")
     allowed, forbidding, full = None, None, None
     if mask is not None:
-        allowed, added, forbidding, full = split_mask(mask[..., :k_length])
-        bias = added if bias is None else bias if added is None else bias + added
+        mask = mask[..., :k_length]
+        if bias is not None:  # judged as a sum, among the keys that are left
+            mask = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+        allowed, bias, forbidding, full = split_mask(mask)
     sinks = getattr(given.module, "sinks", None) if implementation == "eager" else None
     if implementation == "eager" and options.get("sinks") is not None:
         sinks = options["sinks"].detach()
@@ -262,7 +264,9 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
             bias = (0.0 if bias is None else bias) - sinks.to(torch.promote_types(sinks.dtype, torch.float32))
             sinks = sinks.new_zeros(sinks.shape[1])
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
-    from_cache = not by_rule and (causal or given.more_keys)
+    cached = given.cached
+    behind = cached is not None and cached.new == q_length < cached.keys  # behind a prefix, whatever they see
+    from_cache = not by_rule and (causal or given.more_keys or behind)
     call = given.attention(
         output,
         allowed,

@@ -92,7 +92,7 @@ class InterfaceCall:
             q=self.q.detach(),
             k=self.k.detach(),
             v=self.v.detach(),
-            scale=1 / math.sqrt(self.q.shape[3]) if scale is None else float(scale),
+            scale=1 / math.sqrt(max(1, self.q.shape[3])) if scale is None else float(scale),
             allowed=allowed,
             queries=queries,
             selected=None,

@@ -227,7 +227,7 @@ def _sdpa_call(
         q=four_axes(q, heads),
         k=four_axes(k, heads),
         v=four_axes(v, heads),
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        scale=1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale),
         allowed=None if allowed is None else mask_axes(allowed, lead, heads),
         queries=None,
         selected=None,

@@ -12,14 +12,13 @@ from semdiag.capturing.audit import Remark
 from semdiag.capturing.provenance.axes import Axes, AxisPiece, merged, own_axes
 from semdiag.capturing.provenance.score_history import ScoreHistory
 from semdiag.capturing.provenance.softmax_provenance import MECHANISM
-from semdiag.capturing.provenance.softmaxes import Softmaxes, sums_to_one
+from semdiag.capturing.provenance.softmaxes import Softmaxes
 from semdiag.capturing.provenance.tags import Product, Scores, Softmax, Tags, Weights, tensors
 from semdiag.capturing.provenance.weighted_values import UnfollowedError, WeightedProduct, attention_of
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
 PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "dot")
 _ADDED = ("baddbmm", "addmm", "addbmm", "addmv")
-UNKNOWN = "a factor is made of scores and its rows sum to one, but no softmax was seen: it may be attention"
 OUTSIDE = "runs outside the model's modules: call the module itself inside the context"
 
 
@@ -57,18 +56,16 @@ class Products:
         suspects = [t is not None and t.softmax.suspect for t in (of_a, of_b)]
         if any(suspects):  # beside real weights, another exponential is no candidate
             of_a, of_b = (t if suspect else None for t, suspect in zip((of_a, of_b), suspects, strict=True))
-        elif may_score and (of_a is not None or of_b is not None):
+        elif may_score:
             self._scored(a, b, scores_a, scores_b, result)
+            self._note_no_softmax(name, a, b, scores_a, scores_b, result)
         if of_a is not None and of_b is not None:
             self._both_weights(of_a, of_b, result)
         elif of_a is not None:
             return self._weighted(of_a, a, b, result, left=True, added=name in _ADDED)
         elif of_b is not None:
             return self._weighted(of_b, b, a, result, left=False, added=name in _ADDED)
-        elif may_score:
-            self._note_unknown(name, a, b, scores_a, scores_b)
-            self._scored(a, b, scores_a, scores_b, result)
-        elif all(map(self._tags.fixed, tensors(args))):
+        elif not may_score and all(map(self._tags.fixed, tensors(args))):
             self._tags.tag_fixed(result)
         return None
 
@@ -101,15 +98,18 @@ class Products:
                 tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
         self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
 
-    def _note_unknown(self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None) -> None:
-        """Note a factor without a softmax that looks like weights: made of scores, with rows that sum to one."""
-        for scores, factor, other, axis in ((of_a, a, b, -1), (of_b, b, a, -2)):
-            if scores is None or any(scores.product.fixed) or not scores.axes[axis] or self._tags.fixed(other):
+    def _note_no_softmax(
+        self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor
+    ) -> None:
+        """Note a product of values with scores that no softmax has changed, unless it makes scores itself."""
+        made = self._tags.scores(result)
+        if made is None or not self._recorder.running:  # outside: an optimiser's
+            return
+        for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
+            if scores is None or any(scores.product.fixed) or self._tags.fixed(other):
                 continue
-            with outside_all_modes(factor.device.type):
-                normalised = bool((factor >= 0).all()) and sums_to_one(factor, axis)
-            if normalised:
-                self._recorder.skip(name, UNKNOWN if self._recorder.running else OUTSIDE)
+            if any(p.origin == scores.product.number and p.axis > 0 for p in scores.axes[axis]):
+                self._softmaxes.without[made.product.number] = name, self._recorder.module
 
     def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
         """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.score_masks import FORBIDDING, lowest, split_mask, split_scores
+from semdiag.capturing.score_masks import FORBIDDING, ROOM, lowest, split_mask, split_scores
 
 
 class UntraceableError(Exception):
@@ -19,6 +19,9 @@ class UntraceableError(Exception):
 @dataclass(frozen=True, eq=False)
 class ScoreHistory:
     """Scores as factor · softcap(q kᵀ) + bias; entries at or below ``floor`` are masked.
+
+    Until :meth:`split`, the bias is the sum of all terms, those that forbid keys among them: which terms do can be
+    told only among the keys that no later mask hides.
 
     Attributes:
         q: (…, Lq, D).
@@ -31,6 +34,7 @@ class ScoreHistory:
         floor: entries at or below it were overwritten as well; None means none was.
         forbidding: the finite constant that was added or filled in to forbid keys; None if there is none.
         eps: of the least precise dtype that the scores have had.
+        lowest: a term at or below this counts as -inf.
     """
 
     q: Tensor
@@ -43,13 +47,14 @@ class ScoreHistory:
     floor: float | None = None
     forbidding: float | None = None
     eps: float = 0.0
+    lowest: float = -1e36
 
     def times(self, factor: Any) -> "ScoreHistory":
         """Multiply by a number, or by a tensor that is constant over the keys.
 
         Raises:
-            UntraceableError: if the factor varies over the keys, a tensor multiplies soft-capped scores, or the
-                constant that forbids keys becomes too small to do so.
+            UntraceableError: if the factor varies over the keys, a tensor multiplies soft-capped scores, or a
+                constant that was filled in becomes too small to forbid keys.
         """
         number = as_number(factor)
         forbidding = self.forbidding
@@ -75,23 +80,25 @@ class ScoreHistory:
             return replace(changed, scale=self.scale * number)
         return replace(changed, softcap=self.softcap * number)
 
-    def plus(self, term: Any) -> "ScoreHistory":
+    def plus(self, term: Any, dtype: torch.dtype) -> "ScoreHistory":
         """Add a bias or a mask; a term that is the same for all keys does not change the softmax and is dropped.
+
+        Args:
+            term: to add.
+            dtype: of the sum, which says which terms count as -inf.
 
         Raises:
             UntraceableError: if the term is neither a number nor a real tensor.
         """
         if as_number(term) is not None:
             return self
-        if not isinstance(term, Tensor) or not term.is_floating_point():
+        if not isinstance(term, Tensor) or term.is_complex():
             raise UntraceableError
         if term.shape[-1] == 1 != self.k.shape[-2]:
             return self
-        allowed, bias, forbidding, _ = split_mask(term)
-        masked = self if allowed is None else self._masked(allowed, forbidding)
-        if bias is None or self.bias is None:
-            return replace(masked, bias=self.bias if bias is None else bias)
-        return replace(masked, bias=self.bias + bias)
+        term = term.detach().to(torch.promote_types(term.dtype, torch.float32))
+        bias = term if self.bias is None else self.bias + term
+        return replace(self, bias=bias, lowest=max(self.lowest, lowest(dtype)))
 
     def filled(self, value: Any, dtype: torch.dtype, kept: Tensor | None = None) -> "ScoreHistory":
         """Replace some scores by a very low number; ``kept`` marks the others, None if unknown.
@@ -167,12 +174,19 @@ class ScoreHistory:
         """Return eps of the least precise dtype that the scores have had."""
         return max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, scores)))
 
-    def left(self, scores: Tensor) -> Tensor | None:
-        """Return the entries that no mask forbids, broadcastable to the scores; None means all."""
-        if self.floor is None:
-            return self.allowed
-        above = scores > self.floor
-        return above if self.allowed is None else above & self.allowed
+    def split(self, scores: Tensor) -> "ScoreHistory":
+        """Tell terms that forbid keys from the bias, among the keys that the softmax's input leaves."""
+        allowed, terms = self.allowed, self.bias
+        if self.floor is not None:
+            allowed = scores > self.floor if allowed is None else (scores > self.floor) & allowed
+        forbidding = None
+        if terms is not None and not bool(terms.amax() - terms.amin() < -FORBIDDING - ROOM):
+            terms = terms if allowed is None else terms.masked_fill(~allowed, -torch.inf)
+            allowed, terms, forbidding, _ = split_mask(terms, self.lowest)
+        elif terms is not None and not bool(terms.any()):
+            terms = None
+        forbidding = self.forbidding if forbidding is None else forbidding
+        return replace(self, bias=terms, allowed=allowed, floor=None, forbidding=forbidding)
 
     def call(
         self,

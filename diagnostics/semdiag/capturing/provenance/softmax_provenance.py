@@ -81,9 +81,9 @@ class SoftmaxProvenance:
             s = scores.detach().permute(order)
             s = s[..., None, :] if own else s
             usual = history if order == sorted(order) else None
-            read = usual or scores_alone(s, (*s.shape[:-2], s.shape[-1]))
+            read = scores_alone(s, (*s.shape[:-2], s.shape[-1])) if usual is None else usual.split(s)
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
-            read, allowed, full = with_full_rows_read(read, s, read.left(s))
+            read, allowed, full = with_full_rows_read(read, s)
             call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), allowed, heads, full)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
@@ -157,7 +157,7 @@ class SoftmaxProvenance:
             history = ScoreHistory(
                 product.q.detach(), product.k.detach(), result.shape[:-2], scale=product.alpha, eps=eps
             )
-            self._keep(result, history if product.added is None else history.plus(product.added), [])
+            self._keep(result, history if product.added is None else history.plus(product.added, result.dtype), [])
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Carry tags through an operation on scores, or drop them."""
@@ -204,13 +204,13 @@ def _divided(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
 def _plus(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
     if kwargs.get("alpha", 1) != 1 or r.shape != x.shape:
         raise UntraceableError
-    return h.plus(_other(x, args, kwargs))
+    return h.plus(_other(x, args, kwargs), r.dtype)
 
 
 def _minus(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
     if kwargs.get("alpha", 1) != 1 or args[0] is not x or r.shape != x.shape:
         raise UntraceableError
-    return h.plus(-_other(x, args, kwargs))
+    return h.plus(-1.0 * _other(x, args, kwargs), r.dtype)
 
 
 def _filled(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:

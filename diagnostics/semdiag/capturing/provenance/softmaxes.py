@@ -15,6 +15,10 @@ NO_VALUES = (
     "a mask was applied to it as to attention, but its weights never met values: a mask cannot tell beforehand "
     "that this is no attention. Run the model without it, or write it as log_softmax(…).exp()"
 )
+NO_SOFTMAX = (
+    "a product of two tensors made of the input is multiplied with a third, with no softmax between: it may be "
+    "attention of another kind (sigmoid, ReLU, SiLU, linear)"
+)
 IN_THREADS = (
     "the forward pass runs in several threads, and its weights may meet values in another one, where they are not "
     "followed: it may hide attention"
@@ -33,6 +37,7 @@ class Softmaxes:
     Attributes:
         offered: history of the scores that a function seen in Python is about to pass to its softmax.
         masked: whether a mask was applied to them.
+        without: operation and module of products of scores that met no softmax, by the number of the product.
     """
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
@@ -42,6 +47,7 @@ class Softmaxes:
         self._saved: dict[int, Tensor] = {}  # inputs that a softmax is about to overwrite
         self.offered: History | None = None
         self.masked = False
+        self.without: dict[int, tuple[str, str]] = {}
 
     def observe(self, name: str, scores: Tensor, axis: int, result: object, overwritten: bool) -> None:
         """Start to trace a softmax that has run.
@@ -126,6 +132,8 @@ class Softmaxes:
     def release(self, softmax: Softmax) -> None:
         """Mark a softmax as captured and free what was held for it."""
         softmax.done = True
+        if softmax.tag is not None:
+            self.without.pop(softmax.tag.product.number, None)
         self._inputs_in_use[address(softmax.scores)] -= 1
         softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # its shape alone
         softmax.history = None
@@ -143,7 +151,10 @@ class Softmaxes:
                 self._recorder.skip("softmax", IN_THREADS, softmax.module)
             else:
                 self._recorder.audit.others[softmax.module] += 1
+        for operation, module in self.without.values():
+            self._recorder.skip(operation, NO_SOFTMAX, module)
         self._open.clear()
+        self.without.clear()
         self._inputs_in_use.clear()
 
 

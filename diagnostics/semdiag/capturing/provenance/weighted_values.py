@@ -93,11 +93,12 @@ def attention_of(
         if not _are_of(weights, s, weighted.dropout):
             raise UnfollowedError("its weights were changed between the softmax and the values")
     history = weighted.history if order == [*range(weighted.key)] and roles.query is not None else None
+    history = None if history is None else history.split(s)
     if history is None or not _agrees(history, s, generator):
         history = scores_alone(s, v.shape[:-1])
     elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
         v = v[:, :, :1]
-    history, allowed, full = with_full_rows_read(history, s, history.left(s))
+    history, allowed, full = with_full_rows_read(history, s)
     heads = weighted.heads or (s.shape[1] if s.ndim == 4 else None)
     return history.call(v, mixed, allowed, heads, full), remark
 
@@ -212,7 +213,7 @@ def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result:
         q=four_axes(q),
         k=four_axes(k),
         v=four_axes(v),
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        scale=1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale),
         allowed=None if allowed is None else mask_axes(allowed, lead),
         queries=None,
         selected=None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from semdiag.capturing.mask_rules import Keep, RandomK, Rule, TopK, TopP
+from semdiag.capturing.mask_rules import Keep, RandomK, Rule, TopK, TopP, Window
 from semdiag_models import InputError
 
 TOP_K, RANDOM = "topk", "random"
@@ -43,7 +43,7 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
     if kind == RANDOM:
         return RandomK(k, seed)
     if kind == "window":
-        return TopK(0, SINKS, k - SINKS, centred=True) if k > SINKS else None
+        return Window(k, SINKS) if k > SINKS else None
     if kind.startswith("block-"):
         size, *best = kind.removeprefix("block-").split("-")
         block = int(size)
