@@ -87,7 +87,7 @@ def _build(kind: Any, folder: Path) -> None:
 
 
 def quantised_tensor(weights: Sequence[Path]) -> str:
-    """Name a tensor of packed or scaled numbers with its type, as the headers declare it; empty if there is none."""
+    """Name a tensor of packed or scaled numbers with its declared type; empty if there is none."""
     for path in weights:
         for name, entry in _header(path).items():
             kind, short = str(entry.get("dtype")), name.rsplit(".", 1)[-1]

@@ -69,7 +69,7 @@ def info(
         content = {"results": [dict(zip(MODEL_FACTS, known, strict=True))], **sections}
         typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
         raise typer.Exit(bool(wrong))
-    console = terminal(markup=False)  # the file's text is shown verbatim
+    console = terminal()
     for title, entries in sections.items():
         table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
         for name, value in entries.items():

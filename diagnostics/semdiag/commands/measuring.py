@@ -102,6 +102,7 @@ def measured(
     from semdiag.measuring.survey import survey
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import tell
+    from semdiag.measuring.findings.pairing import unlearned_sentences
     from semdiag.reporting.capture_words import diverged_sentences
     from semdiag_models import InputError
 
@@ -141,7 +142,7 @@ def measured(
     if "k" in typed and len(masked) and not quiet:
         tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
     findings = Findings(measurements)
-    for sentence in () if quiet else diverged_sentences(findings):
+    for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
         tell(f"semdiag: {sentence}")
     measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
     measurements.provenance["date"] = _today()

@@ -61,7 +61,7 @@ def test_every_command_stands_in_the_help(run_semdiag):
 
 
 def test_every_declared_option_stands_in_the_help_of_the_installed_typer(run_semdiag, monkeypatch):
-    """The functions' own parameters are walked: typer 0.27 drops an option whose metavar is its name in capitals."""
+    """The functions' parameters are walked: typer 0.27 drops an option whose metavar is its name in capitals."""
     monkeypatch.setenv("COLUMNS", "200")
     for registered in module.app.registered_commands:
         help_text = run_semdiag(registered.name, "--help").out
