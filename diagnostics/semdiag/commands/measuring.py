@@ -99,10 +99,10 @@ def measured(
     from semdiag.capturing.loading import load_all
     from semdiag.measuring.counted import counted
     from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.findings.pairing import unlearned_sentences
     from semdiag.measuring.survey import survey
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import tell
-    from semdiag.measuring.findings.pairing import unlearned_sentences
     from semdiag.reporting.capture_words import diverged_sentences
     from semdiag_models import InputError
 

@@ -128,7 +128,8 @@ def _write(
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
     content = summary(findings, command, in_short(findings, sections), sections, paths)
     content["cautions"] = [
-        *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:], *diverged_sentences(findings)
+        *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
+        *diverged_sentences(findings),
     ]  # fmt: skip
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")

@@ -367,7 +367,7 @@ def test_as_many_of_given_inputs_are_measured_as_are_asked_for(run_semdiag, refu
     words = ("dispersion", tiny_runs.full, "--inputs", "tokens.npy", "--figures", "none")
     for asked, measured in (((), 5), (("--samples", 2), 2)):
         assert json.loads(run_semdiag(*words, *asked, "--json").out)["provenance"]["samples"] == measured
-    said = "There are only 5 samples of inputs (tokens.npy (given)). Got samples=6."
+    said = "The inputs hold only 5 samples (tokens.npy (given)). Got samples=6."
     assert refusal(*words, "--samples", 6) == said
 
 

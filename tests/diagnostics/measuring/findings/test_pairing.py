@@ -148,9 +148,8 @@ def test_compared_models_at_chance_are_said_not_to_have_learned(made_up, full, t
     found = unlearned_sentences(Findings(made_up(*models)))
     assert len(found) == bool(said)
     for sentence in found:
-        assert [
-            n for n, of in (("f", ", full, seed 1, last ("), ("t", ", topk-5, seed 1, last (")) if of in sentence
-        ] == said
+        named = {"f": ", full, seed 1, last (", "t": ", topk-5, seed 1, last ("}
+        assert [model for model, words in named.items() if words in sentence] == said
         assert ("neither of them has learned" if len(said) == 2 else "it has not learned") in sentence
 
 
