@@ -242,6 +242,20 @@ def test_the_commands_for_a_fresh_machine_install_and_run_or_test() -> None:
     assert all(b.startswith("python3 -m venv .venv && .venv/bin/pip install ") for b in (first, second))
 
 
+@pytest.mark.slow
+def test_the_reduced_recipe_of_the_readme_shows_that_top_k_learns_sooner(program: Program) -> None:
+    lines = re.findall(r"^semdiag (train .*)$", README, re.M)
+    epochs = []
+    for line in lines:
+        code, said = program(*shlex.split(line), "--quiet")
+        assert code == 0
+        found = re.search(r"after (\d+) epochs, stopped at --until 0.95", said)
+        assert found, said
+        epochs.append(int(found[1]))
+    topk, full = epochs
+    assert 1.5 * topk < full, "14 and 38 epochs where this was written; rounding moves them"
+
+
 @pytest.mark.parametrize("example", PYTHON)
 def test_the_python_examples_run(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,11 +1,15 @@
 """Kinds of attention as the tables name them: the trainer's, and those that external models' masks show."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import pandas as pd
 from torch import Tensor
 
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows, heavy_hitter_rows
 from semdiag_models import ATTENTIONS, AttentionKind
+
+if TYPE_CHECKING:
+    import pandas as pd  # takes half a second, and some commands need no table
 
 # Masks of external models allow every key, the keys up to the query's position, or another set that ignores the
 # scores.
@@ -26,7 +30,7 @@ CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 
 
-def external(models: pd.DataFrame) -> "pd.Series[bool]":
+def external(models: "pd.DataFrame") -> "pd.Series[bool]":
     """Return whether each model is external: only its attention is known.
 
     Args:

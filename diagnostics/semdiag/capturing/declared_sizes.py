@@ -14,11 +14,10 @@ from semdiag_models import InputError
 from semdiag_models.reading import open_file
 
 _LARGEST_HEADER = 100 * 2**20  # bytes, as in the library
-_FACTOR, _PACKED, _MORE = (
-    3,
-    16,
-    10**7,
-)  # tied weights count twice, packed ones hold several in one; heads, poolers
+_FACTOR, _MORE = 3, 10**7  # tied weights count twice; heads, poolers
+_NUMBERS = {"F64", "F32", "F16", "BF16", "C64", "C128", "I64", "BOOL"}  # each a number, or a position
+_WHOLE = {"U8", "I16", "U16", "I32", "U32", "U64"}  # packed numbers in weights, masks or places in buffers
+_PACKED = "weight", "blocks", "W_q", "qdata", "qzeros"  # in names of packed weights
 _FEW = 1000  # layers or labels: never suspicious up to here
 
 
@@ -51,7 +50,7 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
                 f"{spec}: its config.json says {name} = {value:.3g}, but its files hold {len(held):,} tensors "
                 f"with {elements:,} numbers. They are not of one model."
             )
-    allowed = (_PACKED if "quantization_config" in config else _FACTOR) * elements + _MORE
+    allowed = _FACTOR * elements + _MORE
     made = 0
 
     def count(module: nn.Module, name: str, parameter: Tensor | None) -> None:
@@ -87,18 +86,35 @@ def _build(kind: Any, folder: Path) -> None:
         kind(config)
 
 
+def quantised_tensor(weights: Sequence[Path]) -> str:
+    """Name a tensor of packed or scaled numbers with its declared type; empty if there is none."""
+    for path in weights:
+        for name, entry in _header(path).items():
+            kind, short = str(entry.get("dtype")), name.rsplit(".", 1)[-1]
+            if kind not in _NUMBERS and (kind not in _WHOLE or any(part in short for part in _PACKED)):
+                return f"{name} of type {kind}"
+    return ""
+
+
 def _shapes(path: Path) -> list[tuple[int, ...]]:
     """Return the shapes that a safetensors header declares; none for a damaged file, which the library reports."""
+    try:
+        shapes = [tuple(entry["shape"]) for entry in _header(path).values()]
+    except (KeyError, TypeError):
+        return []
+    return shapes if all(map(_is_shape, shapes)) else []
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what a safetensors header declares of each tensor; nothing of a damaged file."""
     with open_file(path) as file:
         size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= _LARGEST_HEADER:
-            return []
         try:
-            header = json.loads(file.read(size))
-            shapes = [tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
-            return shapes if all(map(_is_shape, shapes)) else []
-        except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-            return []
+            header = json.loads(file.read(size)) if 0 < size <= _LARGEST_HEADER else {}
+            header.pop("__metadata__", None)
+            return dict(header) if all(isinstance(entry, dict) for entry in header.values()) else {}
+        except (ValueError, RecursionError, AttributeError, TypeError):
+            return {}
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from semdiag.capturing.declared_sizes import check_sizes
+from semdiag.capturing.declared_sizes import check_sizes, quantised_tensor
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json
 
 PREFIX = "hf:"
 HEADS = "auto", "none"  # the head that the configuration names, or none
+_OTHER_WEIGHTS = "pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"
+_TOKENIZER_FILES = "*token*", "vocab*", "spiece.model", "*.spm"
 _INSTALL = "pip install 'semdiag[hf]'"
 
 
@@ -95,13 +97,20 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     folder = find_folder(spec)
     transformers = transformers_for(spec)
     config = read_json(folder / "config.json")
-    weights = _weights_of(spec, folder, config)
     kind = _class_of(transformers, config, head)
+    weights = _weights_of(spec, folder, _class_of(transformers, config, "auto"))
+    packed = quantised_tensor(weights)
+    if packed:
+        raise InputError(
+            f"{spec}: its weights are quantised ({packed}), and such files are not read. Load it with its own "
+            "library, model.dequantize(), and save it."
+        )
     with silent(transformers):
         check_sizes(spec, config, weights, kind)
         try:
             model, report = kind.from_pretrained(
                 folder,
+                config=_plain_config(transformers, folder),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -113,26 +122,35 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
-def _weights_of(spec: str, folder: Path, config: Any) -> list[Path]:
+def _plain_config(transformers: Any, folder: Path) -> Any:
+    """Return the folder's configuration; that its weights were quantised before they were written says nothing."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for part in (config, *vars(config).values()):
+        if isinstance(part, transformers.PreTrainedConfig):
+            vars(part).pop("quantization_config", None)
+    return config
+
+
+def _weights_of(spec: str, folder: Path, kind: type) -> list[Path]:
     """Return the weight files; if there are none or some are missing, say what is there instead."""
-    packed = config.get("quantization_config") if isinstance(config, dict) else None
-    if packed is not None:
-        method = packed.get("quant_method") if isinstance(packed, dict) else None
-        raise InputError(
-            f"{spec}: its weights are quantised ({method or 'quantization_config'}), and such files are not read. "
-            "Load it with its own library, model.dequantize(), delete config.quantization_config, and save it."
-        )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        other = next(iter(sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))), None)
+        other = next((file for end in _OTHER_WEIGHTS for file in sorted(folder.glob(end))), None)
         if other is None:
             raise InputError(
                 f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
                 "model.save_pretrained(DIRECTORY)."
             )
+        if not other.name.startswith("pytorch_model"):
+            raise InputError(
+                f"{spec} holds no .safetensors file, but {other.name}, which is not read. Load it with its own "
+                "library, and write the model, in plain numbers, with: model.save_pretrained(DIRECTORY)."
+            )
+        classes = [kind.__name__, *["AutoTokenizer"] * any(map(any, map(folder.glob, _TOKENIZER_FILES)))]
+        copies = "; ".join(f'{name}.from_pretrained({str(folder)!r}).save_pretrained("NEW")' for name in classes)
         raise InputError(
             f"{spec} holds no .safetensors file, but {other.name}, which may hold code and is not read. If "
-            f'you trust it: AutoModel.from_pretrained("{spec.removeprefix(PREFIX)}").save_pretrained("NEW").'
+            f"you trust it, write a copy in Python: from transformers import {', '.join(classes)}; {copies}"
         )
     index = folder / "model.safetensors.index.json"
     places = read_json(index).get("weight_map") if index.exists() else None

@@ -33,13 +33,10 @@ def info(
 
     [bold]semdiag info checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
-    import json
-
     from rich.table import Column, Table
 
     from semdiag.capturing.loading import describe, load_all
     from semdiag.commands.measuring import read_config
-    from semdiag.measuring.findings.strict_json import MODEL_FACTS, json_ready, schema
     from semdiag_models.tasks import perplexity
 
     (loaded,) = load_all([model], read_config(config), head)
@@ -64,12 +61,16 @@ def info(
         "provenance": loaded.provenance,
     }
     if as_json:
+        import json
+
+        from semdiag.measuring.findings.strict_json import MODEL_FACTS, json_ready, schema
+
         chosen = {} if loaded.external else loaded.encoder.config.to_dict()
         known = (loaded.path, loaded.sha256, loaded.task, chosen.get("attention"), chosen.get("k"), loaded.epoch)
         content = {"results": [dict(zip(MODEL_FACTS, known, strict=True))], **sections}
         typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
         raise typer.Exit(bool(wrong))
-    console = terminal(markup=False)  # the file's text is shown verbatim
+    console = terminal()
     for title, entries in sections.items():
         table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
         for name, value in entries.items():

@@ -99,6 +99,7 @@ def measured(
     from semdiag.capturing.loading import load_all
     from semdiag.measuring.counted import counted
     from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.findings.pairing import unlearned_sentences
     from semdiag.measuring.survey import survey
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import tell
@@ -141,7 +142,7 @@ def measured(
     if "k" in typed and len(masked) and not quiet:
         tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
     findings = Findings(measurements)
-    for sentence in () if quiet else diverged_sentences(findings):
+    for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
         tell(f"semdiag: {sentence}")
     measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
     measurements.provenance["date"] = _today()

@@ -22,20 +22,18 @@ def text_task(
     """
     from contextlib import nullcontext
 
-    from rich.console import Console
-
     from semdiag.presenting.terminal.minutes import Minutes
+    from semdiag.presenting.terminal.terminal import terminal
     from semdiag_models import InputError, Text, open_text
 
     if file is None:
         raise InputError("The task text needs a file to learn from: semdiag train text --text FILE.")
     if window is not None and window < 1:
         raise InputError(f"--window must be at least 1. Got {window}.")
-    console = Console(stderr=True)
-    learning, terminal = "learning the pieces of the text", console.is_terminal
+    console, learning = terminal(stderr=True), "learning the pieces of the text"
     with (
-        console.status(learning.capitalize()) if terminal and not quiet else nullcontext(),
-        Minutes(learning, lambda: learning, lambda: None, quiet or terminal),
+        console.status(learning.capitalize()) if console.is_terminal and not quiet else nullcontext(),
+        Minutes(learning, lambda: learning, lambda: None, quiet or console.is_terminal),
     ):
         source = open_text(file, holdout, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary)
     return Text(source, window)

@@ -26,6 +26,7 @@ from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Co
 from semdiag.measuring.calls.layers import remarks_table, skipped_table
 from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.calls.running import Run, running, unnamed
+from semdiag.measuring.counted import counted
 from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Watcher
@@ -206,7 +207,8 @@ def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
 
 def _check_samples(samples: int, labels: Tensor | None) -> None:
     if labels is not None and len(labels) != samples:
-        raise InputError(f"labels must have one entry per sample. Got {len(labels)} for {samples} samples.")
+        got = f"{len(labels)} for {counted(samples, 'sample')}"
+        raise InputError(f"labels must have one entry per sample. Got {got}.")
     if labels is not None and labels.ndim != 1:
         raise InputError(f"labels must be one class per sample, of shape ({samples},). Got {tuple(labels.shape)}.")
     if not samples:
@@ -230,7 +232,7 @@ def _remark_left_out(audit: Audit, draws: QueryDraws, left_out: set[int]) -> Non
 def _accuracy(classes: Tensor, labels: Tensor | None, audit: Audit) -> float | None:
     """Return the fraction of predictions that equal the labels; NaN logits are wrong. None without labels."""
     if lost := int((classes == NO_CLASS).sum()):
-        text = f"logits are NaN for {lost} of {len(classes)} samples: they count as wrong"
+        text = f"logits are NaN for {lost} of {counted(len(classes), 'sample')}: they count as wrong"
         audit.remarks[Remark("", text, "nan-logits")] += 1
     return None if labels is None else float((classes == labels.cpu()).double().mean())
 
@@ -250,7 +252,8 @@ def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
 def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
     """Refuse a mask with fewer rows than samples, or with more, unless only some samples are measured."""
     if real is not None and (len(real) < count or (len(real) > count and samples is None)):
-        raise InputError(f"real must have one row per sample. Got {len(real)} rows for {count} samples.")
+        got = f"{counted(len(real), 'row')} for {counted(count, 'sample')}"
+        raise InputError(f"real must have one row per sample. Got {got}.")
 
 
 def no_attention(path: str, audit: Audit) -> InputError:

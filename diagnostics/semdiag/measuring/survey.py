@@ -17,6 +17,7 @@ from semdiag.capturing.loading import LoadedModel, load_all
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.conditions import DTYPES, Conditions
+from semdiag.measuring.counted import counted
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject
@@ -253,7 +254,7 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
         if _counted(model.batches):
             return _cut(split(model.batches, size), conditions.first, "came with the model")
         first = list(first_samples(each(model.batches, size), conditions.samples))  # they may be endless
-        return first, None, f"came with the model, the first {sum(map(samples_of, first))} samples"
+        return first, None, f"came with the model, the first {counted(sum(map(samples_of, first)), 'sample')}"
     if model.external:
         raise InputError(
             f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
@@ -270,7 +271,7 @@ def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Bat
     if first is None or first == held:
         return batches, None, source
     if first > held:
-        raise InputError(f"There are only {held} samples of inputs ({source}). Got samples={first}.")
+        raise InputError(f"The inputs hold only {counted(held, 'sample')} ({source}). Got samples={first}.")
     return list(first_samples(batches, first)), None, f"{source}, the first {first} of {held}"
 
 

@@ -12,6 +12,7 @@ from semdiag.capturing.attention_kinds import external
 from semdiag.measuring.csv_tables import csv_text
 from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import unlearned_sentences
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.save import save_figure
 from semdiag.presenting.drawing.style import stacked
@@ -127,7 +128,8 @@ def _write(
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
     content = summary(findings, command, in_short(findings, sections), sections, paths)
     content["cautions"] = [
-        *weights_sentences(findings), *capture_sentences(findings)[1:], *diverged_sentences(findings)
+        *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
+        *diverged_sentences(findings),
     ]  # fmt: skip
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
@@ -150,6 +152,7 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
     sampled = sampling_sentences(findings, metrics or ("dispersion",))
     return [
         *weights_sentences(findings),
+        *unlearned_sentences(findings),
         *sentences,
         *sampled,
         *capture_sentences(findings),

@@ -171,6 +171,110 @@ def test_a_model_part_of_which_would_be_random_is_refused(copied):
         load(f"hf:{copied}")
 
 
+def rewritten(folder, change):
+    """Put other tensors into a folder's weights."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({n: w for name, weight in load_file(file).items() for n, w in change(name, weight)}, file)
+
+
+def configured(folder, **entries):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | entries), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"quant_method": "gguf", "dequantize": True},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        {"quant_method": "of my own"},
+        {"load_in_8bit": True},
+        None,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_weights_are_read_whatever_their_configuration_says_of_quantising(bert, copied, declared, dtype):
+    own = load(f"hf:{bert}").module.to(dtype).float()
+    rewritten(copied, lambda name, weight: [(name, weight.to(dtype))])
+    configured(copied, quantization_config=declared)
+    model = load(f"hf:{copied}").module
+    ids = torch.tensor([[2, 4, 5, 3]])
+    assert torch.equal(model.float()(ids).last_hidden_state, own(ids).last_hidden_state)
+    assert not hasattr(model.config, "quantization_config")
+
+
+PACKINGS = {  # as the libraries write a matrix
+    "gptq": lambda n, w: [(n.replace("weight", "qweight"), w.to(torch.int32)), (n.replace("weight", "scales"), w)],
+    "bitsandbytes-8": lambda n, w: [(n, w.to(torch.int8)), (n.replace("weight", "SCB"), w[:, 0].clone())],
+    "bitsandbytes-4": lambda n, w: [(n, w.to(torch.uint8).view(-1, 1)), (f"{n}.absmax", w[:, 0].clone())],
+    "fp8": lambda n, w: [(n, w.to(torch.float8_e4m3fn)), (f"{n}_scale_inv", w[:1, :1].clone())],
+    "compressed": lambda n, w: [(f"{n}_packed", w.to(torch.int32)), (f"{n}_scale", w[:1, :1].clone())],
+    "mxfp4": lambda n, w: [(n.replace("weight", "blocks"), w.to(torch.uint8))],
+    "hqq": lambda n, w: [(n.replace("weight", "W_q"), w.to(torch.uint8))],
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("declared", [{}, {"quantization_config": {"quant_method": "x"}}], ids=["hidden", "said"])
+def test_packed_weights_are_refused_whatever_their_configuration_says(copied, packing, declared):
+    matrix = "encoder.layer.0.attention.self.query.weight"
+    rewritten(copied, lambda n, w: PACKINGS[packing](n, w) if n == matrix else [(n, w)])
+    configured(copied, **declared)
+    with pytest.raises(InputError, match=r"its weights are quantised \(encoder\.layer\.0\.attention\.\S+ of type"):
+        load(f"hf:{copied}")
+
+
+def test_masks_and_places_in_buffers_are_no_packed_weights(copied):
+    more = {"attn.bias": torch.ones(4, 4, dtype=torch.uint8), "places": torch.arange(4, dtype=torch.int32)}
+    rewritten(copied, lambda n, w: [(n, w), *(more.items() if "word" in n else ())])
+    load(f"hf:{copied}")
+
+
+@pytest.mark.parametrize("name", ["copy", "with 'quotes\"", "back\\slash"])
+def test_the_recipe_for_a_folder_of_bin_files_keeps_head_and_tokenizer(bert, tmp_path, name):
+    folder = tmp_path / name
+    config = transformers.BertConfig.from_pretrained(bert, num_labels=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        own = transformers.BertForSequenceClassification(config).eval()
+    own.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(own.state_dict(), folder / "pytorch_model.bin")
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
+    with pytest.raises(
+        InputError, match=r"but pytorch_model\.bin, which may hold code and is not read"
+    ) as refused:
+        load(f"hf:{folder}", head="none")
+    recipe = str(refused.value).partition("in Python: ")[2]
+    subprocess.run([sys.executable, "-c", recipe], cwd=tmp_path, check=True, capture_output=True)
+    model = load(f"hf:{tmp_path / 'NEW'}")
+    (tmp_path / "texts.txt").write_text("the cat\n", encoding="utf-8")
+    (batch,) = read_batches(tmp_path / "texts.txt", model, 2)
+    assert batch["input_ids"].tolist() == [[2, 4, 5, 3]]
+    weights = model.module.state_dict()
+    assert weights.keys() == own.state_dict().keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in own.state_dict().items())
+
+
+def test_the_recipe_names_no_tokenizer_where_there_is_none(copied):
+    for file in copied.glob("*token*"):
+        file.unlink()
+    (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
+    with pytest.raises(
+        InputError, match=r"import BertModel; BertModel\.from_pretrained\(.*\.save_pretrained\(.NEW.\)$"
+    ):
+        load(f"hf:{copied}")
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "consolidated.00.pth", "tf_model.h5"])
+def test_files_that_from_pretrained_does_not_take_get_no_recipe_with_it(copied, name):
+    (copied / "model.safetensors").rename(copied / name)
+    with pytest.raises(InputError, match=rf"but {name}, which is not read\. Load it with its own library"):
+        load(f"hf:{copied}")
+
+
 def test_code_that_comes_with_a_model_is_never_run(copied):
     mark = copied / "ran"
     (copied / "own.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Own: pass\n", encoding="utf-8")

@@ -4,9 +4,11 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import webbrowser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
+import semdiag
 from semdiag.presenting import completion
 from semdiag.presenting.columns import (
     NEVER,
@@ -31,7 +34,7 @@ from semdiag.presenting.columns import (
     text,
     two_decimals,
 )
-from semdiag.presenting.terminal.console import NumberTable
+from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.progress import Stages
 from semdiag.reporting.gate import rules
 from semdiag_models import ATTENTIONS, TASKS
@@ -179,6 +182,68 @@ def test_the_ends_of_an_interval_are_told_apart():
     assert ends(float("nan"), float("nan")) == ("–", "–")
 
 
+HOSTILE = ":llama:[red]x[/red]\x1b]0;t\x9b2J\x1b[31m"  # as a name in data; a folder may be called so
+SHOWN = r":llama:[red]x[/red]\x1b]0;t\x9b2J\x1b[31m"
+_TWO = ("check", "compare", "dispersion", "convergence")
+_EACH = ("info", "k-sweep", "look", "bounds", "selections")
+
+
+def as_it_is(said):
+    """Whether the name is shown with its escapes, and nothing of it was obeyed or replaced."""
+    joined = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\s", "", said)  # without the console's own colours
+    return SHOWN in joined and not {"\U0001f999", "\x07", "\x9b"} & set(said) and "\x1b]" not in said
+
+
+@pytest.mark.parametrize("command", [*_TWO, *_EACH])
+def test_names_from_data_are_shown_as_they_are(run_semdiag, here, tiny_runs, monkeypatch, command):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, with bars
+    monkeypatch.setenv("COLUMNS", "500")
+    for run in (tiny_runs.full, tiny_runs.topk):
+        shutil.copytree(run, here / HOSTILE / run.name)
+    words = [f"{HOSTILE}/full", *([f"{HOSTILE}/topk"] if command in _TWO else ())]
+    if command == "selections":
+        scores = np.arange(12.0).reshape(3, 4)
+        np.savez(here / f"{HOSTILE}.npz", scores=scores, indices=np.array([[3, 2]] * 3))
+        words = [f"{HOSTILE}.npz"]
+    limited = command not in ("info", "convergence", "selections", "look")
+    measured = [*words, *(("--samples", 5) if limited else ())]
+    pages = [] if command in ("info", "check", "selections", "look") else ["--figures", "none", "--out", "out"]
+    outcome = run_semdiag(command, *measured, *pages)
+    assert outcome.code in (0, 1), outcome
+    assert as_it_is(outcome.out + outcome.err), outcome
+
+
+def test_refusals_and_trainings_show_names_as_they_are(run_semdiag, refusal, here):
+    assert as_it_is(refusal("info", f"hf:{HOSTILE}"))
+    assert as_it_is(refusal("info", HOSTILE))
+    assert as_it_is(refusal("train", HOSTILE))
+    small = ("--length", 8, "--width", 8, "--blocks", 1, "--train-samples", 10, "--holdout-samples", 10)
+    assert as_it_is(run_semdiag("train", "even-pairs", *small, "--epochs", 1, "--out", HOSTILE).out)
+
+
+def test_tables_and_bars_show_texts_as_they_are(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "500")
+    table = NumberTable([Column("a", HOSTILE, text)], [{"a": HOSTILE}], title=HOSTILE, caption=HOSTILE)
+    wide_console().print(table)
+    assert as_it_is(capsys.readouterr().out)
+    with Stages(HOSTILE, 1, quiet=False) as bar:
+        bar.announce(HOSTILE, 1)
+        bar._bar.refresh()
+    assert as_it_is(capsys.readouterr().err)
+
+
+def test_there_is_one_console():
+    """Every text goes through the console that obeys none: no other is made, and no bar reads markup."""
+    sources = {path: path.read_text(encoding="utf-8") for path in Path(semdiag.__file__).parent.rglob("*.py")}
+    maker = re.compile(r"^(?!\s+>>>).*\b(?:Console|Careful)\((?!Console)", re.M)
+    made = [path.name for path, source in sources.items() if maker.search(source)]
+    assert made == ["terminal.py"]
+    columns = [c for source in sources.values() for c in re.findall(r"TextColumn\([^)]*\)", source)]
+    assert columns
+    assert all("markup=False" in column for column in columns)
+
+
 def test_progress_counts_every_stage(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with Stages("measuring", 3, quiet=False) as bar:
@@ -302,7 +367,7 @@ def test_as_many_of_given_inputs_are_measured_as_are_asked_for(run_semdiag, refu
     words = ("dispersion", tiny_runs.full, "--inputs", "tokens.npy", "--figures", "none")
     for asked, measured in (((), 5), (("--samples", 2), 2)):
         assert json.loads(run_semdiag(*words, *asked, "--json").out)["provenance"]["samples"] == measured
-    said = "There are only 5 samples of inputs (tokens.npy (given)). Got samples=6."
+    said = "The inputs hold only 5 samples (tokens.npy (given)). Got samples=6."
     assert refusal(*words, "--samples", 6) == said
 
 

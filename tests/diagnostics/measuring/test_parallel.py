@@ -85,7 +85,7 @@ def test_inputs_that_do_not_suit_are_refused_in_one_line(tiny_runs, tmp_path):
     np.save(tmp_path / "inputs.npy", np.zeros((3, 4), dtype=np.int64))
     workers = Here()
     conditions = replace(CONDITIONS, inputs=tmp_path / "inputs.npy", first=4)
-    with pytest.raises(InputError, match=r"There are only 3 samples of inputs"):
+    with pytest.raises(InputError, match=r"The inputs hold only 3 samples"):
         survey([tiny_runs.full, tiny_runs.topk], conditions, elsewhere=apart(workers, []))
     assert not workers.open
 

@@ -53,7 +53,7 @@ def test_the_first_of_given_inputs_are_measured_where_a_number_is_said(tiny_runs
     first = survey([tiny_runs.topk], Conditions(inputs=padded_inputs, first=1))
     assert first.models["samples"].item() == 1
     assert first.models["inputs"].item() == f"{padded_inputs} (given), the first 1 of 3"
-    with pytest.raises(InputError, match="There are only 3 samples of inputs"):
+    with pytest.raises(InputError, match="The inputs hold only 3 samples"):
         survey([tiny_runs.topk], Conditions(inputs=padded_inputs, first=4))
 
 

@@ -182,4 +182,4 @@ class SweepProgress(TimedBar):
         reached = "" if row.train_accuracy is None else f", training accuracy {percent(row.train_accuracy)}"
         line = f"{row.status} {row.run} after {counted(row.epochs, 'epoch')}{reached} {row.problem}".rstrip()
         if not self._quiet:
-            self._bar.console.print(line, soft_wrap=True, highlight=False, markup=False)
+            self._bar.console.print(line, soft_wrap=True)

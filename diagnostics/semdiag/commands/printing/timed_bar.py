@@ -24,13 +24,13 @@ class TimedBar(ABC):
         before, after, left, end = columns
         self._quiet = quiet
         self._bar = Progress(
-            TextColumn(before),
+            TextColumn(before, markup=False),
             BarColumn(),
-            *([TextColumn(after)] if after else []),
+            *([TextColumn(after, markup=False)] if after else []),
             TimeElapsedColumn(table_column=Column(min_width=7)),  # on 80 columns the bar gives way, not the times
-            TextColumn(left),
+            TextColumn(left, markup=False),
             TimeRemainingColumn(table_column=Column(min_width=7)),
-            TextColumn(end),
+            TextColumn(end, markup=False),
             console=(console := terminal(stderr=True)),
             disable=quiet,
         )

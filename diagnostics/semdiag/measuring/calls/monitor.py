@@ -314,7 +314,7 @@ class Monitor:
         self._rows, self._head_rows = [], []
         rows, heads = self._reduction(self._ranks.together(own))  # all ranks take part, whatever each of them saw
         if self._seen is False:
-            warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
+            self._faults.warn_once("no attention", f"No attention was captured in step {step}.")
         if self._seen is not None:
             self._faults.name_missed(self._audit)
         self._last = heads or self._last

@@ -205,9 +205,10 @@ class Watch:
                 if not rule.crossed(value, self._earlier(rule, place, row["step"])):
                     continue
                 bands.setdefault(rule.quantity, rule.band)
-                mark = (rule.quantity, rule.band, rule.side, *place)
-                if mark not in self.crossed:
-                    self.crossed.add(mark)
+                # a severe alarm says what the warning of the same head would
+                marks = {(rule.quantity, band, rule.side, *place) for band in (rule.band, WARNING)}
+                if not marks <= self.crossed:
+                    self.crossed |= marks
                     layer, occurrence, head = place
                     alarms.append(
                         Alarm(row["step"], layer, head, rule.quantity, value, rule.band, rule.text, occurrence)

@@ -36,14 +36,14 @@ class Faults:
         except OSError as error:
             reason = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
             self._stuck = True
-            self._warn_once(
+            self.warn_once(
                 f"{_CANNOT_WRITE}: {type(error).__name__} {error.errno}",
                 f"{_CANNOT_WRITE} ({reason}). Its rows stay in memory and are written as soon as possible.",
             )
         except Exception as error:
             *_, (frame, line) = traceback.walk_tb(error.__traceback__)
             fault = f"{type(error).__name__} {frame.f_code.co_filename}:{line}"
-            self._warn_once(fault, f"The monitor of a training: {failure(error)}.")
+            self.warn_once(fault, f"The monitor of a training: {failure(error)}.")
 
     def name_remarks(self, audit: Audit) -> None:
         """Warn of each remark on a call once."""
@@ -61,7 +61,7 @@ class Faults:
             text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
             warnings.warn(f"The monitor cannot see all attention: it has no rows for {text}.", stacklevel=2)
 
-    def _warn_once(self, fault: str, text: str) -> None:
+    def warn_once(self, fault: str, text: str) -> None:
         """Warn once of a fault, even if its text changes at every step."""
         if fault not in self._faults:
             self._faults.add(fault)

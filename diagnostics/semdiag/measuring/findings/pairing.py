@@ -1,5 +1,6 @@
 """Pair trained models that may be compared: same task, seed, size, setting and snapshot."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,9 +9,11 @@ import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.measuring.findings.findings import Findings
+from semdiag_models import TASKS
 
 # Models that differ in one of these are never compared or drawn on the same axes.
 RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "setting")
+_TELLING = 50  # samples; fewer do not tell chance from 60%
 RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 
 
@@ -88,6 +91,27 @@ def compared_pairs(findings: Findings) -> list[Pair]:
     if against is not None and against in set(measurements.models["model"]):
         return pairs_against(measurements.models, against)
     return find_pairs(measurements.models, attention=None)[0]
+
+
+def unlearned_sentences(findings: Findings) -> list[str]:
+    """Return a warning if compared models were trained and predict no better than the commonest label alone."""
+    compared = {path for pair in findings(compared_pairs) for path in (pair.full, pair.other)}
+    models, said = findings.measurements.models, []
+    for _, row in models[models["model"].isin(compared) & (models["snapshot"] != "initialisation")].iterrows():
+        task, samples = TASKS.get(str(row["task"])), int(row["samples"])
+        if task is None or samples < _TELLING or pd.isna(row["accuracy"]):
+            continue
+        blind = max(task.chance, task.majority)
+        if row["accuracy"] <= blind + 1.96 * math.sqrt(blind * (1 - blind) / samples):
+            numbers = f"{row['accuracy']:.1%} of {samples:,} samples, the commonest label alone {blind:.1%}"
+            said.append(f"{_short(row)} ({numbers})")
+    if not said:
+        return []
+    who = f"{'neither' if len(said) == 2 else 'none'} of them has" if len(said) > 1 else "it has not"
+    return [
+        f"Not learned: {' and '.join(said)} predict{'s' * (len(said) == 1)} no better than chance: {who} learned "
+        "the task on these inputs, so a comparison says nothing of what learning does."
+    ]
 
 
 def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:

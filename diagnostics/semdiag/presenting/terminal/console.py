@@ -21,7 +21,7 @@ _FILE_WIDTH = 150  # columns of text where output goes to a file
 
 def wide_console() -> Console:
     """Return a console on stdout (stderr with JSON), as wide as the terminal or ``COLUMNS``; wide for a file."""
-    console = terminal(stderr=results_on_stderr(), markup=False, highlight=False)
+    console = terminal(stderr=results_on_stderr())
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = max(console.width, _FILE_WIDTH)
     return console

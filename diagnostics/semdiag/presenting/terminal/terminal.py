@@ -54,12 +54,8 @@ def say(line: str) -> None:
     typer.echo(visible(line), err=results_on_stderr())
 
 
-def terminal(**options: Any) -> "Console":
-    """Return a rich console that passes its own escapes to the terminal, and no others.
-
-    Args:
-        options: of :class:`rich.console.Console`.
-    """
+def terminal(stderr: bool = False) -> "Console":
+    """Return the one kind of console: it shows texts as they are; no markup, emoji code or escape acts."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -71,7 +67,7 @@ def terminal(**options: Any) -> "Console":
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # rich would exit with code 1, which means a failed check
 
-    return Careful(**options)
+    return Careful(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def speak_any_language() -> None:

@@ -6,6 +6,8 @@ from semdiag.measuring.findings.number_words import interval_words, percent
 from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.presenting.columns import number
 
+_ROUNDING, _NAMED = 1e-5, 5
+
 
 def comparison_sentences(result: Summary) -> list[str]:
     """Return sentences on what changed from the base to the model.
@@ -17,15 +19,35 @@ def comparison_sentences(result: Summary) -> list[str]:
     samples = result["outputs"]["samples"] if result["outputs"] else None
     interval = interval_words(*_ends(whole), "{:.3g}".format, samples)
     sentences = [
+        *_beginning(result["heads"]),
         f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
         f"queries ({interval}), {number(whole['largest'])} at most; most in layer {most['layer']}, head "
         f"{most['head']}: {number(most['total_variation'])}."
         if whole["largest"]
-        else f"The weights of all {whole['queries']:,} queries are the same."
+        else f"The weights of all {whole['queries']:,} queries are the same.",
     ]
     if whole["output_change"] is not None:
         sentences.append(_parts(whole))
     return sentences + _outputs(result["outputs"])
+
+
+def _beginning(heads: list[Summary]) -> list[str]:
+    """Name the heads in which the change begins, if earlier layers or other heads of theirs are the same."""
+    changed = [row for row in heads if max(row["largest"], row["output_change"] or 0) > _ROUNDING]
+    first = min((row["layer"] for row in changed), default=0)
+    began = sorted((row for row in changed if row["layer"] == first), key=lambda row: int(row["head"]))
+    same = [row for row in heads if row["layer"] <= first and row not in began]
+    if not began or not same:
+        return []
+    of = f"{'head' if len(began) == 1 else 'heads'} {', '.join(str(row['head']) for row in began[:_NAMED])}"
+    of += " and more" if len(began) > _NAMED else ""
+    most = max((row["output_change"] or 0 for row in began), default=0)
+    before = "between the layer before and this one, or in it" if len(began) > 1 else "there"
+    return [
+        f"The change begins in layer {first}, {of} (total variation {number(max(r['largest'] for r in began))} at "
+        f"most, output {number(most)} of its norm): look for it {before}. What precedes is the same; heads of "
+        "later layers may change only by their input."
+    ]
 
 
 def _ends(row: Summary) -> tuple[float, float]:

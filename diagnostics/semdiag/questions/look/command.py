@@ -36,7 +36,7 @@ def look(
     text: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT",
+            metavar="WORDS",
             help="Look at this text. Or name a file with --inputs: its first sample is taken. "
             "Default: the first sample that the run held out.",
             rich_help_panel=options.MEASURE,

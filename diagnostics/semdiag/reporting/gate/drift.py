@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.distributions import known_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import has_schema, number_from_json
@@ -160,8 +161,8 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
     for entry, current in matches.pairs:
         if current["samples"] != entry["samples"]:
             raise InputError(
-                f"{entry['model']} was measured on {entry['samples']} samples in the baseline, but now on "
-                f"{current['samples']}. Use --samples {entry['samples']}."
+                f"{entry['model']} was measured on {counted(entry['samples'], 'sample')} in the baseline, but "
+                f"now on {current['samples']}. Use --samples {entry['samples']}."
             )
         for quantity, was in entry["numbers"].items():
             value = current["numbers"].get(quantity, math.nan)

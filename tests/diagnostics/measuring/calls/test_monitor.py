@@ -727,3 +727,21 @@ def test_a_step_of_400_digits_cannot_be_continued(tmp_path):
     for _ in range(2):  # and the file is let go
         with pytest.raises(InputError, match=r"rows\.csv cannot be continued \("):
             monitor_log.MonitorLog(path, ["step", "layer"], 0)
+
+
+def test_that_no_attention_is_captured_is_said_once():
+    class Sometimes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.used = torch.nn.MultiheadAttention(4, 1, batch_first=True), False
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0] if self.used else x
+
+    model = Sometimes().train()
+    with warnings.catch_warnings(record=True) as said, Monitor(model, every=1):
+        warnings.simplefilter("always")
+        for used in (False, False, True, False):
+            model.used = used
+            model(torch.ones(1, 3, 4))
+    assert [str(one.message) for one in said] == ["No attention was captured in step 0."]

@@ -137,6 +137,15 @@ def test_a_severe_alarm_follows_a_warning_and_one_side_is_below():
     assert [(a.step, a.band, a.value) for a in found] == [(1, "WARNING", 0.4), (3, "SEVERE", 0.04)]
 
 
+def test_a_severe_alarm_says_what_its_warning_would_and_is_told_alone():
+    for setting, values in (((50, 100), (120.0, 70.0, 130.0)), ((0.5, 0.05, "below"), (0.01, 0.2, 0.01))):
+        name = "max_logit" if setting[0] == 50 else "entropy"
+        watch, found = Watch(rules_of({name: setting}, (), 1)), []
+        for step, value in enumerate(values):
+            found += watch.look([{"step": step, "layer": 0, "head": 1, "occurrence": 0, name: value}])
+        assert [(a.step, a.band) for a in found] == [(0, "SEVERE")]
+
+
 def test_a_change_is_seen_within_its_steps_and_not_later():
     rules = rules_of({"entropy": ("halves", 20), "max_logit": ("doubles", 20)}, (), 10)
     for values, steps in (([2.0, 1.5, 0.9], [20]), ([2.0, 1.9, 1.8, 1.7, 1.0], []), ([2.0, math.nan, 0.9], [20])):

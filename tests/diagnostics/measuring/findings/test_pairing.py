@@ -2,7 +2,16 @@
 
 import pytest
 
-from semdiag.measuring.findings.pairing import Pair, differences, find_pairs, pairs_against, path_tail, rivals
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import (
+    Pair,
+    differences,
+    find_pairs,
+    pairs_against,
+    path_tail,
+    rivals,
+    unlearned_sentences,
+)
 
 SOME = [1, 2, 3, 4]
 TOPK = {"attention": "topk", "k": 5}
@@ -113,3 +122,36 @@ def test_other_snapshots_are_named_in_the_label(models):
 
 def test_without_models_of_these_kinds_there_is_nothing_to_pair(models):
     assert find_pairs(models(b={"attention": "banded", "k": 3})) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("full", "topk", "samples", "facts", "said"),
+    [  # the 97.5th percentile of chance: 54.4% of 500 samples, 51.4% of 5,000, 63.9% of 50
+        (0.508, 0.519, 500, {}, ["f", "t"]),
+        (0.508, 0.55, 500, {}, ["f"]),
+        (1.0, 0.519, 500, {}, ["t"]),
+        (0.1, 0.519, 5000, {}, ["f"]),
+        (0.6, 0.6, 50, {}, ["f", "t"]),
+        (0.55, 0.55, 500, {}, []),
+        (0.5, 0.5, 49, {}, []),  # too few to tell
+        (float("nan"), 0.5, 500, {}, ["t"]),
+        (0.5, 0.5, 500, {"snapshot": "initialisation"}, []),  # not meant to have learned
+        (0.5, 0.5, 500, {"source": "hugging face"}, []),
+        (0.2, 0.2, 500, {"task": "modular-arithmetic"}, ["f", "t"]),  # one of five
+        (0.5, 0.5, 500, {"task": "modular-arithmetic"}, []),
+        (0.5, 0.5, 500, {"task": "text-of-mine"}, []),
+    ],
+)
+def test_compared_models_at_chance_are_said_not_to_have_learned(made_up, full, topk, samples, facts, said):
+    both = facts | {"samples": samples}
+    models = ("f", SOME, both | {"accuracy": full}), ("t", SOME, TOPK | both | {"accuracy": topk})
+    found = unlearned_sentences(Findings(made_up(*models)))
+    assert len(found) == bool(said)
+    for sentence in found:
+        named = {"f": ", full, seed 1, last (", "t": ", topk-5, seed 1, last ("}
+        assert [model for model, words in named.items() if words in sentence] == said
+        assert ("neither of them has learned" if len(said) == 2 else "it has not learned") in sentence
+
+
+def test_what_is_not_compared_is_not_judged(made_up):
+    assert unlearned_sentences(Findings(made_up(("f", SOME, {"samples": 500, "accuracy": 0.5})))) == []

@@ -12,9 +12,11 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.measuring.calls.running import unnamed
+from semdiag.questions.compare.answer import compare_summary
 from semdiag.questions.compare.measure.head_changes import SUMS, head_changes
 from semdiag.questions.compare.measure.kept_calls import KeptCalls, own_copy
 from semdiag.questions.compare.measure.probe import ComparePlan, compare
+from semdiag.questions.compare.words import comparison_sentences
 from semdiag_models import Encoder, InputError, reading
 
 CHANGES = ("total_variation", "largest", "moved", "by_weights", "by_values", "change")
@@ -146,6 +148,28 @@ def test_what_changes_only_the_values_changes_no_weight_of_its_layer_and_the_oth
     assert (first["k"]["by_values"] == 0).all()
     assert (first["k"][["total_variation", "moved", "by_weights"]] > 0).all(axis=None)
     assert first["k"]["change"].tolist() == pytest.approx(first["k"]["by_weights"].tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("pruned", "said"),
+    [
+        (("v", 1, slice(0, 2)), "begins in layer 1, heads 0, 1 (total variation 0 at most, output 1 of its norm)"),
+        (("q", 1, slice(4, 6)), "begins in layer 1, head 2 (total variation "),
+        (("q", 0, slice(4, 6)), "begins in layer 0, head 2 (total variation "),
+        (("v", 0, slice(2, 4)), "begins in layer 0, heads 2, 3 (total variation 0 at most, output 1 of its norm)"),
+        (("q", 0, slice(0, 8)), None),  # every head of the first layer: nothing precedes
+    ],
+)
+def test_a_pruned_head_is_named_before_what_follows_from_it(pruned, said):
+    base = Causal(blocks=3)
+    other, (part, block, rows) = copy.deepcopy(base), pruned
+    with torch.no_grad():
+        getattr(other, part)[block].weight[rows] = 0
+        getattr(other, part)[block].bias[rows] = 0
+    found = semdiag.compare(base, other, [ids()])
+    (result,) = semdiag.Findings(found)(compare_summary)["results"]
+    sentence = comparison_sentences(result)[0]
+    assert said in sentence if said else "begins" not in sentence
 
 
 def rounded(model, bits):
