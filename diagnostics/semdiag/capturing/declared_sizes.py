@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from semdiag_models import InputError
 from semdiag_models.reading import open_file
 
-_LARGEST_HEADER = 100 * 2**20  # bytes, as in the library
+_LARGEST_HEADER = 16 * 2**20  # bytes: of 100,000 tensors
 _FACTOR, _PACKED, _MORE = (
     3,
     16,
@@ -90,15 +92,31 @@ def _build(kind: Any, folder: Path) -> None:
 def _shapes(path: Path) -> list[tuple[int, ...]]:
     """Return the shapes that a safetensors header declares; none for a damaged file, which the library reports."""
     with open_file(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= _LARGEST_HEADER:
-            return []
         try:
-            header = json.loads(file.read(size))
+            header = read_header(path, file)
             shapes = [tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
             return shapes if all(map(_is_shape, shapes)) else []
+        except InputError:
+            raise
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
             return []
+
+
+def read_header(path: Path, file: BufferedReader) -> Any:
+    """Read the header of a safetensors file from its beginning.
+
+    Raises:
+        InputError: if it is implausibly large.
+        ValueError: if it is damaged.
+    """
+    size = int.from_bytes(file.read(8), "little")
+    if size > _LARGEST_HEADER and size < os.fstat(file.fileno()).st_size:
+        raise InputError(
+            f"{path}: its header has {size:,} bytes; that of a safetensors file has up to {_LARGEST_HEADER:,}."
+        )
+    if not 0 < size <= _LARGEST_HEADER:
+        raise ValueError(f"not a safetensors file: its header would have {size:,} bytes")
+    return json.loads(file.read(size))
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:
