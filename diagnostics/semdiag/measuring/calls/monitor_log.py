@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.pretrained import first_line
+from semdiag.measuring.calls.monitor_faults import warn
 from semdiag.measuring.calls.monitor_heads import head_columns, quantities_among
 from semdiag.measuring.csv_tables import csv_text, from_csv_text
 from semdiag.measuring.table import read_parquet
@@ -36,7 +37,7 @@ class MonitorLog:
     def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
         self.path, self.columns = path, columns
         self._rows: list[dict[str, Any]] = []
-        self._written = 0
+        self._written = self._size = 0  # rows written, and bytes of the file since
         self._earlier = pd.DataFrame(columns=columns)
         self._lock: RunLock | None = None
         if path is None:
@@ -75,6 +76,7 @@ class MonitorLog:
             if self.path.exists():
                 self._earlier = _read(self.path, self.columns)
                 self._rows, self._written = self._rows[self._written :], 0
+                self._size = self.path.stat().st_size
         except InputError:
             self._release()
             raise
@@ -124,7 +126,14 @@ class MonitorLog:
         if self.path is None or not new:
             return
         if self.path.suffix == ".csv":
+            if self._size and (not self.path.exists() or self.path.stat().st_size < self._size):
+                warn(
+                    f"{self.path} was removed or shortened during training: it goes on with step "
+                    f"{new[0]['step']}. The monitor's table still holds the earlier rows.",
+                    stacklevel=6,
+                )
             _append(self.path, pd.DataFrame(new, columns=self.columns))
+            self._size = self.path.stat().st_size
         else:
             unfinished = _unfinished(self.path)
             try:
