@@ -82,7 +82,7 @@ def opened_monitor(model):
         (opened_sparsify, ("",)),
         (
             opened_monitor,
-            ("/measuring/calls/", "/capturing/hooks.py"),
+            ("/measuring/calls/",),
         ),  # it also opens a watch to try, and closes it
     ],
 )
