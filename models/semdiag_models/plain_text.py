@@ -21,6 +21,16 @@ def visible(text: str) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
+def visible_json(text: str) -> str:
+    r"""Escape what :func:`visible` escapes in a JSON text, as JSON does; its values stay the same.
+
+    Example:
+        >>> print(visible_json('{"a": "' + chr(0x202e) + 'δ"}'))
+        {"a": "\\u202eδ"}
+    """
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def csv_cell(text: str) -> str:
     r"""Return a text for a cell of a CSV file: never a formula, without control characters.
 

@@ -15,6 +15,8 @@ LARGEST_TEXT = 2**30  # bytes, for a text to train or measure on
 LARGEST_JSON = 64 * MEBIBYTE  # for a configuration, a summary, a baseline
 LARGEST_TOML = MEBIBYTE
 MEMORY_SHARE = 0.25  # share of the machine's memory: no honest file needs more
+_PACKED = 100  # largest credible compression ratio: real token ids, pixels and numbers deflate less
+_LARGEST_PACKED = 2**28  # bytes up to which it does not matter
 _DEEPEST = 50  # levels of nested tables
 _LARGEST_NUMBER = 10**300  # fits a floating-point number
 
@@ -41,17 +43,42 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
         raise InputError(f"{path} cannot be read: permission denied.") from None
     except (OSError, ValueError) as error:  # a name that is too long, or contains a zero byte
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-    if file is None:
-        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or _made_up(descriptor, found.st_size):
         os.close(descriptor)
+        folder = stat.S_ISDIR(found.st_mode)
         kind = "a folder, not a file" if folder else "no regular file, but a pipe, a device or a socket"
         raise InputError(f"{path} is {kind}.")
-    size, allowed = os.fstat(descriptor).st_size, memory_share() if largest is None else largest
+    file = os.fdopen(descriptor, "rb")
+    size, allowed = found.st_size, memory_share() if largest is None else largest
     if size > allowed:
         file.close()
         raise InputError(f"{path} has {size:,} bytes; files of its kind may have up to {allowed:,}.")
     return file
+
+
+def _made_up(descriptor: int, size: int) -> bool:
+    """Return whether the system makes the content up while one reads, perhaps without end, as in /proc."""
+    if size:
+        return False
+    try:
+        return bool(os.read(descriptor, 1))
+    except OSError:  # nothing to read yet
+        return True
+
+
+def check_packed(path: Path, size: int, packed: int) -> None:
+    """Refuse what unpacks to more than memory, or to far more than any honest content is packed into.
+
+    Raises:
+        InputError: if it does.
+    """
+    require_memory(size, f"{path}, unpacked,")
+    if size > max(_LARGEST_PACKED, _PACKED * packed):
+        raise InputError(
+            f"{path} unpacks to {size / 2**20:,.0f} MiB from {packed / 2**20:.2g} MiB: it is almost only "
+            "repetition."
+        )
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
@@ -61,10 +88,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
         InputError: as :func:`open_file`.
     """
     with open_file(path, largest) as file:
-        content = file.read(largest + 1)  # some systems' regular files claim to be empty
-    if len(content) > largest:
-        raise InputError(f"{path} has more than {largest:,} bytes, the limit for its kind.")
-    return content
+        return file.read(largest)
 
 
 def read_json(path: Path) -> Any:

@@ -31,6 +31,17 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path, read):
             read(odd)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+@pytest.mark.parametrize("target", ["/proc/kmsg", "/proc/self/status", "/proc/self/mem"])
+def test_what_the_system_makes_up_is_no_file_of_the_users(tmp_path, target):
+    """Some of it never ends, and looks like an empty regular file."""
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(InputError, match=r"is no regular file|permission denied"):
+        reading.open_file(tmp_path / "link")
+    (tmp_path / "empty").touch()
+    reading.open_file(tmp_path / "empty").close()
+
+
 def test_a_file_that_is_too_large_is_refused_unread(tmp_path):
     with (tmp_path / "endless.toml").open("wb") as file:
         file.truncate(2**40)  # a hole: it takes no place on the disk

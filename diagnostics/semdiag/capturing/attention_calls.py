@@ -14,7 +14,6 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from semdiag.capturing.adapters.attention_core import core_call, hooked_alone, masked_inputs
 from semdiag.capturing.adapters.cache_positions import forget_last
@@ -23,6 +22,7 @@ from semdiag.capturing.adapters.hugging_face import intercepted_interface
 from semdiag.capturing.adapters.torch_functions import FunctionWatch
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
+from semdiag.capturing.hooks import take_off as take_off_hooks
 from semdiag.capturing.overlapping import SharedChange, put_below, put_below_dispatch, put_on, take_off
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag.capturing.recording import Recorder, Watched
@@ -87,8 +87,8 @@ def watch_attention(
         if not hooked:
             stack.enter_context(MADE_OUTSIDE_MODES.held())
             stack.enter_context(followed(here.handed_on))
-            here.start()
             stack.callback(here.stop)
+            here.start()
         if inside:
             hooks.before(model, ())
         yield recorder.audit
@@ -107,7 +107,7 @@ class _Hooks:
     def __init__(self, recorder: Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
         self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
         self._unmasked: dict[AttentionCore, tuple[int, int]] = {}
-        self._ended: RemovableHandle | None = None
+        self._ended = self.after  # the very object that is registered
 
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
@@ -116,16 +116,17 @@ class _Hooks:
         Args:
             first: whether to see a module's output before other watches do.
         """
-        started = register_module_forward_pre_hook(self.before)  # type: ignore[arg-type]
+        started = self.before
         try:
-            self._ended = register_module_forward_hook(self.after, always_call=True)
+            register_module_forward_pre_hook(started)  # type: ignore[arg-type]
+            ended = register_module_forward_hook(self._ended, always_call=True)
             if first:
-                _global_forward_hooks.move_to_end(self._ended.id, last=False)  # type: ignore[attr-defined]
+                _global_forward_hooks.move_to_end(ended.id, last=False)  # type: ignore[attr-defined]
             yield
         finally:
-            if self._ended is not None and not self._lent:
-                self._ended.remove()
-            started.remove()
+            if not self._lent:
+                take_off_hooks(None, self._ended)
+            take_off_hooks(None, started)
 
     def restore(self) -> None:
         """Give the attention cores their masks back."""
@@ -171,8 +172,8 @@ class _Hooks:
             self.restore()
         if not recorder.running:
             self._here.rest()
-            if recorder.closed and not self._lent and self._ended is not None:
-                self._ended.remove()
+            if recorder.closed and not self._lent:
+                take_off_hooks(None, self._ended)
 
 
 class _Modes(threading.local):

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from semdiag_models import InputError
 from semdiag_models.reading import open_file
 
-_LARGEST_HEADER = 100 * 2**20  # bytes, as in the library
+_LARGEST_HEADER = 16 * 2**20  # bytes: of 100,000 tensors
 _FACTOR, _MORE = 3, 10**7  # tied weights count twice; heads, poolers
 _NUMBERS = {"F64", "F32", "F16", "BF16", "C64", "C128", "I64", "BOOL"}  # each a number, or a position
 _WHOLE = {"U8", "I16", "U16", "I32", "U32", "U64"}  # packed numbers in weights, masks or places in buffers
@@ -108,13 +110,31 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
 def _header(path: Path) -> dict[str, dict[str, Any]]:
     """Return what a safetensors header declares of each tensor; nothing of a damaged file."""
     with open_file(path) as file:
-        size = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(size)) if 0 < size <= _LARGEST_HEADER else {}
+            header = read_header(path, file)
             header.pop("__metadata__", None)
             return dict(header) if all(isinstance(entry, dict) for entry in header.values()) else {}
+        except InputError:
+            raise
         except (ValueError, RecursionError, AttributeError, TypeError):
             return {}
+
+
+def read_header(path: Path, file: BufferedReader) -> Any:
+    """Read the header of a safetensors file from its beginning.
+
+    Raises:
+        InputError: if it is implausibly large.
+        ValueError: if it is damaged.
+    """
+    size = int.from_bytes(file.read(8), "little")
+    if size > _LARGEST_HEADER and size < os.fstat(file.fileno()).st_size:
+        raise InputError(
+            f"{path}: its header has {size:,} bytes; that of a safetensors file has up to {_LARGEST_HEADER:,}."
+        )
+    if not 0 < size <= _LARGEST_HEADER:
+        raise ValueError(f"not a safetensors file: its header would have {size:,} bytes")
+    return json.loads(file.read(size))
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:

@@ -72,6 +72,11 @@ class LoadedModel:
         return f"LoadedModel {self.path} ({self.source}, {known}, {parameters:,} parameters)"
 
     @property
+    def size(self) -> int:
+        """Bytes of its parameters and buffers."""
+        return sum(t.nbytes for t in (*self.module.parameters(), *self.module.buffers()))
+
+    @property
     def external(self) -> bool:
         """Whether it was not made by semdiag or the paper's code, so that only its attention is known."""
         return self.source in EXTERNAL_SOURCES

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -29,24 +29,29 @@ class SharedChange:
     """
 
     def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
-        self._change, self._lock, self._holders = change, threading.Lock(), 0
-        self._made: AbstractContextManager[object]
+        self._change, self._lock = change, threading.RLock()
+        self._holders: set[object] = set()
+        self._made: ExitStack | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the change inside the context."""
-        with self._lock:
-            if not self._holders:
-                self._made = self._change()
-                self._made.__enter__()
-            self._holders += 1
+        own = object()
         try:
+            with self._lock:
+                self._holders.add(own)
+                if self._made is None:
+                    self._made = ExitStack()
+                    self._made.enter_context(self._change())
             yield
         finally:
             with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._made.__exit__(None, None, None)
+                self._holders.discard(own)
+                if not self._holders and self._made is not None:
+                    made, self._made = self._made, None
+                    made.close()
+            while self._lock._is_owned():  # type: ignore[attr-defined]  # interrupted before it was released
+                self._lock.release()
 
 
 def take_off(mode: TorchFunctionMode) -> bool:

@@ -41,11 +41,12 @@ def _recorded_applies() -> Iterator[None]:
         finally:
             _RUNNING.names.pop()
 
-    setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
     try:
+        setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
         yield
     finally:
-        delattr(_SingleLevelFunction, "apply")
+        if "apply" in vars(_SingleLevelFunction):
+            delattr(_SingleLevelFunction, "apply")
 
 
 OWN_GRADIENTS = SharedChange(_recorded_applies)

@@ -63,7 +63,7 @@ class Padding:
         self._threads = threading.local()
         self._failed: str | None = None
         self._bare = False  # whether some samples begin with padding that no mask marks
-        self._hooks: dict[nn.Module, hooks.Handles] = {}
+        self._hooks: dict[nn.Module, hooks.Hooks] = {}
 
     @property
     def _running(self) -> list[TokenMasks | None]:
@@ -92,12 +92,13 @@ class Padding:
             yield
 
     def _put_on(self, module: nn.Module) -> None:
-        self._hooks[module] = hooks.put_on(module, self._before, self._after, prepend=True)
+        self._hooks[module] = hooks.Hooks(module, self._before, self._after, prepend=True)
+        self._hooks[module].put_on()
 
     def _take_off(self, *modules: nn.Module) -> list[nn.Module]:
         taken = [module for module in modules if module in self._hooks]
-        for hook in (hook for module in taken for hook in self._hooks.pop(module)):
-            hook.remove()
+        for module in taken:
+            self._hooks.pop(module).remove()
         return taken
 
     def _step_aside(self, module: nn.Module) -> None:

@@ -55,11 +55,16 @@ def find_folder(spec: str) -> Path:
         )
     if not (folder / "config.json").exists():
         raise InputError(f"{spec}: the folder holds no config.json, so it is not a Hugging Face model.")
-    for file in folder.iterdir():  # the library opens every file
-        if not file.is_dir():
-            open_file(file).close()
+    check_files(folder)
     read_json(folder / "config.json")
     return folder
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder with anything but regular files among those that the library opens."""
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if not file.is_dir():
+            open_file(file).close()
 
 
 def _why_no_folder(path: Path, name: str) -> str:
@@ -153,14 +158,19 @@ def _weights_of(spec: str, folder: Path, kind: type) -> list[Path]:
             f"you trust it, write a copy in Python: from transformers import {', '.join(classes)}; {copies}"
         )
     index = folder / "model.safetensors.index.json"
-    places = read_json(index).get("weight_map") if index.exists() else None
-    named = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+    found = read_json(index) if index.exists() else {"weight_map": {}}
+    places = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise InputError(f"{index} is no index of weights: it has no weight_map from parameters to files.")
+    named = sorted(set(places.values()))
     missing = [name for name in named if not (folder / name).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(
             f"{spec} lacks {missing[0]}{more} of the {len(named)} files of its weights: copy the whole folder."
         )
+    for name in named:
+        open_file(folder / name).close()
     return weights
 
 

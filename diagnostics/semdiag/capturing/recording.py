@@ -182,8 +182,8 @@ class Recorder(threading.local):
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Record, inside, what this thread or task runs, and what threads without a watch of their own run."""
-        _OPEN.set((*_OPEN.get(), self))
         try:
+            _OPEN.set((*_OPEN.get(), self))
             yield
         finally:
             _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))

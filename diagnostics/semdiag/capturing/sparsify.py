@@ -16,6 +16,7 @@ from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
+from semdiag.capturing.hooks import take_off
 from semdiag.capturing.kept_keys import SharedChoices, allowed_keys, counted, narrowed
 from semdiag.capturing.mask_rules import Keep, RandomK, TopK, TopP, Window, check_keep, rule_for
 from semdiag.capturing.own_gradients import OWN_GRADIENTS, own_backward
@@ -221,9 +222,10 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(OWN_GRADIENTS.held())
         stack.enter_context(padding.watched())
-        stack.callback(register_module_forward_pre_hook(before).remove)
+        stack.callback(take_off, None, before, after)
+        register_module_forward_pre_hook(before)
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
-        stack.callback(register_module_forward_hook(after).remove)
+        register_module_forward_hook(after)
         yield masked
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)

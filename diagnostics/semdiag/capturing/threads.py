@@ -86,8 +86,8 @@ def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return here(*args, **kwargs)
 
-    setattr(owner, name, replacement)
     try:
+        setattr(owner, name, replacement)
         yield
     finally:
         if vars(owner).get(name) is replacement:  # else someone replaced it since, and calls ours

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from semdiag.commands.measuring import FORMATS
+from semdiag.presenting.terminal.terminal import say
 
 
 def monitor(
@@ -32,11 +33,13 @@ def monitor(
     if out is not None:
         if out.suffix[1:] not in FORMATS:
             raise InputError(f"--out takes a .png, .svg or .pdf. Got {out}.")
+        if heads.empty:
+            raise InputError(f"{file} has no rows: no step was looked at, and there is nothing to draw.")
         try:
             monitored_run(heads).savefig(out, dpi=150)
         except OSError as error:
             raise InputError(f"{out} cannot be written: {error.strerror or error}.") from None
     for line in extremes_of(heads):
-        typer.echo(line)
+        say(line)
     if out is not None:
-        typer.echo(f"Figure: {out}")
+        say(f"Figure: {out}")

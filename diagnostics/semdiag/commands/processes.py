@@ -54,16 +54,17 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
             orders = [(path, MeasuringOrder(path, decided)) for path in paths]
-            return run_in_parallel(orders, _workers(jobs, ray), ended)
+            size = max(model.size for model in loaded)
+            return run_in_parallel(orders, _workers(jobs, ray, len(orders), size), ended)
 
         return survey(loaded, conditions, elsewhere=apart)
 
     return run
 
 
-def _workers(jobs: int | None, ray: str) -> "Workers":
+def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
     from semdiag.measuring.parallel import run_order
     from semdiag_models.sweeps.ray import RayWorkers
     from semdiag_models.sweeps.workers import LocalWorkers
 
-    return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order)
+    return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)

@@ -1,6 +1,6 @@
 """``semdiag sweep``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +107,6 @@ def sweep(
     from semdiag_models.device import find_device
     from semdiag_models.sweeps.estimates import estimate
     from semdiag_models.sweeps.grid import SweepError, read_sweep
-    from semdiag_models.sweeps.workers import cores
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
@@ -130,28 +129,36 @@ def sweep(
     if not ray:
         find_device(where)
     folder = out if out is not None else Path("runs") / config.stem
-    at_once = jobs if jobs is not None else cores()
     if dry_run:
         estimates = estimate(runs, folder, where, lambda line: None if quiet else tell(line), records)
         with beside_json(as_json):
+            alone = [(run,) for run in runs]
+            at_once = jobs if ray and jobs else _workers("", 0, jobs, alone, where).capacity
             print_estimates(runs, estimates, at_once, as_json, quiet)
         return
     ways = _Ways(where, target, retries, in_a_step, records, quiet)
-    rows = _train(runs, folder, ways, lambda: _workers(ray, gpus_per_run, jobs))
+    rows = _train(runs, folder, ways, lambda left: _workers(ray, gpus_per_run, jobs, left, where))
     with beside_json(as_json):
         print_results(rows, folder, target, as_json, quiet)
     if any(row.status in ("failed", "diverged") for row in rows):
         raise typer.Exit(1)
 
 
-def _workers(ray: str, gpus_per_run: float, jobs: int | None) -> "Workers":
-    from semdiag_models.sweeps.workers import LocalWorkers, cores
-
+def _workers(
+    ray: str, gpus_per_run: float, jobs: int | None, groups: "Sequence[Sequence[SweepRun]]", device: str
+) -> "Workers":
+    """Return the processes that train groups of runs."""
     if ray:
         from semdiag_models.sweeps.ray import RayWorkers
 
         return RayWorkers(ray, gpus_per_run, jobs)
-    return LocalWorkers(jobs if jobs is not None else cores())
+    from semdiag_models.device import find_device
+    from semdiag_models.memory_needs import training_memory
+    from semdiag_models.sweeps.workers import LocalWorkers
+
+    on_cpu = find_device(device).type == "cpu"
+    sizes = [sum(training_memory(run.model, run.training, on_cpu) for run in group) for group in groups]
+    return LocalWorkers(jobs, tasks=len(groups), size=max(sizes))
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ class _Ways:
 
 
 def _train(
-    runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[], Workers]"
+    runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[Sequence[Sequence[SweepRun]]], Workers]"
 ) -> "list[RunResult]":
     """Train the unfinished runs; return the rows of all runs, which are also saved after every run."""
     from semdiag.commands.printing.sweep import SweepProgress
@@ -189,7 +196,7 @@ def _train(
         groups = together(left, ways.in_a_step) if ways.in_a_step > 1 else [(run,) for run in left]
         orders = [Order(group, folder.resolve(), ways.device, provenance) for group in groups]
         if left:
-            crew = workers()  # before anything is written: the cluster may be unreachable
+            crew = workers(groups)  # before anything is written: the cluster may be unreachable
             undo.callback(crew.close)
         if not folder.is_dir():
             folder.mkdir(parents=True)

@@ -1,6 +1,5 @@
 """Read named arrays from files (npz, safetensors, parquet); arrays that are not requested are not read."""
 
-import json
 import math
 import zipfile
 from collections.abc import Collection
@@ -12,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semdiag.capturing.declared_sizes import read_header
 from semdiag.capturing.inputs.files import array_tensor, check_header, check_member
 from semdiag_models import InputError
-from semdiag_models.reading import MEBIBYTE, open_file, require_memory
+from semdiag_models.reading import check_packed, open_file, require_memory
 
-_LARGEST_HEADER = 100 * MEBIBYTE  # as in the library
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -77,12 +76,9 @@ def _npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
     with open_file(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= _LARGEST_HEADER:
-            raise InputError(f"{path} is not a safetensors file: its header would have {size:,} bytes.")
-        header = json.loads(file.read(size))
+        header, offset = read_header(path, file), file.tell()
         return {
-            name: _stored(path, file, 8 + size, header[name])
+            name: _stored(path, file, offset, header[name])
             for name in names
             if isinstance(header, dict) and name in header and name != "__metadata__"
         }
@@ -109,16 +105,23 @@ def _parquet(path: Path, names: Collection[str]) -> dict[str, Tensor]:
     import pyarrow.parquet as pq
 
     # Read from memory: on a damaged file, threads that wait for Python file reads would end the process.
-    with open_file(path) as stored, pa.BufferReader(stored.read()) as file:
+    with open_file(path) as packed, pa.BufferReader(packed.read()) as file:
         whole = pq.ParquetFile(file)
         known, wanted = whole.metadata, [name for name in whole.schema_arrow.names if name in names]
         places = [c for c in range(known.num_columns) if known.schema.column(c).path.split(".")[0] in wanted]
-        size = 0
+        texts = [
+            known.schema.column(c).path for c in places if "BYTE_ARRAY" in known.schema.column(c).physical_type
+        ]
+        if texts:
+            raise InputError(f"{path}: the column {texts[0]} holds texts, not numbers.")
+        size, stored = 0, 0
         for group in range(known.num_row_groups):
             # Reading a row of a damaged column raises an exception; reading its metadata ends the process.
             next(whole.iter_batches(batch_size=1, row_groups=[group], columns=wanted, use_threads=False), None)
             parts = [known.row_group(group).column(c) for c in places]
+            stored += sum(part.total_uncompressed_size for part in parts)
             size += sum(max(16 * part.num_values, part.total_uncompressed_size) for part in parts)
+        check_packed(path, stored, file.size())
         require_memory(max(size, 16 * known.num_rows * len(places)), f"{path}, unpacked,")
         table = pq.read_table(file, columns=wanted).to_pandas()
     return {name: array_tensor(path, _stacked(path, table[name])) for name in wanted}

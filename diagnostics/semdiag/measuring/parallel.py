@@ -1,6 +1,5 @@
 """Measure the models of a survey in separate processes."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +22,10 @@ class MeasuringOrder:
     Attributes:
         path: of the model.
         conditions: of the survey.
-        parent: id of the process with which measuring ends; None means it does not.
     """
 
     path: str
     conditions: Conditions
-    parent: int | None = None
 
 
 def run_order(order: MeasuringOrder) -> Measurements | str:
@@ -38,12 +35,8 @@ def run_order(order: MeasuringOrder) -> Measurements | str:
         Its measurements, or one line on why it cannot be measured.
     """
     torch.set_num_threads(1)
-
-    def go_on(*steps: Any) -> None:
-        end_without(order.parent)
-
     try:
-        return survey_one(order.path, order.conditions, Progress(go_on, go_on, go_on))
+        return survey_one(order.path, order.conditions, Progress())
     except InputError as error:
         return str(error)
 
@@ -57,16 +50,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def end_without(parent: int | None) -> None:
-    """End this process if the process that it works for is gone.
-
-    Args:
-        parent: its number; None: it works for itself.
-    """
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 def run_in_parallel(

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from semdiag_models import InputError
-from semdiag_models.reading import open_file, require_memory
+from semdiag_models.reading import check_packed, open_file, require_memory
 
 if TYPE_CHECKING:
     import pyarrow
@@ -175,22 +175,26 @@ def read_parquet(path: Path) -> pd.DataFrame:
 
     # Read from memory: on a damaged file, threads that wait for Python file reads would end the process.
     with open_file(path) as whole, pa.BufferReader(whole.read()) as file:
-        known = pq.ParquetFile(file).metadata
+        opened = pq.ParquetFile(file)
+        known = opened.metadata
         columns = [known.schema.column(c) for c in range(known.num_columns)]
-        if any(column.max_repetition_level for column in columns):
-            raise ValueError("It has columns of lists.")  # one row could hold any number of values
+        if any(map(pa.types.is_nested, opened.schema_arrow.types)):
+            raise ValueError("It has columns of lists or structs.")  # one row could hold any number of values
         # Not .column(c): on damaged metadata of a chunk, it ends the process
         groups = [known.row_group(g) for g in range(known.num_row_groups)]
         rows = max(known.num_rows, sum(group.num_rows for group in groups))
         stored = sum(group.total_byte_size for group in groups)
-        require_memory(max(16 * rows * known.num_columns, stored), f"{path}, unpacked,")
+        require_memory(16 * rows * known.num_columns, f"{path}, unpacked,")
+        check_packed(path, stored, file.size())
         texts = sorted(column.path for column in columns if column.physical_type == "BYTE_ARRAY")
         file.seek(0)
-        require_memory(
-            _characters(pq.read_table(file, columns=texts, read_dictionary=texts)), f"{path}, unpacked,"
-        )
+        expanded = _characters(pq.read_table(file, columns=texts, read_dictionary=texts))
+        check_packed(path, expanded, file.size())
         file.seek(0)
-        return pd.read_parquet(file)
+        try:
+            return pd.read_parquet(file)
+        except Exception as error:  # pandas' own metadata may say anything
+            raise ValueError(f"pandas: {type(error).__name__} {error}") from None
 
 
 def _characters(texts: "pyarrow.Table") -> int:

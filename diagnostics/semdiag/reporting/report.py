@@ -25,6 +25,7 @@ from semdiag.reporting.folder import check_folder, replacing
 from semdiag.reporting.page import Picture, render_page
 from semdiag.reporting.summary import summary
 from semdiag_models import InputError
+from semdiag_models.plain_text import visible_json
 
 _PIXELS_PER_INCH = 96  # in CSS
 _ON_SCREEN = ("png", "svg")
@@ -131,7 +132,7 @@ def _write(
         *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
         *diverged_sentences(findings),
     ]  # fmt: skip
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    text = visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     non_finite = findings.measurements.non_finite

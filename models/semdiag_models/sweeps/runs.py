@@ -1,6 +1,5 @@
 """One run of a sweep: its progress, and training it to its end in a process of its own."""
 
-import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,14 +76,12 @@ class Order:
         folder: of the run folders, which have the runs' names; absolute.
         device: ``cpu``, ``cuda`` or ``mps``.
         provenance: stored in every snapshot.
-        parent: id of the process with which training ends; None means that it does not.
     """
 
     runs: tuple[SweepRun, ...]
     folder: Path
     device: str
     provenance: dict[str, Any]
-    parent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -173,17 +170,9 @@ def _train(order: Order, left: list[tuple[int, bool]]) -> None:
             runs.append(SeedRun(folder, trainer, random_state(device)))
         if len(runs) == 1:
             (one,) = runs
-            train_run(one.folder, one.trainer, order.provenance, after_batch=lambda: _end_with_parent(order, runs))
+            train_run(one.folder, one.trainer, order.provenance)
         elif runs:
-            train_seed_runs(runs, order.provenance, after_batch=lambda _: _end_with_parent(order, runs))
-
-
-def _end_with_parent(order: Order, runs: list[SeedRun]) -> None:
-    """Exit if the sweep was killed, so that the next one finds the folders unlocked."""
-    if order.parent is not None and os.getppid() != order.parent:
-        for run in runs:
-            run.trainer.release()
-        os._exit(1)
+            train_seed_runs(runs, order.provenance)
 
 
 def epochs_so_far(folder: Path) -> int:

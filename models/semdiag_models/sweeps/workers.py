@@ -2,6 +2,9 @@
 
 import os
 import signal
+import threading
+import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -11,11 +14,13 @@ from typing import Any, Protocol
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import BrokenProcessPool
 
+from semdiag_models.reading import MEMORY_SHARE, memory_share
 from semdiag_models.step import ALIKE
 from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 
 TICK = 1.0  # seconds between polls
+_BYTES = 2**29  # of a process with torch, before it has a model
 KILLED = Outcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
 
 
@@ -38,28 +43,52 @@ class Workers(Protocol):
 
 
 class LocalWorkers:
-    """Processes on this machine, through joblib's loky; they ignore Ctrl-C, which the sweep handles.
+    """Processes on this machine, through joblib's loky; they ignore Ctrl-C, and end with this process.
+
+    A warning says if fewer are started than asked for.
 
     Args:
-        jobs: processes, each with one CPU thread.
-        carry_out: executes an order, a dataclass with a field ``parent``: the process with which it ends.
+        jobs: processes, each with one CPU thread; None for as many as fit.
+        carry_out: executes an order.
+        tasks: number of orders to come: more processes are not started, nor more than cores and memory allow.
+        size: bytes that an order takes beside torch.
     """
 
-    def __init__(self, jobs: int, carry_out: Callable[[Any], Any] = train_order) -> None:
-        self.capacity, self._carry_out = jobs, carry_out
-        self._begun = False
+    def __init__(
+        self,
+        jobs: int | None,
+        carry_out: Callable[[Any], Any] = train_order,
+        tasks: int | None = None,
+        size: int = 0,
+    ) -> None:
+        limits = {"cores": cores(), "memory": max(1, int(memory_share() / MEMORY_SHARE / (_BYTES + size)))}
+        limits |= {"tasks": max(1, tasks)} if tasks is not None else {}
+        what = min(limits, key=lambda name: limits[name])
+        self.capacity = limits[what] if jobs is None else min(jobs, limits[what])
+        if jobs is not None and self.capacity < jobs:
+            why = {
+                "cores": "this machine has no more cores",
+                "memory": f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each",
+                "tasks": "there is no more to divide among processes",
+            }[what]
+            warnings.warn(f"{self.capacity} of {jobs:,} processes are used: {why}.", stacklevel=2)
+        self._carry_out, self._begun = carry_out, False
 
     def _executor(self) -> Any:
         """Return the pool, or a new one if a killed process broke it."""
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return get_reusable_executor(
-            max_workers=self.capacity, timeout=3600, env=one_thread, initializer=_ignore_interrupts
+            max_workers=self.capacity,
+            timeout=3600,
+            env=one_thread,
+            initializer=_work_for,
+            initargs=(os.getpid(),),
         )
 
     def submit(self, order: Any) -> Future[Any]:
         """See :class:`Workers`."""
         self._begun = True
-        future: Future[Any] = self._executor().submit(self._carry_out, replace(order, parent=os.getpid()))
+        future: Future[Any] = self._executor().submit(self._carry_out, order)
         return future
 
     def wait(self, handles: list[Future[Any]], seconds: float) -> list[Future[Any]]:
@@ -80,8 +109,16 @@ class LocalWorkers:
         self._begun = False
 
 
-def _ignore_interrupts() -> None:
+def _work_for(parent: int) -> None:
+    """Ignore interrupts, and end this process, whatever it does, when its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(TICK)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:

@@ -10,6 +10,7 @@ import torch
 
 from semdiag import load
 from semdiag.capturing.inputs.files import read_batches
+from semdiag.measuring.array_files import read_arrays
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.survey import survey
 from semdiag_models import InputError
@@ -328,3 +329,29 @@ def test_the_library_speaks_as_before(bert):
     level = transformers.utils.logging.get_verbosity()
     load(f"hf:{bert}")
     assert transformers.utils.logging.get_verbosity() == level
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", "{}", '{"weight_map": []}', '{"weight_map": {"a": [1]}}'])
+def test_an_index_that_is_none_is_refused(copied, content):
+    (copied / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=r"index\.json is no index of weights: it has no weight_map"):
+        load(f"hf:{copied}")
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "additional_chat_templates/tool.jinja", "more.safetensors"])
+def test_links_to_what_never_ends_are_refused_before_the_library_opens_them(copied, name):
+    (copied / name).parent.mkdir(exist_ok=True)
+    (copied / name).unlink(missing_ok=True)
+    (copied / name).symlink_to("/proc/self/environ")  # as /proc/kmsg, which only some may open
+    with pytest.raises(InputError, match="is no regular file"):
+        load(f"hf:{copied}")
+
+
+def test_a_header_of_weights_that_no_model_needs_is_refused_unread(copied):
+    header = b'{"a":' + b"[" * 2**24 + b"]" * 2**24 + b"}"
+    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    (copied / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=r"its header has 33,554,438 bytes; .* has up to 16,777,216"):
+        load(f"hf:{copied}")
+    with pytest.raises(InputError, match=r"its header has 33,554,438 bytes"):
+        read_arrays(copied / "model.safetensors", ["a"])

@@ -150,7 +150,7 @@ def test_other_content_is_refused(tmp_path, monkeypatch, content, kind):
     [
         ([[0, 1], [2]], "lists of different lengths"),
         ([[[0, 1]], [[2], [3]]], "lists of different lengths"),
-        ([["a"], ["b"]], "cannot be read"),
+        ([["a"], ["b"]], "holds texts, not numbers"),
         ([None, [1]], "cannot be read"),
     ],
 )

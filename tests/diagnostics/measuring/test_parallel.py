@@ -1,10 +1,12 @@
 """Models that are measured in processes of their own: the same numbers, and one line for what goes wrong."""
 
 import json
-import os
 import subprocess
 import sys
+import time
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,7 +19,7 @@ from semdiag.measuring.tables import TABLES
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
 from semdiag_models import InputError
-from semdiag_models.sweeps.workers import LocalWorkers
+from semdiag_models.sweeps.workers import LocalWorkers, cores
 
 CONDITIONS = Conditions(samples=6, batch_size=4, k=(2,), dtype="float64", plans=(NoisePlan(), OverlapPlan()))
 
@@ -97,24 +99,67 @@ def test_a_process_that_was_killed_is_told_with_its_model(tiny_runs):
     assert not workers.open
 
 
-ORPHAN = """
-import os, sys
-from semdiag.measuring.parallel import MeasuringOrder, run_order
-from semdiag.measuring.conditions import Conditions
-run_order(MeasuringOrder(sys.argv[1], Conditions(samples=2), parent=os.getppid() + 1))
-print("it went on")
+ORPHANS = """
+import sys, time
+from semdiag_models.sweeps.workers import LocalWorkers, cores
+workers = LocalWorkers(2)
+workers._carry_out = time.sleep
+workers.submit(600)
+time.sleep(600)
 """
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_its_parent(tiny_runs):
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHAN, tiny_runs.full], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+def test_workers_end_when_their_parent_is_killed_whatever_they_do():
+    """One is busy, and one waits for work."""
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS])
+    deadline = time.monotonic() + 60
+    while len(left := _children(parent.pid)) < min(2, cores()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left
+    parent.kill()
+    parent.wait()
+    while (living := [pid for pid in left if _loaded(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not living
+
+
+def _children(parent):
+    """Worker processes: those with torch."""
+    tasks = Path(f"/proc/{parent}/task")
+    pids = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    return [int(pid) for pid in pids if _loaded(pid)]
+
+
+def _loaded(pid):
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("jobs", "tasks", "size", "used", "said"),
+    [
+        (1000, None, 0, 8, "8 of 1,000 processes are used: this machine has no more cores."),
+        (1000, 2, 0, 2, "2 of 1,000 processes are used: there is no more to divide among processes."),
+        (5, 9, 2**30, 5, None),
+        (5, 9, 3 * 2**30, 4, "4 of 5 processes are used: its memory holds no more of 3.5 GiB each."),
+        (5, 0, 2**60, 1, "1 of 5 processes are used"),
+        (None, 3, 0, 3, None),
+        (3, 3, 0, 3, None),
+    ],
+)
+def test_no_more_processes_than_cores_tasks_and_memory_allow(jobs, tasks, size, used, said, monkeypatch):
+    monkeypatch.setattr("semdiag_models.sweeps.workers.cores", lambda: 8)
+    monkeypatch.setattr("semdiag_models.reading._memory", lambda: 16 * 2**30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert LocalWorkers(jobs, run_order, tasks, size).capacity == used
+    assert (said is None and not caught) or str(caught[0].message).startswith(said)
 
 
 def test_an_order_can_be_carried_out_alone(tiny_runs):
-    found = run_order(MeasuringOrder(str(tiny_runs.full), CONDITIONS, parent=os.getppid()))
+    found = run_order(MeasuringOrder(str(tiny_runs.full), CONDITIONS))
     assert found.models["model"].tolist() == [str(tiny_runs.full)]
     assert "not there" in run_order(MeasuringOrder("not there", CONDITIONS))

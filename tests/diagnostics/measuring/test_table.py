@@ -5,8 +5,11 @@ import sys
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from semdiag.measuring.array_files import read_arrays
 from semdiag.measuring.table import Table, column_types, read_parquet
 from semdiag_models import InputError, reading
 
@@ -165,17 +168,33 @@ def test_a_text_that_a_file_repeats_is_counted_as_often_as_it_stands_there(tmp_p
         read_parquet(path)
 
 
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_texts_that_are_almost_only_repetition_are_refused_before_they_are_unpacked(tmp_path, dictionary):
+    """Half a gigabyte from some kilobytes."""
+    path = tmp_path / "models.parquet"
+    group = pa.table({"model": ["x" * 2**20] * 32})
+    with pq.ParquetWriter(path, group.schema, compression="zstd", use_dictionary=dictionary) as writer:
+        for _ in range(16):
+            writer.write_table(group)
+    with pytest.raises(InputError, match=r"unpacks to 512 MiB from .*: it is almost only repetition\."):
+        read_parquet(path)
+    assert pa.default_memory_pool().max_memory() < 2**28
+    with pytest.raises(InputError, match="the column model holds texts, not numbers"):
+        read_arrays(path, ["model"])
+
+
 def test_lists_in_a_column_are_refused(tmp_path):
     """A row may hold as many values as it likes, and no table of ours holds any."""
     path = tmp_path / "models.parquet"
     pd.DataFrame({"k": [np.zeros(10_000, np.int64)] * 3}).to_parquet(path, index=False)
-    with pytest.raises(ValueError, match="columns of lists"):
+    with pytest.raises(ValueError, match="columns of lists or structs"):
         read_parquet(path)
 
 
 EVERY_FOOTER = """
 import sys
 from pathlib import Path
+from semdiag.measuring.array_files import read_arrays
 from semdiag.measuring.table import read_parquet
 
 content = (Path(sys.argv[1]) / "good.parquet").read_bytes()

@@ -27,11 +27,12 @@ def _made_outside_modes() -> Iterator[None]:
         with _disable_current_modes():
             return Tensor.__new__(kind, *args, **kwargs)
 
-    biases.CausalBias.__new__ = made
     try:
+        biases.CausalBias.__new__ = made
         yield
     finally:
-        del biases.CausalBias.__new__
+        if "__new__" in vars(biases.CausalBias):
+            del biases.CausalBias.__new__
 
 
 MADE_OUTSIDE_MODES = SharedChange(_made_outside_modes)

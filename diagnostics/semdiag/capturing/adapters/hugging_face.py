@@ -53,12 +53,13 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
     if not hasattr(_interface(), "get_interface"):  # absent or too old: other mechanisms see its models
         yield
         return
-    _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
     try:
+        _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
         with _PATCHED.held(), watched_caches():
             yield
     finally:
-        _RECORDERS.remove(recorder)
+        with contextlib.suppress(ValueError):  # interrupted before
+            _RECORDERS.remove(recorder)
 
 
 def _interface() -> Any:
@@ -76,8 +77,8 @@ def _patched() -> Iterator[None]:
             attend = _recorded(recorder, implementation, attend)
         return attend
 
-    interface.get_interface = get_interface
     try:
+        interface.get_interface = get_interface
         yield
     finally:
         interface.get_interface = original

@@ -23,9 +23,8 @@ from semdiag.capturing.inputs.texts import (
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
-from semdiag_models.reading import LARGEST_TEXT, open_file, require_memory
+from semdiag_models.reading import check_packed, open_file, require_memory
 
-_PACKED = 100  # largest credible compression ratio: real token ids and pixels deflate less
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -174,12 +173,7 @@ def _check_memory(path: Path, content: Any) -> None:
 
 def check_member(path: Path, member: zipfile.ZipInfo) -> None:
     """Refuse an archive member that exceeds memory, or is compressed beyond belief."""
-    require_memory(member.file_size, f"{path}, unpacked,")
-    if member.file_size > max(LARGEST_TEXT, _PACKED * member.compress_size):
-        raise InputError(
-            f"{path} unpacks to {member.file_size / 2**30:.1f} GiB from {member.compress_size / 2**20:.1f} MiB: "
-            "it is almost only repetition. Save the samples to measure with numpy.save."
-        )
+    check_packed(path, member.file_size, member.compress_size)
 
 
 def check_header(path: Path, file: IO[bytes]) -> None:

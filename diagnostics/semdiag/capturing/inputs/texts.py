@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from semdiag_models.tasks.text_lines import read_lines
 SUFFIXES = ".txt", ".jsonl"
 _KEYS = "text", "label", "target"
 _IGNORED = -100  # label of padding
+_NUMBER = re.compile(r"-?[0-9]{1,18}")  # of a class; anything else is a name
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ def read_texts(path: Path) -> Texts:
             len(columns[name]) == 1 < number for name in _KEYS
         ):
             raise InputError(f"{path}, line {number}: label and target must be in every line or in none.")
-    wrong = [x for x in columns["label"] if not isinstance(x, int | str) or isinstance(x, bool)]
+    wrong = [x for x in columns["label"] if not isinstance(x, str) and not (type(x) is int and abs(x) < 2**63)]
     wrong += [x for x in columns["target"] if not isinstance(x, str)]
     if wrong:
-        raise InputError(f"{path}: a label must be a whole number or a name, a target a text. Got {wrong[0]!r}.")
+        raise InputError(
+            f"{path}: a label must be a whole number or a name, a target a text. Got {str(wrong[0])[:40]}."
+        )
     return Texts(columns["text"], columns["label"], columns["target"])
 
 
@@ -150,7 +154,7 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
     named, where = given.labels, path
     if options.labels is not None:
         where = options.labels
-        named = [int(line) if line.lstrip("-").isdigit() else line for line in read_lines(where)[0]]
+        named = [int(line) if _NUMBER.fullmatch(line) else line for line in read_lines(where)[0]]
     if not named:
         return None
     if len(named) != len(given.texts):
@@ -169,7 +173,7 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
     unknown = [name for name in named if isinstance(name, str) and name not in known]
     if unknown:
         names = ", ".join(map(str, sorted(known, key=lambda name: int(known[name]))[:10])) or "none"
-        raise InputError(f"{where}: the model has no class {unknown[0]!r}. Its classes: {names}.")
+        raise InputError(f"{where}: the model has no class {unknown[0][:40]!r}. Its classes: {names}.")
     numbers = [int(known[name]) if isinstance(name, str) else name for name in named]
     classes = getattr(getattr(model.module, "config", None), "num_labels", None)
     outside = [n for n in numbers if isinstance(classes, int) and not 0 <= n < classes]

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.pretrained import find_folder, first_line, silent, transformers_for
+from semdiag.capturing.pretrained import check_files, find_folder, first_line, silent, transformers_for
 from semdiag_models import InputError
-from semdiag_models.reading import open_file
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
 # At most so many characters per token, plus a margin, are tokenised: no tokenizer needs more.
@@ -151,9 +150,7 @@ def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
         spec = str(tokenizer_folder)
         if not folder.is_dir():
             raise InputError(f"--tokenizer needs a folder with a tokenizer's files. There is no folder {folder}.")
-        for file in folder.iterdir():  # the library opens every file
-            if not file.is_dir():
-                open_file(file).close()
+        check_files(folder)
     instead = "Give token ids with --inputs FILE.pt"
     instead += "." if tokenizer_folder else ", or name another model's tokenizer with --tokenizer DIR."
     if not has_tokenizer(folder):

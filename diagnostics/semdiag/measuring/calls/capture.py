@@ -266,12 +266,12 @@ class _Batch(threading.local):
         if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn."):
             yield
             return
-        handles = hooks.put_on(model, self._before, self._after)
+        own = hooks.Hooks(model, self._before, self._after)
         try:
+            own.put_on()
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            own.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.samples = samples_of((*args, *kwargs.values()))

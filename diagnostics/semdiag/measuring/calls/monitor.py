@@ -27,7 +27,7 @@ from semdiag.measuring.calls.monitor_alarms import (
     rules_of,
     summary_of,
 )
-from semdiag.measuring.calls.monitor_faults import Faults
+from semdiag.measuring.calls.monitor_faults import Faults, warn
 from semdiag.measuring.calls.monitor_heads import describe_heads, quantities
 from semdiag.measuring.calls.monitor_outputs import Outputs
 from semdiag.measuring.calls.monitor_ranks import Look, Ranks
@@ -152,7 +152,7 @@ class Monitor:
             path = tensorboard = log = None
         self._outputs = Outputs(None if path is None else Path(path), tensorboard, log, self.k, self.step)
         self._faults = Faults()
-        self._handles: hooks.Handles | tuple[()] = ()
+        self._hooks: hooks.Hooks | None = None
         self._look = ExitStack()
         self._looked_at: int | None = None
         self._looker: threading.Thread | None = None  # owner of the current look
@@ -191,7 +191,7 @@ class Monitor:
             InputError: if the model has no attention that can be watched or was compiled in place, or TensorBoard
                 is not installed.
         """
-        if self._handles:
+        if self._hooks is not None:
             return self
         if getattr(self.model, "_compiled_call_impl", None) is not None:
             raise InputError(
@@ -204,29 +204,30 @@ class Monitor:
         try:
             self._outputs.open()
             self._ranks.open({**agreed, "alarm": self._watch.rules, "raise": self._on_alarm == "raise"})
-        except InputError:
+            self._hooks = hooks.Hooks(self.model, self._before, self._after)
+            self._hooks.put_on()
+        except BaseException:
             self._leave()
             raise
-        self._handles = hooks.put_on(self.model, self._before, self._after)
         return self
 
     def stop(self) -> None:
         """Restore the model; rows remain readable."""
-        begun, reports = bool(self._handles), self._ranks.reports
+        begun, reports = self._hooks is not None, self._ranks.reports
         unseen = begun and self.step == self._first_step and not self._micro
         self._leave()
         never = {rule.quantity for rule in self._watch.rules} - self._watch.met
         if begun and self._last and never and reports:
             names = ", ".join(sorted(never))
-            warnings.warn(f"No row had a value of {names}: these alarms watched nothing.", stacklevel=2)
+            warn(f"No row had a value of {names}: these alarms watched nothing.")
         if unseen:
             mode = "The monitor saw no forward call in training mode (model.train())."
-            warnings.warn(f"{mode} {_COMPILED}", stacklevel=2)
+            warn(f"{mode} {_COMPILED}")
 
     def _leave(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = ()
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = None
         self._look.close()
         self._looked_at = self._looker = None
         self._ranks.leave()
@@ -334,7 +335,7 @@ class Monitor:
             raise AlarmError(alarms[0], len(alarms) - 1)
         elif self._ranks.reports:
             more = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
-            warnings.warn(f"{alarms[0]}{more}", stacklevel=2)
+            warn(f"{alarms[0]}{more}")
 
 
 def _warn_while_compiling() -> None:

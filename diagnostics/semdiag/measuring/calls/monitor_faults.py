@@ -1,14 +1,24 @@
 """Report each fault of a monitor once, and never stop training."""
 
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
+from semdiag_models.plain_text import visible
 
 _CANNOT_WRITE = "The monitor cannot write"
 _NAMED = 3  # modules named in a warning
+
+
+def warn(text: str, stacklevel: int = 3) -> None:
+    """Warn, and only print where warnings are errors: a monitor never stops training."""
+    try:
+        warnings.warn(text, stacklevel=stacklevel)
+    except UserWarning:
+        print(f"semdiag: {visible(text)}", file=sys.stderr)
 
 
 class Faults:
@@ -49,7 +59,7 @@ class Faults:
         """Warn of each remark on a call once."""
         for remark in audit.remarks.keys() - self._noted:
             self._noted.add(remark)
-            warnings.warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.", stacklevel=2)
+            warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.")
 
     def name_missed(self, audit: Audit) -> None:
         """Warn once of attention that has no rows, and why."""
@@ -59,13 +69,13 @@ class Faults:
             missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
         if missed:
             text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
-            warnings.warn(f"The monitor cannot see all attention: it has no rows for {text}.", stacklevel=2)
+            warn(f"The monitor cannot see all attention: it has no rows for {text}.")
 
     def warn_once(self, fault: str, text: str) -> None:
         """Warn once of a fault, even if its text changes at every step."""
         if fault not in self._faults:
             self._faults.add(fault)
-            warnings.warn(text, stacklevel=5)
+            warn(text, stacklevel=6)
 
 
 def _some(names: Sequence[str]) -> str:

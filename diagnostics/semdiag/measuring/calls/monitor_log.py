@@ -3,15 +3,15 @@
 import os
 import warnings
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from semdiag.capturing.pretrained import first_line
+from semdiag.measuring.calls.monitor_faults import warn
 from semdiag.measuring.calls.monitor_heads import head_columns, quantities_among
-from semdiag.measuring.csv_tables import csv_text, from_csv_table
+from semdiag.measuring.csv_tables import csv_text, from_csv_text
 from semdiag.measuring.table import read_parquet
 from semdiag_models import InputError
 from semdiag_models.reading import open_file
@@ -37,7 +37,7 @@ class MonitorLog:
     def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
         self.path, self.columns = path, columns
         self._rows: list[dict[str, Any]] = []
-        self._written = 0
+        self._written = self._size = 0  # rows written, and bytes of the file since
         self._earlier = pd.DataFrame(columns=columns)
         self._lock: RunLock | None = None
         if path is None:
@@ -76,6 +76,7 @@ class MonitorLog:
             if self.path.exists():
                 self._earlier = _read(self.path, self.columns)
                 self._rows, self._written = self._rows[self._written :], 0
+                self._size = self.path.stat().st_size
         except InputError:
             self._release()
             raise
@@ -125,7 +126,14 @@ class MonitorLog:
         if self.path is None or not new:
             return
         if self.path.suffix == ".csv":
+            if self._size and (not self.path.exists() or self.path.stat().st_size < self._size):
+                warn(
+                    f"{self.path} was removed or shortened during training: it goes on with step "
+                    f"{new[0]['step']}. The monitor's table still holds the earlier rows.",
+                    stacklevel=6,
+                )
             _append(self.path, pd.DataFrame(new, columns=self.columns))
+            self._size = self.path.stat().st_size
         else:
             unfinished = _unfinished(self.path)
             try:
@@ -174,14 +182,14 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
             if torn == len(content) and ",".join(columns).encode().startswith(content):
                 table = pd.DataFrame(columns=columns)  # not even the header is complete
             else:
-                table = from_csv_table(pd.read_csv(BytesIO(content[: len(content) - torn])))
+                table = from_csv_text(content[: len(content) - torn])
         else:
             table = read_parquet(path)
     except (OSError, ValueError, OverflowError) as error:  # pandas 3.0 reads no whole number of 400 digits
         raise InputError(f"{path} cannot be continued ({first_line(error)}). Name a new file.") from None
     if list(table) != columns:
         raise InputError(
-            f"{path} cannot be continued: its columns are {', '.join(map(str, table))}, "
+            f"{path} cannot be continued: its columns are {', '.join(map(str, table))[:200]}, "
             f"not {', '.join(columns)}. Name a new file."
         )
     if torn:
@@ -207,16 +215,17 @@ def read_heads(path: Path) -> pd.DataFrame:
     try:
         if heads.suffix == ".csv":
             with open_file(heads) as file:
-                table = from_csv_table(pd.read_csv(file))
+                table = from_csv_text(file.read())
         else:
             table = read_parquet(heads)
-        places = [name for name in ("step", "layer", "head") if name in table]
-        numbers = [*places, *quantities_among(map(str, table))]
-        table[numbers] = table[numbers].apply(pd.to_numeric)
         if missing := [name for name in head_columns(()) if name not in table]:
             raise InputError(f"{heads} is not a monitor's table of heads: it lacks the column {missing[0]}.")
-        table = table.dropna(subset=["step", "layer", "head"])
-        return table.astype({"step": "int64", "layer": "int64", "head": "int64"})
+        places = ["step", "layer", "head", "occurrence"]
+        numbers = [*places, *quantities_among(map(str, table))]
+        table[numbers] = table[numbers].apply(pd.to_numeric)
+        table["alarm"] = [alarm if isinstance(alarm, str) else "" for alarm in table["alarm"]]
+        whole = dict.fromkeys(places, "int64") | dict.fromkeys(numbers[len(places) :], "float64")
+        return table.dropna(subset=places).astype(whole)
     except InputError:
         raise
     except (OSError, ValueError, TypeError, OverflowError) as error:

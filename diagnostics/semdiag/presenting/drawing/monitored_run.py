@@ -49,7 +49,7 @@ def monitored_run(rows: pd.DataFrame) -> Figure:
         name_cells(ax.yaxis, [f"{layer}.{call}" if call else str(layer) for layer, call in places])
         ax.set_xlabel("step")
         ax.set_ylabel("layer")
-        crossed = rows[rows["alarm"].fillna("").astype(str).str.contains(rf"\b{name}:")]
+        crossed = rows[rows["alarm"].str.contains(rf"\b{name}:")]
         first = crossed.groupby("place")["step"].min()
         if len(first):
             x, y = [steps.index(step) for step in first], [places.index(place) for place in first.index]

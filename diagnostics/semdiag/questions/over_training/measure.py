@@ -38,7 +38,9 @@ def snapshots_of(model: LoadedModel) -> list[Path]:
     if not last.exists() or model.snapshot != "last":
         return [path]
     epochs = {file: file.stem.removeprefix("epoch-") for file in folder.glob("epoch-*.pt")}
-    numbered = sorted((int(epoch), file) for file, epoch in epochs.items() if epoch.isdigit())
+    numbered = sorted(
+        (int(epoch), file) for file, epoch in epochs.items() if epoch.isdecimal() and len(epoch) < 19
+    )
     return [file for epoch, file in numbered if epoch != model.epoch] + [last]
 
 

@@ -229,6 +229,12 @@ def test_targets_are_tokens_of_the_other_language():
         ([{"text": "a"}, {"words": "b"}], None, r"line 2: each line must be an object like"),
         ([{"text": "a"}, "b"], None, r"line 2: each line must be an object like"),
         ([{"text": " "}], None, r"line 1: each line must be an object like"),
+        ([{"text": "a"}], "--5", r"no class '--5'\. Its classes: no, maybe, yes"),
+        ([{"text": "a"}], "²", r"no class '²'"),
+        ([{"text": "a"}], "-", r"no class '-'"),
+        ([{"text": "a"}], "9" * 5000, r"no class '9{40}'"),
+        ([{"text": "a"}], "-5", r"the model has 3 classes, 0 to 2\. Got -5"),
+        ([{"text": "a", "label": 10**400}], None, r"a label must be a whole number or a name.* Got 10{39}\.$"),
         ([{"text": "a"}, {"text": "b"}], "1", r"labels\.txt has 1 labels, but .*texts\.jsonl has 2 texts"),
     ],
 )

@@ -745,3 +745,26 @@ def test_that_no_attention_is_captured_is_said_once():
             model.used = used
             model(torch.ones(1, 3, 4))
     assert [str(one.message) for one in said] == ["No attention was captured in step 0."]
+
+
+def test_where_warnings_are_errors_training_goes_on_and_the_warning_is_printed(capsys):
+    model = encoder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Monitor(model, every=1, alarm={"entropy": (1e9, "below")}) as monitor:
+            for _ in range(2):
+                model(torch.zeros(2, 12, dtype=torch.long))
+    assert len(monitor.table) == 4
+    assert "semdiag: alarm band=WARNING step=0" in capsys.readouterr().err
+
+
+def test_a_file_that_is_removed_during_training_is_said(tmp_path):
+    model = encoder()
+    with Monitor(model, every=1, path=tmp_path / "run.csv") as monitor:
+        model(torch.zeros(2, 12, dtype=torch.long))
+        (tmp_path / "run.csv").unlink()
+        with pytest.warns(UserWarning, match=r"run\.csv was removed or shortened .*: it goes on with step 1\."):
+            model(torch.zeros(2, 12, dtype=torch.long))
+        model(torch.zeros(2, 12, dtype=torch.long))
+    assert monitor.table["step"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert (tmp_path / "run.csv").read_text(encoding="utf-8").count("\n") == 5

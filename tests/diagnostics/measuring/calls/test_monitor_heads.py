@@ -3,10 +3,13 @@
 import math
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import monitor_alarms
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -452,6 +455,9 @@ def _heads(number):
         (b"", r"run-heads\.csv cannot be read"),
         (_heads("9" * 400), r"run-heads\.csv cannot be read \(\w+: (int too large|Unable to parse)"),
         (_heads("inf"), r"run-heads\.csv cannot be read"),
+        (b"," * 3_000_000 + b"\n", r"a line has 3,000,001 cells; a table has up to 10,000 columns"),
+        (_heads("1") + b"," * 3_000_000, r"a line has 3,000,001 cells"),
+        (_heads("\x1b]0;title\x07"), r"run-heads\.csv cannot be read"),
     ],
 )
 def test_a_file_that_is_none_of_a_monitor_is_refused(tmp_path, content, said):
@@ -461,6 +467,59 @@ def test_a_file_that_is_none_of_a_monitor_is_refused(tmp_path, content, said):
         monitor_command(tmp_path / "run.csv")
     with pytest.raises(InputError, match=r"A monitor writes \.csv or \.parquet"):
         monitor_command(tmp_path / "run.txt")
+
+
+def _one_head(**cells):
+    """A table of heads with one row; quantities are 1."""
+    place = dict.fromkeys(("step", "layer", "head", "occurrence", "rows"), 0) | {"module": "m", "alarm": ""}
+    return pd.DataFrame([dict.fromkeys(head_columns(()), 1.0) | place | cells])[head_columns(())]
+
+
+def test_cells_of_a_file_reach_the_terminal_as_text(tmp_path, capsys):
+    attack = "\x1b]0;title\x07\x1b[2J\u202e:SEVERE"
+    _one_head(alarm=attack).to_csv(tmp_path / "run-heads.csv", index=False)
+    monitor_command(tmp_path / "run.csv", tmp_path / "run.svg")
+    said = capsys.readouterr().out
+    assert "\\x1b]0;title\\x07\\x1b[2J\\u202e" in said
+    assert not set("\x1b\x07\u202e") & set(said)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("column", ["step", "layer", "head", "occurrence", "rows", "alarm", "entropy", "module"])
+def test_an_empty_cell_is_no_error_of_ours(tmp_path, suffix, column, capsys):
+    table = pd.concat([_one_head(), _one_head(**{"step": 1, column: None})])
+    path = tmp_path / f"run-heads.{suffix}"
+    table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path, index=False)
+    monitor_command(path, tmp_path / "run.svg")
+    looks = "1 look" if column in ("step", "layer", "head", "occurrence") else "2 looks"
+    assert looks in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("column", ["step", "occurrence", "alarm", "module", "entropy"])
+@pytest.mark.parametrize("cell", [{"a": 1}, [1]], ids=["struct", "list"])
+def test_columns_of_structs_are_refused(tmp_path, column, cell):
+    table = _one_head().astype(object)
+    table.at[0, column] = cell
+    table.to_parquet(tmp_path / "run-heads.parquet", index=False)
+    with pytest.raises(InputError, match=r"run-heads\.parquet cannot be read \(ValueError: It has columns of"):
+        monitor_command(tmp_path / "run.parquet")
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[]", b"3", b'{"columns": 3}', b'{"index_columns": [{"kind": 1}]}'])
+def test_damaged_notes_of_pandas_are_refused_or_do_not_matter(tmp_path, damage):
+    path = tmp_path / "run-heads.parquet"
+    table = pa.Table.from_pandas(_one_head(), preserve_index=False)
+    pq.write_table(table.replace_schema_metadata({"pandas": damage}), path)
+    with suppress(InputError):
+        monitor_command(path)
+
+
+def test_a_file_without_rows_is_not_drawn(tmp_path, capsys):
+    _one_head().iloc[:0].to_csv(tmp_path / "run-heads.csv", index=False)
+    monitor_command(tmp_path / "run.csv")
+    assert capsys.readouterr().out == "no rows\n"
+    with pytest.raises(InputError, match=r"run\.csv has no rows: no step was looked at"):
+        monitor_command(tmp_path / "run.csv", tmp_path / "run.png")
 
 
 def test_a_run_without_looks_has_no_figure(tmp_path):

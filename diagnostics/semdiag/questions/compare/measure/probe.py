@@ -119,12 +119,12 @@ def compare(
 def _answers(module: nn.Module) -> Iterator[list[Any]]:
     """Collect what a module returns, call by call."""
     answers: list[Any] = []
-    handles = hooks.put_on(module, lambda *_: None, lambda _module, _inputs, output: answers.append(output))
+    own = hooks.Hooks(module, lambda *_: None, lambda _module, _inputs, output: answers.append(output))
     try:
+        own.put_on()
         yield answers
     finally:
-        for handle in handles:
-            handle.remove()
+        own.remove()
 
 
 def _check_batch(model: LoadedModel, batch: Batch) -> None:

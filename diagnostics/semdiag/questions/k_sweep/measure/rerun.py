@@ -181,15 +181,15 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
     from semdiag.measuring.parallel import run_in_parallel
     from semdiag_models.sweeps.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
-    shares = [order.numbered[start::jobs] for start in range(jobs)]
+    workers = LocalWorkers(jobs, carry_out, len(order.numbered), order.loaded.size)
+    shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]
     state = torch.get_rng_state()
     orders = [
         (order.loaded.path, replace(order, numbered=share, plain=not place, state=state))
         for place, share in enumerate(shares)
-        if share or not place
     ]
     first: Passes
-    first, *others = run_in_parallel(orders, LocalWorkers(jobs, carry_out))
+    first, *others = run_in_parallel(orders, workers)
     for other in others:
         first.rows |= other.rows
         first.quarters |= other.quarters
