@@ -27,7 +27,6 @@ WITH_FORMULAS = (
     "bounds.block_bounds",
     "bounds.network_bounds",
     "bounds.corollary",
-    "learning",
     "mask_stability",
     "selections.number_formats",
     "selections.rounded_operands",
