@@ -18,7 +18,6 @@ from semdiag.measuring.table import typed
 from semdiag.questions.convergence.answer import speed_and_dispersion
 from semdiag.questions.dispersion.answer import comparisons as dispersion
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
-from semdiag.questions.predictors.measure import CANDIDATES
 from semdiag.questions.stability import answer as stability
 from semdiag.reporting.report import write_report
 
@@ -246,25 +245,16 @@ def _probes(row):
 
 
 def with_runs(measurements):
-    """Add a run per model with snapshots, candidates and two other lengths; all that is a number is 0.5."""
-    rows = {name: [] for name in ("runs", "along", "predictors", "lengths")}
-    quantities = [("dispersion", "p50"), ("separation", "p50"), ("response", "mean"), ("gamma", "max")]
-    quantities += [("query_key_gradient", "share"), *(("accuracy", name) for name in ("value", "low", "high"))]
+    """Add a run per model."""
+    rows = []
     for model in measurements.models.to_dict("records"):
         name, kind = model["model"], model["attention"]
         label = kind if kind == "full" else f"{kind}-3"
         setting = json.dumps({"task": model["task"]})
-        rows["runs"].append((name, model["task"], label, kind, model["seed"], setting, 4, 4, "finished"))
-        rows["along"] += [(name, epoch, -1, *number, 0.5) for epoch in (0, 4) for number in quantities]
-        rows["predictors"] += [(name, epoch, one, 0.5) for epoch in (0, 4) for one in CANDIDATES]
-        rows["lengths"] += [(name, n, -1, SAMPLES, *number, 0.5) for n in (6, 16) for number in quantities]
-    tables = {
-        name: optional_tables()[name].of_rows(
-            dict(zip(optional_tables()[name].columns, row, strict=True)) for row in own
-        )
-        for name, own in rows.items()
-    }
-    return measurements.replace({**measurements.provenance, "target": 0.95}, **tables)
+        rows.append((name, model["task"], label, kind, model["seed"], setting, 4, 4, "finished"))
+    columns = optional_tables()["runs"].columns
+    runs = optional_tables()["runs"].of_rows(dict(zip(columns, row, strict=True)) for row in rows)
+    return measurements.replace({**measurements.provenance, "target": 0.95}, runs=runs)
 
 
 def quick_interval(*rows, **options):

@@ -313,7 +313,7 @@ def test_tables_are_listed_and_shown(with_theory):
     shown = repr(with_theory)
     assert shown.startswith("Measurements of 2 models: models (2 rows), queries (480 rows)")
     assert f"masks ({len(with_theory.masks):,} rows)" in shown
-    assert "predictors" not in shown
+    assert "runs" not in shown
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
