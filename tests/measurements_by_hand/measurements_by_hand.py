@@ -195,9 +195,9 @@ def _theory(row, queries, noise):
 
 
 def with_probes(measurements):
-    """Add planes, secants, gradients, end points and Jacobians: all below bounds of e^20, top-k half as steep."""
+    """Add planes, secants, gradients and Jacobians: all below bounds of e^20, top-k half as steep."""
     parts = [_probes(row) for row in measurements.models.to_dict("records")]
-    names = ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians")
+    names = ("landscape", "loss_secants", "loss_gradients", "jacobians")
     tables = {
         name: pd.concat([part[name] for part in parts], ignore_index=True)
         .reindex(columns=list(optional_tables()[name].columns))
@@ -229,16 +229,12 @@ def _probes(row):
          "ln_point": 1.5 if (g, d) == ("qk", 0) else np.nan}
         for d in range(4) for g in groups
     ]  # fmt: skip
-    ends = [
-        {"group": g, "estimate": 2.0, "p_value": 0.4, "p_endless": 0.005, "accepted": g != "qk", "reason": "",
-         "blocks": 24} for g in groups
-    ]  # fmt: skip
     norms = [
         {"layer": t, "sample": s, "norm": steep * (1 + s), "settled": True, "ln_sound": 5.0,
          "ln_point": 2.5, "ln_exact": 2.0}
         for t in range(LAYERS) for s in range(3)
     ]  # fmt: skip
-    tables = {"loss_secants": secants, "loss_gradients": gradients, "end_points": ends, "jacobians": norms}
+    tables = {"loss_secants": secants, "loss_gradients": gradients, "jacobians": norms}
     return {"landscape": landscape.assign(**model)} | {
         name: pd.DataFrame(rows).assign(**model) for name, rows in tables.items()
     }

@@ -200,7 +200,7 @@ def lipschitz(
         how: as of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``loss_secants``, ``loss_gradients``, ``end_points`` and ``jacobians``,
+        Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``,
         described at :func:`semdiag.questions.lipschitz.measure.probe.lipschitz`.
 
     Raises:

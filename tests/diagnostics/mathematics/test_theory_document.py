@@ -32,7 +32,6 @@ WITH_FORMULAS = (
     "selections.rounded_operands",
     "selections.top_k_check",
     "planes",
-    "extreme_values",
     "power_iteration",
     "top_recall",
 )

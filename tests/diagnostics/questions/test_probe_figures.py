@@ -123,7 +123,6 @@ def test_rungs_stand_below_the_bound(pair):
         close = next(line for line in ax.lines if line.get_label() == "bound at the checkpoint")
         assert close.get_xdata().tolist() == [1]  # of queries and keys
         assert close.get_ydata().tolist() == pytest.approx([1.5 / np.log(10)])
-        assert "end point refused: W_qk" in [t.get_text() for t in ax.texts]
 
 
 def test_stretch_of_blocks_under_their_bounds(pair):
@@ -153,7 +152,7 @@ def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
         summary["details"]["landscape"]
     )
     data = {file.stem for file in (page.parent / "data").glob("*.csv")}
-    assert {"landscape", "landscape_planes", "lipschitz_secants", "lipschitz_ratios", "end_points"} <= data
+    assert {"landscape", "landscape_planes", "lipschitz_secants", "lipschitz_ratios"} <= data
     cells = pd.read_csv(page.parent / "data" / "landscape.csv")
     assert len(cells) == len(pair.landscape)
     text = page.read_text(encoding="utf-8")
@@ -184,5 +183,5 @@ def test_mixed_orderings_are_called_mixed(pair, tmp_path):
 def test_saved_probes_are_drawn_again(pair, tmp_path):
     pair.save(tmp_path / "data")
     again = Measurements.load(tmp_path / "data")
-    for name in ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians"):
+    for name in ("landscape", "loss_secants", "loss_gradients", "jacobians"):
         pd.testing.assert_frame_equal(getattr(again, name), getattr(pair, name))
