@@ -213,9 +213,7 @@ def _probes(row):
     cells = [(float(x), float(y), "grid") for y in (-1, 0, 1) for x in (-1, 0, 1)] + [(0.0, 0.0, "checkpoint")]
     landscape = pd.DataFrame(cells, columns=["x", "y", "place"])
     away = np.hypot(landscape["x"], landscape["y"])
-    values = {"loss": 0.001 + steep * away, "accuracy": 1 - 0.4 * away, "distance": 10 * away, "load_max": 5.0}
-    values |= {"dispersion_p50": 1 + away, "dispersion_p95": 3 + away}
-    values |= {"separation_p50": 0.1 if row["attention"] == "topk" else np.nan, "separation_p5": np.nan}
+    values = {"loss": 0.001 + steep * away, "accuracy": 1 - 0.4 * away, "distance": 10 * away}
     landscape = pd.concat(
         [landscape.assign(plane=plane, kind="random", samples=SAMPLES, **values) for plane in (0, 1)]
     )

@@ -11,7 +11,6 @@ from matplotlib.colors import LogNorm
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
 from semdiag.questions import registry
 from semdiag.questions.landscape.figures.panels import common_scale, plane_cells
@@ -62,7 +61,7 @@ def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair)
     cells = plane_cells(Findings(wide), "loss")
     assert isinstance(common_scale(cells, "loss"), LogNorm)
     assert np.isnan(cells[0].values("loss")).sum() == 1
-    for name in ("landscape_contour", "landscape_surface", "landscape_cuts"):
+    for name in ("landscape_contour", "landscape_cuts"):
         registry.figures()[name](Findings(wide)).draw_without_rendering()
     for ax in panels(registry.figures()["landscape_cuts"](Findings(wide)))[::2]:
         assert ax.get_yscale() == "log"
@@ -75,21 +74,6 @@ def test_cuts_are_the_cells_on_the_axes(pair):
     assert {tuple(line.get_xdata()) for line in lines} == {(-1.0, 0.0, 1.0)}
     assert sorted({tuple(line.get_ydata()) for line in lines}) == [(0.501, 0.001, 0.501), (1.001, 0.001, 1.001)]
     assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("cross-entropy (nats)", "accuracy")
-
-
-def test_the_surface_has_a_corner_per_cell(pair):
-    figure = registry.figures()["landscape_surface"](Findings(pair))
-    assert len(panels(figure)) == 4
-    for ax in panels(figure):
-        assert ax.get_zlabel().endswith("cross-entropy (nats)")
-
-
-def test_separation_is_drawn_only_where_keys_are_dropped(pair, model, probes):
-    assert len(panels(registry.figures()["landscape_attention"](Findings(pair)))) == 4 * 2
-    assert len(panels(registry.figures()["landscape_attention"](Findings(probes(model("topk")))))) == 2 * 3
-    nothing = pair.replace(landscape=pair.landscape.assign(dispersion_p50=np.nan))
-    with pytest.raises(NothingToDrawError, match="dispersion was not measured"):
-        registry.figures()["landscape_attention"](Findings(nothing))
 
 
 def test_percentile_curves_by_radius(pair):
