@@ -2,8 +2,8 @@
 
     python benchmarks/cost_model.py
 
-Measures causal calls of synthetic queries and keys (width 64, float32, read by torch alone and not by the kernels
-that Numba compiles, one thread, CPU time, least of 3), fits
+Measures causal calls of synthetic queries and keys (width 64, float32, one thread, CPU time, least of 3),
+fits
 
     seconds = layers × samples × heads × (a S + b R K + c S [K > 0] + d L K),  R rows looked at, S = R L / 2 scores
 
