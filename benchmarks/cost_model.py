@@ -14,7 +14,6 @@ Memory (Linux) is what the resident set of a process of its own grows by above q
 """
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -36,7 +35,6 @@ POINTS = (
 )  # fmt: skip
 
 
-sys.modules[row_statistics.__module__]._MANY = math.inf  # no kernels: they take over from a size on
 _STRIPS = 32e6  # bytes of scores and what is made of them at a time; chosen by the residuals
 Point = tuple[int, int, int, int, int]
 
