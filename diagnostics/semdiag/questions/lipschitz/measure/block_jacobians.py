@@ -130,7 +130,8 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
     counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
 
     def mapped(tokens: Tensor) -> Tensor:
-        return block(tokens, valid) * counted
+        moved: Tensor = block(tokens, valid) * counted
+        return moved
 
     def jvp(tangent: Tensor) -> Tensor:
         with warnings.catch_warnings():
