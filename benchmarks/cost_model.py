@@ -2,8 +2,8 @@
 
     python benchmarks/cost_model.py
 
-Measures causal calls of synthetic queries and keys (width 64, float32, read by torch alone and not by the kernels
-that Numba compiles, one thread, CPU time, least of 3), fits
+Measures causal calls of synthetic queries and keys (width 64, float32, one thread, CPU time, least of 3),
+fits
 
     seconds = layers × samples × heads × (a S + b R K + c S [K > 0] + d L K),  R rows looked at, S = R L / 2 scores
 
@@ -14,7 +14,6 @@ Memory (Linux) is what the resident set of a process of its own grows by above q
 """
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -36,7 +35,6 @@ POINTS = (
 )  # fmt: skip
 
 
-sys.modules[row_statistics.__module__]._MANY = math.inf  # no kernels: they take over from a size on
 _STRIPS = 32e6  # bytes of scores and what is made of them at a time; chosen by the residuals
 Point = tuple[int, int, int, int, int]
 

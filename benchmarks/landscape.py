@@ -1,4 +1,4 @@
-"""Cost of a landscape, as multiples of the plain forward passes it needs, and of attention statistics on a plane.
+"""Cost of a landscape, as multiples of the plain forward passes it needs.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/landscape.py --threads 1
 
@@ -40,7 +40,7 @@ def encoder_of(attention: str) -> Encoder:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
@@ -69,13 +69,6 @@ def main() -> None:
         print(
             f"{attention}: {SAMPLES} samples, {each:.0f} ms per cell, {ratio:.2f} times the plain forward passes"
         )
-        options = LandscapePlan(grid=5, metrics=("dispersion",))
-
-        def statistics_of_attention(model: Encoder = encoder, wanted: LandscapePlan = options) -> None:
-            landscape(model, tokens[:50], plan=wanted)
-
-        few = [cpu_seconds(statistics_of_attention) for _ in range(3)]
-        print(f"{attention}: δ, Δ and loads on 5 × 5 cells, 50 samples, 5 blocks: {statistics.median(few):.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Memory and errors of what is kept of very many queries: exact counts and extremes, a sketch, a sample of rows.
+"""Memory and errors of what is kept of very many queries: exact counts and extremes, a sample of rows.
 
     python benchmarks/many_queries.py [--millions 300]
 

@@ -4,16 +4,15 @@
 
 The stack has the shape of GPT-2 small (12 layers, 12 heads of width 64, causal ``scaled_dot_product_attention``,
 B = 1, float32), without a language-model head, which would only make the forward dearer. The statistics of every
-row are for all k ≤ 32, read by compiled kernels (Numba) and, in the same turns, by torch alone. "One head" is a
+row are for all k ≤ 32. "One head" is a
 single head of width 64 without a causal rule; its floor is the same tiles of q·kᵀ, written and nothing else. Times
 are CPU times of this process (all threads), the least of several runs that take turns. Extra memory is how far the
 peak of resident memory rises during the statistics in a process of its own, beyond what the forward (or q and k)
-needed; of the kernels' it is Numba's for the most part.
+needed.
 """
 
 import argparse
 import ctypes
-import math
 import os
 import re
 import subprocess
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -61,12 +59,6 @@ def stack(length: int) -> tuple[nn.Sequential, Tensor]:
 
 def statistics_of(q: Tensor, k: Tensor, causal: bool = True) -> object:
     return row_statistics(q, k, WIDTH**-0.5, top=K, causal=causal)
-
-
-def by_torch(q: Tensor, k: Tensor, causal: bool = True) -> object:
-    """As without Numba."""
-    with patch.object(sys.modules[row_statistics.__module__], "_MANY", math.inf):
-        return statistics_of(q, k, causal)
 
 
 def one_head() -> tuple[Tensor, Tensor]:
@@ -125,7 +117,7 @@ def extra_memory(length: int, threads: int) -> float:
 
 
 def forward_times(length: int, repeats: int) -> list[float]:
-    """CPU seconds of the forward alone, and with the statistics of every layer by kernels and by torch."""
+    """CPU seconds of the forward alone, and with the statistics of every layer."""
     model, x = stack(length)
 
     def run(function: Callable[[Tensor, Tensor], object] | None) -> None:
@@ -133,7 +125,7 @@ def forward_times(length: int, repeats: int) -> list[float]:
             block.look = function
         model(x)
 
-    return least([partial(run, function) for function in (None, statistics_of, by_torch)], repeats)
+    return least([partial(run, function) for function in (None, statistics_of)], repeats)
 
 
 @torch.inference_mode()
@@ -141,19 +133,19 @@ def report(threads: int, repeats: int) -> None:
     print(
         f"torch {torch.__version__}, {threads} threads, load {os.getloadavg()[0]:.1f}, K = {K}, least of {repeats}"
     )
-    print("| | floor s | with statistics s | ratio | by torch alone s | ratio | extra MB |")
-    print("|---|---|---|---|---|---|---|")
+    print("| | floor s | with statistics s | ratio | extra MB |")
+    print("|---|---|---|---|---|")
 
     def line(name: str, times: list[float], memory: float) -> None:
-        floor, kernels, torchs = times
-        columns = f"{floor:.2f} | {kernels:.2f} | {kernels / floor:.2f} | {torchs:.2f} | {torchs / floor:.2f}"
+        floor, ours = times
+        columns = f"{floor:.2f} | {ours:.2f} | {ours / floor:.2f}"
         print(f"| {name} | {columns} | {memory:.0f} |", flush=True)
 
     for length in LENGTHS:
         times = forward_times(length, repeats)
         line(f"a forward of 12 × 12 × 64, L = {length}", times, extra_memory(length, threads))
     q, k = one_head()
-    functions = product, partial(statistics_of, causal=False), partial(by_torch, causal=False)
+    functions = product, partial(statistics_of, causal=False)
     times = least([partial(function, q, k) for function in functions], repeats)
     line(f"q·kᵀ of one head, L = {LONG}", times, extra_memory(LONG, threads))
     print(f"load at the end {os.getloadavg()[0]:.1f}")

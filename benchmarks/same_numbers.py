@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "overlap": ("overlap", *_PAIR),
     "lipschitz": ("lipschitz", *_PAIR, "--samples", "20", "--planes", "2", "--draws", "40"),
     "landscape": ("landscape", _PAIR[1], "--grid", "7", *_FEW),
-    "convergence": ("convergence", *_PAIR, "--along", "--predictors", "all", "--lengths", "20,60", *_FEW),
+    "convergence": ("convergence", *_PAIR, *_FEW),
     "report": ("report", "--samples", "50"),
     "report-thorough": ("report", _PAIR[1], "--thorough", "--samples", "20"),
     "check": ("check",),

@@ -10,25 +10,20 @@ correlation of these effects, by one-way analysis of variance with unequal group
 
 with B and W the mean squares between and within families. How much of the variance is that of masks, of cells
 (task × mask) and of seeds is estimated from the ranks of the same runs, by two-way analysis of variance. Studies
-with these shares and missing cells are then simulated without any correlation (benchmarks/rank_tests.py): how
+with these shares and missing cells are then simulated without any correlation (experiments/rank_tests.py): how
 often p is at most 5%, how often the interval holds 0, and by which factor to stretch it so that 95% do.
 """
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import rank_tests
-
-from semdiag.mathematics.joint_permutation import complete_cells, joint_rank_tests
-from semdiag.questions.predictors.answer.prediction import blocks
+from joint_permutation import complete_cells, joint_rank_tests
+from numpy.typing import NDArray
+from predictors import blocks
 
 CANDIDATES = ("dispersion", "xi_sound", "lambda_sound")
 STAGE, OUTCOME = "initialisation", "loss_area"

@@ -12,10 +12,10 @@ from pathlib import Path
 import pandas as pd
 import torch
 from frozen import HERE, RUN, expected_runs, missing_runs, read_outcomes
+from predictors import candidates_at
 from read_speed import initialisation
 
 from semdiag.measuring.conditions import Conditions
-from semdiag.questions.predictors.measure import candidates_at
 
 SPREAD = "output_spread"
 

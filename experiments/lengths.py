@@ -7,16 +7,24 @@ With --runs the last checkpoints are tested, and accuracy.csv is written; withou
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy
+import torch
+import torch.nn.functional as F
 from t_intervals import UNKNOWN, t_interval
 
-from semdiag.capturing.loading import load
+from semdiag.capturing.loading import LoadedModel, load
+from semdiag.measuring.measure import measure
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
-from semdiag.questions.lengths.measure import measure_lengths
-from semdiag_models import InputError
+from semdiag_models import Encoder, InputError, find_task
+from semdiag_models.recipe import padded_length
 from semdiag_models.sweeps.grid import read_sweep
 
 HERE = Path(__file__).parent
@@ -25,7 +33,99 @@ LENGTHS = 20, 30, 40, 60, 80
 SAMPLES = 1000
 FULL = "full"
 LEARNED = {"stack-manipulation": 0.9}  # accuracy at length 20; of the other tasks 0.95
+SHOWN = ("p5", "p50", "p95")
+_SEED_OF_LENGTHS = 2**32  # fresh samples must not be the training data, which come from the run's own seed
 COLUMNS = ("task", "attention", "seed", "length", "accuracy", "dispersion", "separation")
+
+
+def longer(encoder: Encoder, length: int) -> Encoder:
+    """Copy an encoder for inputs up to a given length; its outputs for shorter ones stay the same.
+
+    The parameters are the same. Positions are sinusoids, so further ones are well defined. Global tokens stand
+    behind the longest possible input: in the copy they move to the positions behind ``length``, where the model
+    has not seen them in training. CLS stays in front.
+
+    Args:
+        encoder: the model; it is not changed.
+        length: of the longest input, at least its own.
+
+    Returns:
+        A copy in evaluation mode; the encoder itself if it takes inputs of this length.
+
+    Raises:
+        InputError: if the attention is random, whose keys are drawn for the trained length.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> longer(Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4)), 9).config.length
+        9
+    """
+    config = encoder.config
+    if length <= config.length:
+        return encoder
+    if config.attention == "random":
+        raise InputError(
+            f"Random attention drew its keys for inputs up to length {config.length}: there are none for length "
+            f"{length}. Leave it out, or use lengths up to {config.length}."
+        )
+    first = next(encoder.parameters())
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten below
+        copy = Encoder(replace(config, length=length)).with_exact_positions()
+    copy = copy.to(device=first.device, dtype=first.dtype)
+    copy.load_state_dict(encoder.state_dict())
+    copy.positions[: len(encoder.positions)] = encoder.positions
+    return copy.eval()
+
+
+def measure_lengths(
+    model: LoadedModel,
+    lengths: tuple[int, ...],
+    *,
+    samples: int = 500,
+    seed: int = 0,
+    batch_size: int = 100,
+    dtype: torch.dtype = torch.float32,
+) -> pd.DataFrame:
+    """Evaluate a run on fresh samples of each length, padded as in training.
+
+    Returns:
+        One row per length, layer (-1: all) and number: quantity and statistic are accuracy (value, and
+        its 95% Wilson interval: low, high), dispersion and separation (p5, p50, p95; missing where none).
+    """
+    task, parts = find_task(model.task), []
+    for length in sorted(set(lengths)):
+        generator = torch.Generator().manual_seed(_SEED_OF_LENGTHS + seed)
+        tokens, labels = task.sample(samples, length, generator)
+        positions, pad_id = _positions(model, length), model.encoder.config.pad_id
+        tokens = F.pad(tokens, (0, positions - length), value=pad_id)
+        fitting = replace(model, module=longer(model.encoder, positions).with_draws(seed))
+        measured = measure(fitting, tokens, labels=labels, batch_size=batch_size, dtype=dtype)
+        common = {"model": model.path, "length": length, "samples": samples}
+        parts += [{**common, **row} for row in (*_accuracy(measured), *_percentiles(measured))]
+    return pd.DataFrame(parts)
+
+
+def _positions(model: LoadedModel, length: int) -> int:
+    config = model.encoder.config
+    return padded_length(length, config.k, config.pad_as_token)
+
+
+def _accuracy(measured: Measurements) -> list[dict[str, Any]]:
+    row = measured.models.iloc[0]
+    count, share = int(row["samples"]), float(row["accuracy"])
+    interval = scipy.stats.binomtest(round(share * count), count).proportion_ci(0.95, method="wilson")
+    numbers = {"value": share, "low": float(interval.low), "high": float(interval.high)}
+    return [{"layer": ALL, "quantity": "accuracy", "statistic": s, "value": v} for s, v in numbers.items()]
+
+
+def _percentiles(measured: Measurements) -> list[dict[str, Any]]:
+    rows = []
+    layers = [(int(str(layer)), queries) for layer, queries in measured.queries.groupby("layer")]
+    for layer, queries in [(ALL, measured.queries), *layers]:
+        for quantity in ("dispersion", "separation"):
+            table = percentiles(queries[quantity])
+            rows += [{"layer": layer, "quantity": quantity, "statistic": s, "value": table[s]} for s in SHOWN]
+    return rows
 
 
 def tested(runs: Path) -> pd.DataFrame:

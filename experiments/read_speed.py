@@ -14,18 +14,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from joint_permutation import joint_rank_tests
+from predictors import COLUMNS, Study, blocks, candidates_at, mask_cells, rank_candidates, run_outcomes
 from scipy import stats
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.joint_permutation import joint_rank_tests
 from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import run_table
-from semdiag.measuring.schema import optional_tables
-from semdiag.questions.predictors.answer.mask_cells import mask_cells, run_outcomes
-from semdiag.questions.predictors.answer.prediction import blocks, rank_candidates
-from semdiag.questions.predictors.measure import candidates_at
 from semdiag_models import Encoder, InputError
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
@@ -73,7 +69,7 @@ def initialisation(run: SweepRun) -> LoadedModel:
     )  # fmt: skip
 
 
-def study(runs: dict[SweepRun, dict[str, list[float]]], candidates: Sequence[str] = CANDIDATES) -> Findings:
+def study(runs: dict[SweepRun, dict[str, list[float]]], candidates: Sequence[str] = CANDIDATES) -> Study:
     """Runs, histories, and the candidates at the initialisation, as findings ask for them."""
     models, values = [], []
     for run, history in runs.items():
@@ -92,9 +88,9 @@ def study(runs: dict[SweepRun, dict[str, list[float]]], candidates: Sequence[str
     nothing = pd.DataFrame({"model": []})
     measurements = Measurements(
         nothing, nothing, nothing, histories, nothing, {"target": 0.95},
-        runs=run_table(models), predictors=optional_tables()["predictors"].of_rows(values),
+        runs=run_table(models),
     )  # fmt: skip
-    return Findings(measurements)
+    return Study(measurements, pd.DataFrame(values, columns=COLUMNS))
 
 
 def without_order(runs: dict[SweepRun, dict[str, list[float]]]) -> list[str]:

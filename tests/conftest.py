@@ -1,6 +1,5 @@
 """What all tests share."""
 
-import hashlib
 import html
 import json
 import os
@@ -8,7 +7,6 @@ import random
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,13 +20,6 @@ collect_ignore = ["fuzz_limits.py", "hostile"]  # a script and its parts, which 
 
 # Tiny tensors: a second thread costs more than it gives. .ci/run asks for two to see that no result hangs on it.
 torch.set_num_threads(int(os.environ.get("SEMDIAG_TEST_THREADS", "1")))
-
-# Numba compiles anew only where the file of a kernel changes, not those of the kernels that it calls.
-_ROOT = Path(__file__).parents[1]
-_KERNELS = b"".join(file.read_bytes() for file in sorted(_ROOT.glob("*/semdiag*/**/*_kernels.py")))
-os.environ.setdefault(
-    "NUMBA_CACHE_DIR", str(_ROOT / ".pytest_cache/numba" / hashlib.sha256(_KERNELS).hexdigest()[:16])
-)
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1764000000")  # no report depends on the day on which tests run
 

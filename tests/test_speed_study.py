@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 import read_speed as reading
 import torch
+from predictors import candidates_at
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.conditions import Conditions
-from semdiag.questions.predictors.measure import candidates_at
 from semdiag_models import InputError
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweeps.grid import SweepRun, read_sweep

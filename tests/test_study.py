@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from predictors import Study, held_out_tasks, predictor_table
 
-from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
 from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_ups
-from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
 from semdiag_models import TASKS, configure
 from semdiag_models.attention.reach import cannot_represent
 
@@ -24,15 +23,14 @@ def table(name: str) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def study() -> Findings:
+def study() -> Study:
     """The study's runs as its tables tell them."""
     nothing = pd.DataFrame({"model": []})
     measurements = Measurements(
         nothing, nothing, nothing, table("history"), nothing, SUMMARY["provenance"],
         runs=optional_tables()["runs"].of_rows(table("runs").to_dict("records")),
-        predictors=optional_tables()["predictors"].of_rows(table("candidates").to_dict("records")),
     )  # fmt: skip
-    return Findings(measurements)
+    return Study(measurements, table("candidates"))
 
 
 def same(found: pd.DataFrame, written: pd.DataFrame) -> None:
@@ -89,7 +87,7 @@ def test_the_runs_are_those_of_the_experiment() -> None:
         assert run["planned"] == epochs[run["task"]]
 
 
-def test_speed_ups_follow_from_the_histories(study: Findings) -> None:
+def test_speed_ups_follow_from_the_histories(study: Study) -> None:
     found = arrivals(study)
     same(found, table("runs"))
     pairs = speed_ups(found)
@@ -98,6 +96,6 @@ def test_speed_ups_follow_from_the_histories(study: Findings) -> None:
 
 
 @pytest.mark.slow
-def test_correlations_follow_from_histories_and_candidates(study: Findings) -> None:
+def test_correlations_follow_from_histories_and_candidates(study: Study) -> None:
     same(predictor_table(study), table("predictors"))
     same(held_out_tasks(study), table("held_out_tasks"))

@@ -18,7 +18,6 @@ from semdiag.measuring.table import typed
 from semdiag.questions.convergence.answer import speed_and_dispersion
 from semdiag.questions.dispersion.answer import comparisons as dispersion
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
-from semdiag.questions.predictors.measure import CANDIDATES
 from semdiag.questions.stability import answer as stability
 from semdiag.reporting.report import write_report
 
@@ -196,9 +195,9 @@ def _theory(row, queries, noise):
 
 
 def with_probes(measurements):
-    """Add planes, secants, gradients, end points and Jacobians: all below bounds of e^20, top-k half as steep."""
+    """Add planes, secants, gradients and Jacobians: all below bounds of e^20, top-k half as steep."""
     parts = [_probes(row) for row in measurements.models.to_dict("records")]
-    names = ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians")
+    names = ("landscape", "loss_secants", "loss_gradients", "jacobians")
     tables = {
         name: pd.concat([part[name] for part in parts], ignore_index=True)
         .reindex(columns=list(optional_tables()[name].columns))
@@ -214,9 +213,7 @@ def _probes(row):
     cells = [(float(x), float(y), "grid") for y in (-1, 0, 1) for x in (-1, 0, 1)] + [(0.0, 0.0, "checkpoint")]
     landscape = pd.DataFrame(cells, columns=["x", "y", "place"])
     away = np.hypot(landscape["x"], landscape["y"])
-    values = {"loss": 0.001 + steep * away, "accuracy": 1 - 0.4 * away, "distance": 10 * away, "load_max": 5.0}
-    values |= {"dispersion_p50": 1 + away, "dispersion_p95": 3 + away}
-    values |= {"separation_p50": 0.1 if row["attention"] == "topk" else np.nan, "separation_p5": np.nan}
+    values = {"loss": 0.001 + steep * away, "accuracy": 1 - 0.4 * away, "distance": 10 * away}
     landscape = pd.concat(
         [landscape.assign(plane=plane, kind="random", samples=SAMPLES, **values) for plane in (0, 1)]
     )
@@ -230,41 +227,28 @@ def _probes(row):
          "ln_point": 1.5 if (g, d) == ("qk", 0) else np.nan}
         for d in range(4) for g in groups
     ]  # fmt: skip
-    ends = [
-        {"group": g, "estimate": 2.0, "p_value": 0.4, "p_endless": 0.005, "accepted": g != "qk", "reason": "",
-         "blocks": 24} for g in groups
-    ]  # fmt: skip
     norms = [
         {"layer": t, "sample": s, "norm": steep * (1 + s), "settled": True, "ln_sound": 5.0,
          "ln_point": 2.5, "ln_exact": 2.0}
         for t in range(LAYERS) for s in range(3)
     ]  # fmt: skip
-    tables = {"loss_secants": secants, "loss_gradients": gradients, "end_points": ends, "jacobians": norms}
+    tables = {"loss_secants": secants, "loss_gradients": gradients, "jacobians": norms}
     return {"landscape": landscape.assign(**model)} | {
         name: pd.DataFrame(rows).assign(**model) for name, rows in tables.items()
     }
 
 
 def with_runs(measurements):
-    """Add a run per model with snapshots, candidates and two other lengths; all that is a number is 0.5."""
-    rows = {name: [] for name in ("runs", "along", "predictors", "lengths")}
-    quantities = [("dispersion", "p50"), ("separation", "p50"), ("response", "mean"), ("gamma", "max")]
-    quantities += [("query_key_gradient", "share"), *(("accuracy", name) for name in ("value", "low", "high"))]
+    """Add a run per model."""
+    rows = []
     for model in measurements.models.to_dict("records"):
         name, kind = model["model"], model["attention"]
         label = kind if kind == "full" else f"{kind}-3"
         setting = json.dumps({"task": model["task"]})
-        rows["runs"].append((name, model["task"], label, kind, model["seed"], setting, 4, 4, "finished"))
-        rows["along"] += [(name, epoch, -1, *number, 0.5) for epoch in (0, 4) for number in quantities]
-        rows["predictors"] += [(name, epoch, one, 0.5) for epoch in (0, 4) for one in CANDIDATES]
-        rows["lengths"] += [(name, n, -1, SAMPLES, *number, 0.5) for n in (6, 16) for number in quantities]
-    tables = {
-        name: optional_tables()[name].of_rows(
-            dict(zip(optional_tables()[name].columns, row, strict=True)) for row in own
-        )
-        for name, own in rows.items()
-    }
-    return measurements.replace({**measurements.provenance, "target": 0.95}, **tables)
+        rows.append((name, model["task"], label, kind, model["seed"], setting, 4, 4, "finished"))
+    columns = optional_tables()["runs"].columns
+    runs = optional_tables()["runs"].of_rows(dict(zip(columns, row, strict=True)) for row in rows)
+    return measurements.replace({**measurements.provenance, "target": 0.95}, runs=runs)
 
 
 def quick_interval(*rows, **options):

@@ -81,7 +81,7 @@ _METRICS = (
     ("response", "mean change of attention weights under input noise", "semdiag stability"),
     ("unchanged masks", "share under input noise: certified, predicted, observed", "semdiag mask-stability"),
     ("mask agreement", "share of a query's kept keys unchanged by input noise", "semdiag mask-stability"),
-    ("Lipschitz estimates", "secants, gradients, end points, block Jacobians, from below", "semdiag lipschitz"),
+    ("Lipschitz estimates", "secants, gradients, block Jacobians, from below", "semdiag lipschitz"),
     ("loss surface", "loss and accuracy, or δ and Δ, on planes of parameters", "semdiag landscape"),
     ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "semdiag bounds"),
     ("attention weight kept", "weight of a query's k largest scores, for every k", "semdiag k-sweep"),

@@ -1,4 +1,4 @@
-"""Planes in parameter space: along random directions as long as each tensor, or through three points."""
+"""Planes in parameter space: along random directions as long as each tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,43 +88,6 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
         elif square > 0:
             drawn[part] -= drawn[part].dot(first[part]) / square * first[part]
     return Plane(origin, first, _as_long_as(origin, drawn, tensors))
-
-
-def plane_through(origin: Tensor, one: Tensor, other: Tensor) -> tuple[Plane, list[tuple[float, float]]]:
-    """Return the plane through three points, in coordinates with the origin's length as unit.
-
-    Source: docs/theory.md#empirical. Deviation: not in the paper.
-
-    Args:
-        origin: (n,), the point at (0, 0).
-        one: (n,), which lies on the x axis.
-        other: (n,), a third point.
-
-    Returns:
-        The plane, and the coordinates of ``one`` and ``other``.
-
-    Raises:
-        ValueError: if the points lie on a line.
-
-    Example:
-        >>> plane, places = plane_through(*torch.tensor([[0.0, 2.0], [4.0, 2.0], [0.0, 8.0]]))
-        >>> places
-        [(2.0, 0.0), (0.0, 3.0)]
-    """
-    length = float(origin.norm()) or 1.0
-    along = one - origin
-    across = other - origin
-    distance = float(along.norm())
-    if distance == 0:
-        raise ValueError("Three points on a line span no plane: the first two coincide.")
-    first = along / distance
-    x = float(across.dot(first))
-    across = across - x * first
-    height = float(across.norm())
-    if height <= 1e-6 * float((other - origin).norm()):
-        raise ValueError("Three points on a line span no plane: two coincide, or all three are collinear.")
-    plane = Plane(origin, first * length, across / height * length)
-    return plane, [(distance / length, 0.0), (x / length, height / length)]
 
 
 def _gaussian(origin: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,8 +1,6 @@
 """Statistics of every query's scores in one pass: range, gap, mass, heavy hitters, key loads."""
 
-import importlib
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,8 +11,6 @@ from semdiag.mathematics.strip_statistics import finished, nan_where, strip_stat
 
 _STRIP = 2**21  # scores held at a time: fewer leave the work of each strip uncovered
 _LARGER = 8  # strips on an accelerator, where starting an operation takes as long as a million scores
-_MANY = 2**21  # scores of a call from which on compiled kernels pay, which take half a second to start, once
-_LONG = 128  # ... of a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,17 +226,9 @@ def row_statistics(
             q, k = q.float(), k.float()
         if allowed is not None and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding: no need to read it
-        many = batch * heads * length * k_length
-        kernels = _kernels() if selected is None and _pays(q, many, k_length) else None
-        if kernels is not None:
-            with torch.inference_mode(False):
-                rows = kernels.empty_rows((batch, heads, length), top)
         scores = Scores(q, k.contiguous(), scale, allowed, bias, softcap, causal, first_query, queries, places)
         for strip in scores.strips(_STRIP if q.device.type == "cpu" else _STRIP * _LARGER):
             b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
-            if kernels is not None and kernels.read_strip(strip, rows):
-                load[b, h, :seen] += strip.load()
-                continue
             own = None
             if selected is not None:
                 own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
@@ -253,26 +241,13 @@ def row_statistics(
                 rows[name][b, h, r] = values
     with torch.no_grad():
         if top:
-            count_ranks_ = _count_ranks_ if kernels is None else kernels.count_ranks_
-            count_ranks_(ranks, rows["order"], rows["top"], scores.counted())
+            _count_ranks_(ranks, rows["order"], rows["top"], scores.counted())
             rows["order"].masked_fill_(rows["top"][..., :top] == -torch.inf, -1)
         order = rows.pop("order", ranks.new_zeros(batch, heads, length, 0))
         rows = finished(rows, sinks)
     for rank in range(1, top):  # in place: the ranks are the largest tensor here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_keys=order, top_load=ranks.movedim(2, 0))
-
-
-def _pays(q: Tensor, scores: int, of_a_row: int) -> bool:
-    return q.device.type == "cpu" and q.dtype == torch.float32 and scores >= _MANY and of_a_row >= _LONG
-
-
-def _kernels() -> ModuleType | None:
-    """Return the module of Numba kernels for the same statistics; None if Numba is not installed."""
-    try:
-        return importlib.import_module("semdiag.mathematics.compiled_rows")
-    except ImportError:
-        return None
 
 
 def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | None) -> None:

@@ -1,8 +1,7 @@
-"""Rows of a table without a size limit: all up to a number; beyond it, a sketch and a sample."""
+"""Rows of a table without a size limit: all up to a number; beyond it, exact totals and a sample."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from semdiag.measuring.percentiles import PERCENTILES
 from semdiag.measuring.table import ALL, Table
 
-_ACCURACY = 2000  # k of the sketch: an error of about 0.14% in rank, in about 60 kB
 SKETCHES = Table(
     "sketches",
     "One row per quantity, layer and head (ALL: pooled) of a model with more queries or keys than are kept row by "
@@ -28,35 +26,17 @@ SKETCHES = Table(
 )
 
 
-class Sketch:
-    """A summary of a stream of numbers: exact count, mean and extremes; quantiles up to an error in rank.
-
-    Source: KLL sketch (Karnin, Lang, Liberty 2016), from the library datasketches. Its random bits cannot be
-        seeded, so
-    a quantile may differ from run to run, within the error. Without the library (pip has none for Python 3.14),
-    quantiles are those of a sample of the numbers.
-    """
+class _Totals:
+    """Count, sum and extremes of a stream of numbers."""
 
     def __init__(self) -> None:
-        try:
-            from datasketches import kll_doubles_sketch  # takes a tenth of a second; rarely needed
-        except ImportError:
-            self._quantiles: Any = None
-        else:
-            self._quantiles = kll_doubles_sketch(_ACCURACY)
         self._finite, self._least, self._greatest = 0, math.inf, -math.inf
         self._sum, self._undefined, self._not_positive = 0.0, 0, 0
 
     def add(self, values: np.ndarray) -> None:
-        """Add numbers.
-
-        Args:
-            values: any shape; those that are not finite count as undefined.
-        """
+        """Add numbers; those that are not finite count as undefined."""
         values = values.astype(np.float64).ravel()
         finite = values[np.isfinite(values)]
-        if self._quantiles is not None:
-            self._quantiles.update(finite)
         self._finite += finite.size
         self._least = min(self._least, float(finite.min(initial=math.inf)))
         self._greatest = max(self._greatest, float(finite.max(initial=-math.inf)))
@@ -64,31 +44,21 @@ class Sketch:
         self._undefined += values.size - finite.size
         self._not_positive += int((finite <= 0).sum())
 
-    def merge(self, other: "Sketch") -> None:
-        """Merge another sketch into this one."""
-        if self._quantiles is not None:
-            self._quantiles.merge(other._quantiles)
+    def merge(self, other: "_Totals") -> None:
+        """Add the totals of another stream."""
         self._finite += other._finite
         self._least, self._greatest = min(self._least, other._least), max(self._greatest, other._greatest)
         self._sum += other._sum
         self._undefined += other._undefined
         self._not_positive += other._not_positive
 
-    def percentiles(self, sample: Callable[[], np.ndarray]) -> dict[str, float | int]:
-        """Return :func:`~semdiag.measuring.percentiles.percentiles` of all numbers, and the error in rank.
-
-        Args:
-            sample: returns numbers drawn from all with equal probability; called only without datasketches.
-        """
-        levels = [p / 100 for p in PERCENTILES[1:-1]]
-        cuts, error = [math.nan] * len(levels), 1.0
-        if self._quantiles is not None:
-            error = self._quantiles.normalized_rank_error(False)
-            cuts = self._quantiles.get_quantiles(levels) if self._finite else cuts
-        elif len(drawn := sample()):
+    def percentiles(self, drawn: np.ndarray) -> dict[str, float | int]:
+        """Return exact totals and extremes, percentiles of a sample of the numbers, and their error in rank."""
+        cuts, error = [math.nan] * (len(PERCENTILES) - 2), 1.0
+        if len(drawn):
             # Dvoretzky, Kiefer, Wolfowitz and Massart: all ranks at once, with 99% confidence.
             error = min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * len(drawn))))
-            cuts = np.quantile(drawn, levels).tolist()
+            cuts = np.percentile(drawn, PERCENTILES[1:-1]).tolist()
         ends = (self._least, self._greatest) if self._finite else (math.nan, math.nan)
         cuts = [ends[0], *cuts, ends[1]]
         return {
@@ -104,7 +74,7 @@ class Sketch:
 class KeptRows:
     """Rows that arrive in parts: columns of equal length, all of one layer.
 
-    Beyond the limit, every quantity is sketched by layer and head, and a random sample of the rows is kept: a
+    Beyond the limit, every quantity has exact totals by layer and head, and a random sample of the rows is kept: a
     half, a quarter, … of all, each row with the same probability.
 
     Args:
@@ -118,7 +88,7 @@ class KeptRows:
         self.share = 1.0  # probability that a row is kept
         self._limit, self._places, self._rows = limit, places, 0
         self._rng = np.random.default_rng(seed)
-        self._sketches: dict[tuple[str, int, int], Sketch] = {}
+        self._totals: dict[tuple[str, int, int], _Totals] = {}
 
     def add(self, part: dict[str, np.ndarray]) -> None:
         """Add rows.
@@ -127,14 +97,14 @@ class KeptRows:
             part: columns by name.
         """
         if self.share < 1:
-            self._sketch(part)
+            self._count(part)
             part = self._thinned(part, self.share)
         self.parts.append(part)
         self._rows += len(part["layer"])
         while self._rows > self._limit:
             if self.share == 1:
                 for earlier in self.parts:
-                    self._sketch(earlier)
+                    self._count(earlier)
             self.share /= 2
             self.parts = [self._thinned(earlier, 0.5) for earlier in self.parts]
             self._rows = sum(len(earlier["layer"]) for earlier in self.parts)
@@ -143,7 +113,7 @@ class KeptRows:
         kept = self._rng.random(len(part["layer"])) < share
         return {name: column[kept] for name, column in part.items()}
 
-    def _sketch(self, part: dict[str, np.ndarray]) -> None:
+    def _count(self, part: dict[str, np.ndarray]) -> None:
         if not len(part["layer"]):
             return
         layer, heads = int(part["layer"][0]), part["head"]
@@ -154,16 +124,16 @@ class KeptRows:
                 continue
             for start, values in zip(starts, np.split(column[order], starts[1:]), strict=True):
                 place = name, layer, int(heads[order[start]])
-                self._sketches.setdefault(place, Sketch()).add(values)
+                self._totals.setdefault(place, _Totals()).add(values)
 
     def sketched(self) -> Iterator[dict[str, Any]]:
         """Yield rows of the table ``sketches``: by layer and head, by layer, and pooled; none below the limit."""
-        pooled: dict[tuple[str, int, int], Sketch] = {}
-        for (name, layer, head), sketch in self._sketches.items():
+        pooled: dict[tuple[str, int, int], _Totals] = {}
+        for (name, layer, head), totals in self._totals.items():
             for place in ((name, layer, head), (name, layer, ALL), (name, ALL, ALL)):
-                pooled.setdefault(place, Sketch()).merge(sketch)
-        for (name, layer, head), sketch in sorted(pooled.items(), key=lambda item: item[0]):
-            cuts = sketch.percentiles(partial(self._sample, name, layer, head))
+                pooled.setdefault(place, _Totals()).merge(totals)
+        for (name, layer, head), totals in sorted(pooled.items(), key=lambda item: item[0]):
+            cuts = totals.percentiles(self._sample(name, layer, head))
             yield {"quantity": name, "layer": layer, "head": head, **cuts}
 
     def _sample(self, name: str, layer: int, head: int) -> np.ndarray:

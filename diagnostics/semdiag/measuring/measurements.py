@@ -14,7 +14,7 @@ from semdiag.measuring.counted import counted
 from semdiag.measuring.percentiles import layer_table
 from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.table import read_parquet, rows_of
-from semdiag.measuring.tables import CORE, DEFAULTS, LATER, SHARES, TABLES
+from semdiag.measuring.tables import CORE, DEFAULTS, GONE, LATER, SHARES, TABLES
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
 
@@ -141,6 +141,8 @@ class Measurements:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
+        for name in GONE:
+            (folder / f"{name}.parquet").unlink(missing_ok=True)
         for name in (*TABLES, *optional_tables()):
             file, table = folder / f"{name}.parquet", getattr(self, name)
             if name not in TABLES and table.empty:
@@ -214,8 +216,8 @@ def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the files in a folder that :meth:`Measurements.load` reads."""
-    names = (*(f"{name}.parquet" for name in (*TABLES, *optional_tables())), "provenance.json")
+    """Return the names of the files in a folder that a version of :meth:`Measurements.save` wrote."""
+    names = (*(f"{name}.parquet" for name in (*TABLES, *optional_tables(), *GONE)), "provenance.json")
     return [name for name in names if (folder / name).exists()]
 
 

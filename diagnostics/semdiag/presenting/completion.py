@@ -7,7 +7,6 @@ from pathlib import Path
 TASKS = ("parity", "even-pairs", "missing-duplicate", "stack-manipulation", "cycle-navigation",
          "modular-arithmetic", "solve-equation", "listops", "text")  # fmt: skip
 ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
-PARTS = ("loss", "dispersion")  # of a landscape
 LISTS = ("tasks", "attentions", "metrics")
 STATISTICS = ("mean", "p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100")
 # Starts of rules of semdiag check.

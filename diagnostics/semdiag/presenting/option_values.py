@@ -1,7 +1,6 @@
 """Parse values of options: text to numbers, names and paths."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 
@@ -89,10 +88,5 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Read ``"loss,dispersion"``."""
+    """Read ``"bf16,fp16"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def paths(text: str) -> tuple[Path, ...]:
-    """Read ``"run/epoch-0.pt,run/best.pt"``."""
-    return tuple(Path(name) for name in names(text))

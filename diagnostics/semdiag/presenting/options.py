@@ -127,8 +127,7 @@ MaxQueries = Annotated[
     int,
     typer.Option(
         help="How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
-        "stay exact and percentiles come from a sketch, within 0.14% in rank (on Python 3.14, where the sketch's "
-        "library is missing, from a random sample, with its error stated).",
+        "stay exact and percentiles come from a random sample, with their error stated.",
         rich_help_panel=MEASURE,
     ),
 ]

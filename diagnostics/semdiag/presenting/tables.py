@@ -33,27 +33,6 @@ def answers_with_facts(**answers: Callable[[Findings], pd.DataFrame]) -> Tables:
     return lambda findings, alone: {n: with_facts(findings, findings(answer)) for n, answer in answers.items()}
 
 
-def quantities_of_runs(name: str) -> Tables:
-    """Return the tables of a section that measures runs at several places: a column for every quantity.
-
-    Args:
-        name: of the table of measurements, and of the file.
-    """
-    return lambda findings, alone: {
-        name: with_run_facts(findings, _column_by_quantity(getattr(findings.measurements, name)))
-    }
-
-
-def _column_by_quantity(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a column for every quantity and statistic, like ``dispersion_p50``, instead of a row."""
-    names = table["quantity"] + "_" + table["statistic"]
-    places = [column for column in table if column not in ("quantity", "statistic", "value")]
-    wide = table.assign(name=pd.Categorical(names, names.unique())).pivot(
-        index=places, columns="name", values="value"
-    )
-    return wide.rename_axis(columns=None).reset_index()
-
-
 def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
     """Return findings as a table, their numbers as one text: ``name = value; …``."""
     rows = []

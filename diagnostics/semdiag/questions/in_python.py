@@ -1,6 +1,6 @@
 """One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -154,8 +154,6 @@ def landscape(
     batches: Batches,
     labels: Tensor,
     plan: LandscapePlan | None = None,
-    *,
-    snapshots: Mapping[str, Encoder] | None = None,
     **how: Any,
 ) -> Measurements:
     """Evaluate the loss on every cell of planes through a checkpoint.
@@ -166,8 +164,7 @@ def landscape(
         model: from :func:`semdiag.load`, or an encoder of one's own.
         batches: token ids (N, L).
         labels: (N,) classes.
-        plan: planes, size, resolution and metrics.
-        snapshots: two other parameter settings of the same shapes, by name, if the plane is to go through them.
+        plan: planes, size and resolution.
         how: as of :func:`k_sweep`.
 
     Returns:
@@ -178,7 +175,7 @@ def landscape(
         InputError: if it cannot be measured of this model or these inputs.
     """
     chosen = _plan(LandscapePlan, plan, how)
-    return _asked(model, batches, labels, chosen, prepared=snapshots or {}, **how)
+    return _asked(model, batches, labels, chosen, **how)
 
 
 def lipschitz(
@@ -200,7 +197,7 @@ def lipschitz(
         how: as of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``loss_secants``, ``loss_gradients``, ``end_points`` and ``jacobians``,
+        Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``,
         described at :func:`semdiag.questions.lipschitz.measure.probe.lipschitz`.
 
     Raises:
@@ -227,7 +224,6 @@ def _asked(
     labels: Tensor | None,
     plan: Any,
     *,
-    prepared: Any = None,
     batch_size: int = 100,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -261,13 +257,13 @@ def _asked(
     own_labels = None if loaded.external else labels
     subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
     if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
-        subject.watch(probe, plan, prepared)
+        subject.watch(probe, plan, None)
     measured = measure(
         loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype,
         watchers=[*subject.watchers.values()],
     )  # fmt: skip
     try:
-        tables = probe.measure(subject, plan, prepared)
+        tables = probe.measure(subject, plan, None)
     except NotAvailableError as reason:
         raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
     samples = int(measured.models["samples"].max())

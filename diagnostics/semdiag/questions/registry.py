@@ -32,9 +32,6 @@ _FOLDERS = (
     "lipschitz",
     "landscape",
     "convergence",
-    "over_training",
-    "predictors",
-    "lengths",
 )
 
 _EACH: tuple[Question, ...] = tuple(import_module(f"semdiag.questions.{folder}").QUESTION for folder in _FOLDERS)

@@ -1,13 +1,11 @@
 """Attention over k selected keys per query: cost and memory are proportional to k, forward and backward."""
 
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag_models.compiled import kernels_for
 from semdiag_models.dropout import dropout as drop
 
 
@@ -27,10 +25,6 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: 
     Returns:
         Mixed values (B, H, L, D); zero for a query without a selected key.
     """
-    kernels = kernels_for("selected_kernels", q)
-    if kernels is not None:
-        compiled: Tensor = _Compiled.apply(kernels, q, k, v, selected, scale, dropout)  # type: ignore[no-untyped-call]
-        return compiled
     batch, heads, length, width = q.shape
     offset = torch.arange(batch * heads, device=q.device).mul_(length).view(batch, heads, 1, 1)
     index = (selected.clamp(min=0) + offset).view(-1, selected.shape[-1])  # (B·H·L, K) rows of the flat keys
@@ -70,26 +64,6 @@ def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sele
     weights = scores.softmax(-1).masked_fill(missing, 0)
     mixed: Tensor = (weights[..., None] * values).sum(-2)
     return mixed
-
-
-class _Compiled(torch.autograd.Function):
-    """:class:`_Selected` with compiled kernels, for q, k and v (B, H, L, D)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: ModuleType, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float, p: float
-    ) -> Tensor:
-        kept = drop(torch.ones_like(selected, dtype=q.dtype), p, training=p > 0)
-        mixed: Tensor
-        mixed, weights = kernels.mix_selected(q, k, v, selected, kept, scale)
-        ctx.save_for_backward(q, k, v, selected, kept, weights)
-        ctx.plan = kernels, scale
-        return mixed
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernels, scale = ctx.plan
-        return None, *kernels.mix_selected_backward(grad, *ctx.saved_tensors, scale), None, None, None
 
 
 class _Selected(torch.autograd.Function):

@@ -10,7 +10,6 @@ from semdiag_models import products
 from semdiag_models.attention.clustered_selection import same_clusters
 from semdiag_models.attention.hashed_selection import same_bucket
 from semdiag_models.attention.kinds import ATTENTIONS
-from semdiag_models.compiled import kernels_for
 
 _STRIP = 2**20  # scores held at a time
 _LARGER = 2**6  # on an accelerator, which has no cache to fit and launches every operation: 256 MB in float32
@@ -106,7 +105,7 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
             torch.baddbmm(scores, rows[s], of_keys[s].mT, beta=0, alpha=scale, out=scores)
         if allowed is not None:
             scores.masked_fill_(~allowed[s], float("-inf"))
-        values, positions = _largest(scores, k)
+        values, positions = scores.topk(k, -1)
         selected[s] = positions if valid is None else positions.masked_fill(values == float("-inf"), -1)
     return selected.view(batch, heads, length, k)
 
@@ -114,13 +113,6 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
 def _strip(device: torch.device) -> int:
     """Scores to hold at a time on a device."""
     return _STRIP if device.type == "cpu" else _STRIP * _LARGER
-
-
-def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return values and positions of the k largest scores of each row (..., L, L), by kernels if available."""
-    kernels = kernels_for("largest_kernels", scores)
-    best: tuple[Tensor, Tensor] = scores.topk(k, -1) if kernels is None else kernels.largest_scores(scores, k)
-    return best
 
 
 @torch.no_grad()

@@ -2,8 +2,7 @@
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,12 +34,10 @@ class Estimate:
     Attributes:
         epochs: left to train; fewer if the target accuracy is reached before.
         epoch_seconds: per epoch, including evaluation.
-        source: ``history`` of runs of this sweep with the same cost, or ``measured`` on a few steps.
     """
 
     epochs: int
     epoch_seconds: float
-    source: str
 
     @property
     def hours(self) -> float:
@@ -55,7 +52,7 @@ def estimate(
     tell: Callable[[str], None] = lambda line: None,
     records: Path | None = None,
 ) -> list[Estimate]:
-    """Estimate every run, from histories of existing runs or else by timing a few steps.
+    """Estimate every run by timing a few steps.
 
     Args:
         runs: of the sweep.
@@ -67,41 +64,31 @@ def estimate(
     Returns:
         One estimate per run, in order. Runs that differ only in seed, activation and labels share their cost.
     """
-    epochs: list[int] = []
-    spent: dict[tuple[tuple[str, object], ...], list[float]] = defaultdict(list)
-    for run in runs:
-        done, past = _past(folder / run.name, run, records)
-        epochs.append(0 if done is None else max(0, run.training.epochs - done))
-        spent[_cost(run)].extend(past)
-    known: dict[tuple[tuple[str, object], ...], tuple[float, str]] = {
-        cost: (statistics.median(seconds), "history") for cost, seconds in spent.items() if seconds
-    }
+    known: dict[tuple[tuple[str, object], ...], float] = {}
     estimates = []
     first: dict[str, tuple[tuple[str, object], ...]] = {}
-    for run, left in zip(runs, epochs, strict=True):
-        cost = _cost(run)
+    for run in runs:
+        left, cost = _epochs_left(folder / run.name, run, records), _cost(run)
         label = f"{run.training.task_label}, {run.model.attention_label}, length {run.model.length}"
         usual = first.setdefault(label, cost)
         if cost not in known and left:
             other = (f", {name.replace('_', ' ')} {value}" for name, value in cost if (name, value) not in usual)
             tell(f"Timing {label}{''.join(other)}")
-            known[cost] = time_epoch(run, device), "measured"
-        seconds, source = known.get(cost, (0.0, "history"))
-        estimates.append(Estimate(left, seconds, source))
+            known[cost] = time_epoch(run, device)
+        estimates.append(Estimate(left, known.get(cost, 0.0)))
     return estimates
 
 
-def _past(folder: Path, run: SweepRun, records: Path | None) -> tuple[int | None, Iterable[float]]:
-    """Return the number of finished epochs, None if nothing is left to do, and the seconds of each."""
+def _epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
+    """Return the number of epochs that are left to train."""
     recorded = None if records is None else read_history(records, run)
     if recorded is not None and at_its_end(recorded, run.training):
-        return None, recorded.get("seconds", ())
+        return 0
     try:
         status, saved = inspect(folder, run)
     except InputError:
-        return None, ()
-    seconds = () if saved is None else saved.history.get("seconds", ())
-    return (None if status == "done" else 0 if saved is None else saved.epoch), seconds
+        return 0
+    return 0 if status == "done" else max(0, run.training.epochs - (0 if saved is None else saved.epoch))
 
 
 def _cost(run: SweepRun) -> tuple[tuple[str, object], ...]:

@@ -107,7 +107,7 @@ def test_tables_of_more_than_are_kept_come_from_the_sketch(run_semdiag, here, ti
     words = "dispersion", tiny_runs.full, *FEW, "--json"
     whole = json.loads(run_semdiag(*words, "--quiet").out)["results"][0]
     outcome = run_semdiag(*words, "--max-queries", 60)
-    assert "Sketched: " in outcome.err
+    assert "Sampled: " in outcome.err
     found = json.loads(outcome.out)["results"][0]
     for ours, exact in zip([*found["layers"], found["all"]], [*whole["layers"], whole["all"]], strict=True):
         assert {name: ours[name] for name in ("queries", "p0", "p100")} == {

@@ -97,18 +97,6 @@ def test_check_passes_its_invariants(runs, run_semdiag, tiny_runs, here):
     assert "certified" in outcome.out
 
 
-def test_candidates_are_measured(runs, run_semdiag, tiny_runs, here):
-    words = ("--samples", 10, "--target", 0.4, "--predictors", "dispersion,entropy", "--json")
-    outcome = run_semdiag("convergence", tiny_runs.full, *runs, *words)
-    assert outcome.code == 0, outcome.err
-    json.loads(outcome.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-def test_other_lengths_are_measured_with_the_same_hashes_and_centroids(run, run_semdiag, here):
-    outcome = run_semdiag("convergence", run, "--lengths", "8,20", "--samples", 10, "--target", 0.4)
-    assert outcome.code == 0, outcome.err
-
-
 def test_planes_of_the_loss(run, run_semdiag, here):
     outcome = run_semdiag("landscape", run, "--samples", 4, "--grid", 3)
     assert outcome.code == 0, outcome.err

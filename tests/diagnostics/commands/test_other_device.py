@@ -9,8 +9,7 @@ import torch
 from semdiag_models import read_checkpoint
 
 pytestmark = pytest.mark.device
-# An end point is a fit, to maxima that may differ by nothing but rounding, which is what a residual is.
-LEFT_OUT = {"provenance", "end_point", "residual_over_rounding"}
+LEFT_OUT = {"provenance", "residual_over_rounding"}  # a residual is rounding
 REPORT = ("--samples", 5, "--out", "out", "--figures", "none", "--quiet", "--json")
 COMMANDS = {
     "dispersion": ("topk",),

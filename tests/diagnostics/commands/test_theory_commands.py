@@ -58,7 +58,6 @@ def test_pairs_are_shown(run_semdiag, sections, tiny_runs):
         "left side < 1",
         "ln margin < 0",
         "layer 1",
-        "smaller constant: ",
     ):
         assert words in said
 
@@ -70,7 +69,6 @@ def test_against_a_reference_that_is_no_full_model(run_semdiag, sections, tiny_r
     assert pair["reference"] == str(tiny_runs.topk / "last.pt")
     assert pair["differences"] == ["snapshot last and initialisation"]
     assert "nothing conclusive" in {verdict["verdict"] for verdict in pair["verdicts"]}
-    assert "sound constants of the whole network: " in outcome.err
 
 
 def test_a_wrong_reference_is_refused(refusal, sections, tiny_runs, here):

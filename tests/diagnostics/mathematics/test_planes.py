@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.planes import plane_through, random_direction, random_plane
+from semdiag.mathematics.planes import random_direction, random_plane
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=5)
 
@@ -72,20 +72,3 @@ def test_the_same_draw_in_both_precisions():
         random_direction(o, [slice(0, 12)], torch.Generator().manual_seed(3)) for o in (origin, origin.double())
     )
     torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
-
-
-def test_the_plane_through_three_points_goes_through_them():
-    generator = torch.Generator().manual_seed(0)
-    origin, one, other = (torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(3))
-    plane, places = plane_through(origin, one, other)
-    for place, point in zip(places, (one, other), strict=True):
-        torch.testing.assert_close(plane.point(*place), point)
-        assert math.hypot(*place) * origin.norm() == pytest.approx(float((point - origin).norm()))
-    assert places[0][1] == 0
-
-
-@pytest.mark.parametrize("others", [((1.0, 0.0), (2.0, 0.0)), ((0.0, 0.0), (1.0, 1.0)), ((1.0, 1.0), (0.0, 0.0))])
-def test_points_in_a_row_span_no_plane(others):
-    points = [torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), *others)]
-    with pytest.raises(ValueError, match="Three points on a line"):
-        plane_through(*points)

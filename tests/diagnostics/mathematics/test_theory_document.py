@@ -27,13 +27,11 @@ WITH_FORMULAS = (
     "bounds.block_bounds",
     "bounds.network_bounds",
     "bounds.corollary",
-    "learning",
     "mask_stability",
     "selections.number_formats",
     "selections.rounded_operands",
     "selections.top_k_check",
     "planes",
-    "extreme_values",
     "power_iteration",
     "top_recall",
 )

@@ -6,7 +6,6 @@ import sys
 BROKEN = (
     "joblib",
     "psutil",
-    "datasketches",
     "jinja2",
     "filelock",
     "pyarrow",

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.measuring.checksums import write_sums
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
@@ -308,12 +309,23 @@ def test_replacing_leaves_the_first_as_it_was(made_up, with_theory):
     assert (third.masks is other.masks, third.provenance) == (True, {"seed": 5})
 
 
+def test_a_folder_with_a_table_that_nothing_reads_any_more_is_read(measured, tmp_path):
+    """As version 0.7.2 saved it: the table is in SHA256SUMS, and checked, but not read."""
+    measured.save(tmp_path)
+    pd.DataFrame({"model": ["a"]}).to_parquet(tmp_path / "end_points.parquet")
+    names = [file.name for file in tmp_path.iterdir() if file.name != "SHA256SUMS"]
+    write_sums(tmp_path, names)
+    pd.testing.assert_frame_equal(Measurements.load(tmp_path).queries, measured.queries)
+    measured.save(tmp_path)
+    assert not (tmp_path / "end_points.parquet").exists()
+
+
 def test_tables_are_listed_and_shown(with_theory):
     assert {*TABLES, *optional_tables()} <= set(dir(with_theory))
     shown = repr(with_theory)
     assert shown.startswith("Measurements of 2 models: models (2 rows), queries (480 rows)")
     assert f"masks ({len(with_theory.masks):,} rows)" in shown
-    assert "predictors" not in shown
+    assert "runs" not in shown
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -1,7 +1,6 @@
 """The contract of probes: what each declares is what it returns, of our encoders and of external models."""
 
 import dataclasses
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -260,14 +259,6 @@ def test_the_first_inputs_and_their_labels(few, tiny_models, decoder):
     batches, unknown = subject_of(decoder, few=few).first
     assert unknown is None
     assert torch.equal(torch.cat([*batches]), decoder.batches[:few])
-
-
-def test_what_must_be_there_is_looked_for_before_anything_is_measured(tiny_models):
-    announced, nowhere = [], (Path("nowhere/a.pt"), Path("nowhere/b.pt"))
-    conditions = Conditions(samples=SAMPLES, plans=(LandscapePlan(grid=3, through=nowhere),))
-    with pytest.raises(InputError, match=r"a\.pt does not exist"):
-        survey([tiny_models[0]], conditions, lambda model, steps: announced.append(model))
-    assert announced == []
 
 
 def test_measuring_leaves_the_model_as_it_was(probe, wild_encoder, tiny_models, untouched):

@@ -34,9 +34,7 @@ PROBES = (
     "lipschitz_rungs",
     "block_stretch",
     "landscape_contour",
-    "landscape_surface",
     "landscape_cuts",
-    "landscape_attention",
 )
 WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept", "key_load_counterfactual")
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}

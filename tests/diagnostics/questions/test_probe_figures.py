@@ -11,7 +11,6 @@ from matplotlib.colors import LogNorm
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
 from semdiag.questions import registry
 from semdiag.questions.landscape.figures.panels import common_scale, plane_cells
@@ -62,7 +61,7 @@ def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair)
     cells = plane_cells(Findings(wide), "loss")
     assert isinstance(common_scale(cells, "loss"), LogNorm)
     assert np.isnan(cells[0].values("loss")).sum() == 1
-    for name in ("landscape_contour", "landscape_surface", "landscape_cuts"):
+    for name in ("landscape_contour", "landscape_cuts"):
         registry.figures()[name](Findings(wide)).draw_without_rendering()
     for ax in panels(registry.figures()["landscape_cuts"](Findings(wide)))[::2]:
         assert ax.get_yscale() == "log"
@@ -75,21 +74,6 @@ def test_cuts_are_the_cells_on_the_axes(pair):
     assert {tuple(line.get_xdata()) for line in lines} == {(-1.0, 0.0, 1.0)}
     assert sorted({tuple(line.get_ydata()) for line in lines}) == [(0.501, 0.001, 0.501), (1.001, 0.001, 1.001)]
     assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("cross-entropy (nats)", "accuracy")
-
-
-def test_the_surface_has_a_corner_per_cell(pair):
-    figure = registry.figures()["landscape_surface"](Findings(pair))
-    assert len(panels(figure)) == 4
-    for ax in panels(figure):
-        assert ax.get_zlabel().endswith("cross-entropy (nats)")
-
-
-def test_separation_is_drawn_only_where_keys_are_dropped(pair, model, probes):
-    assert len(panels(registry.figures()["landscape_attention"](Findings(pair)))) == 4 * 2
-    assert len(panels(registry.figures()["landscape_attention"](Findings(probes(model("topk")))))) == 2 * 3
-    nothing = pair.replace(landscape=pair.landscape.assign(dispersion_p50=np.nan))
-    with pytest.raises(NothingToDrawError, match="dispersion was not measured"):
-        registry.figures()["landscape_attention"](Findings(nothing))
 
 
 def test_percentile_curves_by_radius(pair):
@@ -123,7 +107,6 @@ def test_rungs_stand_below_the_bound(pair):
         close = next(line for line in ax.lines if line.get_label() == "bound at the checkpoint")
         assert close.get_xdata().tolist() == [1]  # of queries and keys
         assert close.get_ydata().tolist() == pytest.approx([1.5 / np.log(10)])
-        assert "end point refused: W_qk" in [t.get_text() for t in ax.texts]
 
 
 def test_stretch_of_blocks_under_their_bounds(pair):
@@ -153,7 +136,7 @@ def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
         summary["details"]["landscape"]
     )
     data = {file.stem for file in (page.parent / "data").glob("*.csv")}
-    assert {"landscape", "landscape_planes", "lipschitz_secants", "lipschitz_ratios", "end_points"} <= data
+    assert {"landscape", "landscape_planes", "lipschitz_secants", "lipschitz_ratios"} <= data
     cells = pd.read_csv(page.parent / "data" / "landscape.csv")
     assert len(cells) == len(pair.landscape)
     text = page.read_text(encoding="utf-8")
@@ -184,5 +167,5 @@ def test_mixed_orderings_are_called_mixed(pair, tmp_path):
 def test_saved_probes_are_drawn_again(pair, tmp_path):
     pair.save(tmp_path / "data")
     again = Measurements.load(tmp_path / "data")
-    for name in ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians"):
+    for name in ("landscape", "loss_secants", "loss_gradients", "jacobians"):
         pd.testing.assert_frame_equal(getattr(again, name), getattr(pair, name))

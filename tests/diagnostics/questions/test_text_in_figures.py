@@ -44,7 +44,7 @@ def real():
         SecantsPlan((0.01,)), BoundsPlan(), NoisePlan((0.01,), draws=1), OverlapPlan(5),
         PrecisionPlan(("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")),
         KSweepPlan(8, True, kinds=("topk", "window", "topk-layer", "random")),
-        LandscapePlan(grid=3, metrics=("loss", "dispersion")), LipschitzPlan(2, 2, 2, 8),
+        LandscapePlan(grid=3), LipschitzPlan(2, 2, 2, 8),
         ComparePlan(),
     )  # fmt: skip
     conditions = Conditions(samples=4, k=(5,), probe_samples=2, plans=plans)
@@ -52,7 +52,7 @@ def real():
         convergence_survey(
             [CHECKPOINTS / name / "last.pt" for name in NAMES],
             conditions,
-            plan=ConvergencePlan(along=True, predictors=("dispersion", "xi_sound"), lengths=(20, 40)),
+            plan=ConvergencePlan(),
         )
     )
 
@@ -125,6 +125,6 @@ def test_no_text_lies_over_another_or_is_cut(real, name, narrow, monkeypatch):
         try:
             figure = registry.figures()[name](real)
         except NothingToDrawError:
-            assert name in ("dispersion_by_keys", "speed_up", "predictors", "predictor_cells", "kinds_by_length")
+            assert name in ("dispersion_by_keys", "speed_up", "kinds_by_length")
             pytest.skip("nothing to draw of these checkpoints")
     assert faults(figure, monkeypatch) == []

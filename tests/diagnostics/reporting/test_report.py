@@ -82,8 +82,8 @@ def test_pictures_are_described_by_what_they_show(full_report):
 def test_the_page_is_whole_and_needs_nothing_from_outside(full_report):
     folder, page = full_report, Page(full_report / "index.html")
     images = page.all("img")
-    # Which take five masks, and texts of several lengths; their own tests have them.
-    drawn = set(registry.figures()) - {"predictors", "kinds_by_length"}
+    # Which takes texts of several lengths; its own tests have it.
+    drawn = set(registry.figures()) - {"kinds_by_length"}
     assert {Path(image["src"]).stem for image in images} == drawn
     assert len(images) == len(drawn)
     for image in images:

@@ -1,11 +1,9 @@
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag_models import compiled, products
+from semdiag_models import products
 from semdiag_models.attention import selection as module
 from semdiag_models.attention.selection import random_priorities, select_keys
 
@@ -119,10 +117,8 @@ def test_fixed_selections_are_those_of_every_sample_and_head(kind):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 10])
 @pytest.mark.parametrize("scale", [0.3, -2.0])
-@pytest.mark.parametrize("long", [1, 256], ids=["kernels", "torch"])
-def test_heavy_hitters_are_those_of_a_stable_sort(monkeypatch, long, strip, k, padded, scale):
+def test_heavy_hitters_are_those_of_a_stable_sort(monkeypatch, strip, k, padded, scale):
     monkeypatch.setattr(module, "_STRIP", strip)
-    monkeypatch.setitem(compiled.LEAST, "largest_kernels", long)
     q, keys = vectors()
     valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
     selected = select_keys("topk", k, q, keys, scale, valid)
@@ -136,27 +132,6 @@ def test_bottom_k_keeps_the_smallest_scores_lowest_first(padded):
     valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
     selected = select_keys("bottomk", 3, q, keys, 0.3, valid)
     assert torch.equal(selected, naive_heavy_hitters(q, -keys, 3, 0.3, valid))
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_kernels_select_in_single_precision_and_where_numba_is_installed(monkeypatch, missing):
-    q, keys = (torch.randn(1, 1, 256, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    found, calls = select_keys("topk", 5, q, keys, 1.0, None), []
-    if missing:
-        monkeypatch.setitem(
-            sys.modules, "semdiag_models.kernels.largest_kernels", None
-        )  # as if it were not installed
-    else:
-        kernels = sys.modules["semdiag_models.kernels.largest_kernels"]
-        largest = kernels.largest_scores
-        monkeypatch.setattr(kernels, "largest_scores", lambda *of: calls.append(of) or largest(*of))
-    compiled._imported.cache_clear()
-    assert torch.equal(select_keys("topk", 5, q, keys, 1.0, None), found)
-    assert len(calls) == (0 if missing else 1)
-    select_keys("topk", 5, q.double(), keys.double(), 1.0, None)
-    select_keys("topk", 5, q[:, :, 1:], keys[:, :, 1:], 1.0, None)
-    assert len(calls) == (0 if missing else 1)
-    compiled._imported.cache_clear()
 
 
 def orders(seed=3, blocks=2, heads=2, length=10):

@@ -231,18 +231,15 @@ def test_the_row_of_a_run_says_what_its_history_says(run, trained):
     assert first.problem == "was trained to epoch 3 before; this row is of epoch 1"
 
 
-def test_hours_come_from_histories_where_there_are_some(run, trained, tmp_path):
+def test_hours_are_those_of_the_epochs_that_are_left(run, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("semdiag_models.sweeps.estimates.time_epoch", lambda run, device: 36.0)
     runs = [run(epochs=10, seed=seed) for seed in (1, 2)] + [run(epochs=10, seed=1, batch_size=5)]
-    folder = trained(replace(runs[0], training=replace(runs[0].training, epochs=4)), "")
-    checkpoint = read_checkpoint(folder / "last.pt")
-    checkpoint.history["seconds"] = [9.0, 36.0, 36.0, 36.0]
-    write_checkpoint(folder / "last.pt", checkpoint)
+    trained(replace(runs[0], training=replace(runs[0].training, epochs=4)), "")
     timed = []
     first, second, other = estimate(runs, tmp_path, "cpu", timed.append)
-    assert (first.epochs, first.epoch_seconds, first.source, first.hours) == (6, 36.0, "history", 0.06)
-    assert (second.epochs, second.source, second.hours) == (10, "history", 0.1)
-    assert (other.epochs, other.source) == (10, "measured")
-    assert len(timed) == 1
+    assert (first.epochs, first.epoch_seconds, first.hours) == (6, 36.0, 0.06)
+    assert [(left.epochs, left.hours) for left in (second, other)] == [(10, 0.1)] * 2
+    assert len(timed) == 2  # of two batch sizes
 
 
 def test_what_is_done_costs_nothing(run, trained, tmp_path):

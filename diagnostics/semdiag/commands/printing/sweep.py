@@ -10,7 +10,7 @@ import typer
 from semdiag.commands.measuring import command_line
 from semdiag.commands.printing.timed_bar import TimedBar
 from semdiag.measuring.counted import counted
-from semdiag.presenting.columns import NEVER, Column, count, percent, plain, text, two_decimals
+from semdiag.presenting.columns import NEVER, Column, count, percent, text, two_decimals
 from semdiag.presenting.terminal.minutes import minutes
 from semdiag.presenting.terminal.terminal import say, tell
 
@@ -23,7 +23,6 @@ _ROWS = 100  # printed; the files hold all
 _ESTIMATES = (
     Column("task", form=text), Column("attention", form=text), Column("runs", drop=2), Column("left"),
     Column("epochs_left"), Column("s/epoch", form=two_decimals), Column("hours", form=two_decimals),
-    Column("from", form=plain, drop=1),
 )  # fmt: skip
 _RESULTS = (
     Column("run", form=text), Column("status", form=text), Column("epochs"),
@@ -31,10 +30,6 @@ _RESULTS = (
     Column("holdout_accuracy", "held-out", percent, drop=NEVER),
     Column("best_holdout_accuracy", "best", percent, drop=1), Column("seconds", form=count, drop=2),
 )  # fmt: skip
-_SOURCES = {
-    "history": "seconds of epochs already trained here",
-    "measured": "a few steps timed just now on one thread",
-}
 
 
 def print_estimates(
@@ -56,13 +51,11 @@ def print_estimates(
                 {
                     "task": task, "attention": attention, "runs": len(members), "left": len(left_over),
                     "epochs_left": epochs, "s/epoch": total * 3600 / epochs if epochs else None, "hours": total,
-                    "from": "+".join(sorted({left.source for left in left_over})),
                 }
             )  # fmt: skip
         wide_console().print(NumberTable(_ESTIMATES, rows, "Runs"))
-        used = {left.source for left in estimates if left.epochs}
-        for name in sorted(used):
-            say(f"{name}: {_SOURCES[name]}")
+        if any(left.epochs for left in estimates):
+            say("Measured: a few steps, timed just now on one thread.")
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
         unfinished = sum(e.epochs > 0 for e in estimates)
         in_all = counted(sum(e.epochs for e in estimates), "epoch")
@@ -85,7 +78,6 @@ def print_estimates(
                         "seed": run.training.seed,
                         "epochs": e.epochs,
                         "epoch_seconds": e.epoch_seconds,
-                        "source": e.source,
                     }
                     for run, e in zip(runs, estimates, strict=True)
                 ],

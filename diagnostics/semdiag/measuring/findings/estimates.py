@@ -124,7 +124,7 @@ def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispers
             f"and head of the longest sequence).{kept} {medians} Extremes (p0, p100) and key loads are {SAMPLED}. "
             "No bound, certificate or gate is judged on them."
         )
-    return sentences + _sketch_sentences(findings)
+    return sentences + _sample_sentences(findings)
 
 
 def _median(findings: Findings, model: str, quantity: str) -> str:
@@ -146,7 +146,7 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
     )
 
 
-def _sketch_sentences(findings: Findings) -> list[str]:
+def _sample_sentences(findings: Findings) -> list[str]:
     """Return sentences on models with more queries or keys than are kept one by one."""
     sentences = []
     for name, rows in findings.measurements.sketches.groupby("model", sort=False):
@@ -159,7 +159,7 @@ def _sketch_sentences(findings: Findings) -> list[str]:
         )
         exact = "those of all drawn queries" if of else "exact"
         sentences.append(
-            f"Sketched: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
+            f"Sampled: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
             f"tables are {exact}; percentiles are within {rows['rank_error'].max():.2%} in rank (with 99% "
             f"confidence). Figures, and sentences that say so, use a random sample of the {of}queries."
         )

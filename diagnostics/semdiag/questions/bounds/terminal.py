@@ -14,11 +14,10 @@ from semdiag.presenting.columns import NEVER, Column, finite, number, plain
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.presenting.terminal.verdicts import print_verdicts
-from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import CLAIMS, LEFT_SIDES, corollary_findings
 from semdiag.questions.bounds.answer.rungs import network_rungs
 from semdiag.questions.bounds.answer.summary import FORMS, bounds_summary, parameter_findings
-from semdiag.questions.bounds.words import consequence_sentences, constants_sentences, rungs_sentences
+from semdiag.questions.bounds.words import constants_sentences, rungs_sentences
 
 
 def _exponential(value: float) -> str:
@@ -70,11 +69,11 @@ def print_bounds(findings: Findings) -> None:
         console.print(_constants(own.constants))
     for pair in findings(compared_pairs):
         console.print(f"\n{pair.label}: {pair.full} and {pair.other}")
-        _print_pair(console, findings(corollary_findings, pair), findings(consequence_findings, pair))
+        _print_pair(console, findings(corollary_findings, pair))
     console.print(summary["scope"])
 
 
-def _print_pair(console: Console, conditions: list[Finding], consequences: list[Finding]) -> None:
+def _print_pair(console: Console, conditions: list[Finding]) -> None:
     """Print the conditions of a pair in a table by percentile, and the other findings as sentences."""
     by_condition: dict[tuple[str, str], list[Finding]] = {}
     for finding in conditions:
@@ -94,8 +93,6 @@ def _print_pair(console: Console, conditions: list[Finding], consequences: list[
         if f.percentile is None and (f.where != "all" or (f.claim, f.form) not in by_condition)
     ]  # fmt: skip
     print_verdicts(console, others)
-    for sentence in consequence_sentences(consequences):
-        console.print(sentence)
 
 
 def _slopes(parameters: pd.DataFrame) -> NumberTable:

@@ -11,7 +11,6 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import Pair, compared_pairs
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.powers import factors, powers_of_ten
-from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import (
     CLAIMS,
     HEURISTIC,
@@ -78,15 +77,7 @@ def bounds_sentences(findings: Findings) -> list[str]:
     for pair in findings(compared_pairs):
         parts = list(_corollary_sentences(findings(corollary_findings, pair), _is_fixed(findings, pair)))
         sentences += [f"{pair.label}: {' '.join(parts)} ({HEURISTIC[0].upper()}{HEURISTIC[1:]}.)"] if parts else []
-        sentences += [
-            f"{pair.label}, {words}" for words in consequence_sentences(findings(consequence_findings, pair))
-        ]
     return sentences or ["No constant of these models is known."]
-
-
-def consequence_sentences(judged: Iterable[Finding]) -> list[str]:
-    """Return a sentence for each form: whose constant is the smaller one, and who learned sooner."""
-    return [f"{f.form} constants of the whole network: {f.note}." for f in judged]
 
 
 def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:

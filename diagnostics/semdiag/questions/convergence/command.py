@@ -32,33 +32,6 @@ def convergence(
             show_default="0.95",
         ),
     ] = None,
-    along: Annotated[
-        bool,
-        typer.Option(
-            "--along",
-            help="Measure every snapshot in the runs' folders and plot against epochs: δ, Δ, ξ, response, Γ, and "
-            "the share of the gradient in queries and keys. About a second per snapshot. To keep more snapshots: "
-            "semdiag train --snapshots 1,2,5,10,20.",
-        ),
-    ] = False,
-    predictors: Annotated[
-        str,
-        typer.Option(
-            metavar="all|NAME,NAME",
-            help="Ask what goes with faster learning. Measures candidates like dispersion,xi_sound,lambda_sound "
-            "at every snapshot. Correlates each, at the initialisation and at matched loss, with the area under "
-            "the loss curve, over the masks of each task; corrected for the number of candidates. About a second "
-            "per snapshot.",
-        ),
-    ] = "",
-    lengths: Annotated[
-        str,
-        typer.Option(
-            metavar="LENGTH,LENGTH",
-            help="Also measure accuracy, δ and Δ of the last checkpoints on fresh inputs of these lengths, like "
-            "40,60,80.",
-        ),
-    ] = "",
     *,
     shared: Shared,
 ) -> None:
@@ -69,21 +42,13 @@ def convergence(
     confidence that so many seeds allow. Also shown: held-out accuracy, generalisation gap, and speed-up against
     δ_h/δ_s.
 
-    [bold]semdiag convergence --lengths 40,60,80[/]
+    [bold]semdiag convergence --target 0.9[/]
     """
     from semdiag.presenting import option_values
     from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
     from semdiag.questions.convergence.terminal import print_convergence
-    from semdiag.questions.predictors.measure import CANDIDATES
 
     conditions = shared.conditions()
-    names = tuple(CANDIDATES) if predictors == "all" else tuple(filter(None, predictors.split(",")))
-    plan = ConvergencePlan(
-        **option_values.targets(target or []), along=along, predictors=names,
-        lengths=option_values.whole_numbers(lengths, "--lengths"),
-    )  # fmt: skip
-    further_sections = {"along": along, "predictors": bool(names), "lengths": bool(plan.lengths)}
-    survey = partial(convergence_survey, plan=plan)
-    findings = shared.measured(runs, conditions, survey, more_stages=sum(further_sections.values()))
-    sections = ["convergence", *(name for name, measured in further_sections.items() if measured)]
-    shared.deliver("convergence", findings, print_convergence, sections)
+    survey = partial(convergence_survey, plan=ConvergencePlan(**option_values.targets(target or [])))
+    findings = shared.measured(runs, conditions, survey)
+    shared.deliver("convergence", findings, print_convergence)

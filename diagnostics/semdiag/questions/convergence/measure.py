@@ -1,19 +1,14 @@
-"""Measure training runs: their last checkpoints, and on request their snapshots and other lengths."""
+"""Measure training runs at their last checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pandas as pd
-
 from semdiag.capturing.loading import load_all
-from semdiag.measuring.conditions import DTYPES, Conditions
+from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import TARGET, run_table
 from semdiag.measuring.survey import survey
-from semdiag.questions.lengths.measure import check_lengths, measure_lengths
-from semdiag.questions.over_training.measure import load_snapshots, measure_along
-from semdiag.questions.predictors.measure import CANDIDATES, measure_predictors
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 from semdiag_models.errors import unknown_name
@@ -24,22 +19,16 @@ class ConvergencePlan:
     """What is measured of training runs.
 
     Raises:
-        InputError: if a target is no accuracy, or a candidate is unknown.
+        InputError: if a target is no accuracy.
     """
 
     target: float = TARGET  # training accuracy that counts as having learned
-    along: bool = False  # whether every snapshot is measured
-    predictors: tuple[str, ...] = ()  # of CANDIDATES: what may predict speed, measured at every snapshot
     targets: Mapping[str, float] = field(default_factory=dict)  # for single tasks, instead of the target
-    lengths: tuple[int, ...] = ()  # of other inputs on which the last checkpoint is evaluated
 
     def __post_init__(self) -> None:
         for target in (self.target, *self.targets.values()):
             if not 0 < target <= 1:
                 raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
-        for name in self.predictors:
-            if name not in CANDIDATES:
-                raise unknown_name("candidate", name, [*CANDIDATES])
 
 
 def convergence_survey(
@@ -58,10 +47,10 @@ def convergence_survey(
         conditions: under which they are measured.
         announce: called with a path and its number of steps before it is measured.
         after_step: called with the number of finished steps.
-        plan: target, snapshots, predictors, lengths.
+        plan: the target.
 
     Returns:
-        Measurements with the table runs, and with along, predictors and lengths if the plan has them.
+        Measurements with the table runs.
 
     Raises:
         InputError: if none of them is a training run, or something cannot be measured.
@@ -79,28 +68,9 @@ def convergence_survey(
     for task in plan.targets:
         if task not in tasks.values():
             raise unknown_name("task of --target", task, [*runs["task"].unique()])
-    if plan.lengths:
-        check_lengths(loaded, plan.lengths)
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
     measured = survey(loaded, conditions, announce, after_step)
     measured.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
     measured.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
-    tables: dict[str, list[pd.DataFrame]] = {"along": [], "predictors": [], "lengths": []}
-    for model in loaded if plan.along or plan.predictors else []:
-        snapshots = load_snapshots(model)
-        if plan.along:
-            announce(model.path, len(snapshots))
-            tables["along"].append(measure_along(model, conditions, after_step, snapshots))
-        if plan.predictors:
-            announce(model.path, len(snapshots))
-            candidates = measure_predictors(model, conditions, plan.predictors, after_step, snapshots)
-            tables["predictors"].append(candidates)
-    for model in loaded if plan.lengths else []:
-        announce(model.path, conditions.samples * len(plan.lengths))
-        drawn = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}
-        dtype = DTYPES[conditions.dtype]
-        table = measure_lengths(model, plan.lengths, **drawn, device=device, dtype=dtype, after_batch=after_step)
-        tables["lengths"].append(table)
-    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items() if parts}
-    return measured.replace(runs=runs, **joined)
+    return measured.replace(runs=runs)

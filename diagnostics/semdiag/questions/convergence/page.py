@@ -50,7 +50,7 @@ _HEADINGS = (
                 "logarithmic axes: {shown}.",
                 "If a smaller dispersion went with faster learning, points would fall from the upper left to the "
                 "lower right. Bars are intervals over inputs only. Runs of one attention are not independent "
-                "points: --predictors tests across masks what goes with speed.",
+                "points.",
             ),
         ),
         (

@@ -1,14 +1,10 @@
 """Tables of ``semdiag convergence``."""
 
 import math
-from dataclasses import replace
-
-import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import records
-from semdiag.measuring.table import ALL
-from semdiag.presenting.columns import NEVER, Column, percent, plain, text, three_digits, two_decimals
+from semdiag.presenting.columns import NEVER, Column, percent, plain, text, two_decimals
 from semdiag.presenting.question import ANSWERS
 from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.questions.convergence.answer.epochs import arrivals
@@ -22,22 +18,10 @@ from semdiag.questions.convergence.words import (
     target_words,
     targets_sentence,
 )
-from semdiag.questions.over_training.words import along_sentences
-from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES
-from semdiag.questions.predictors.answer.prediction import predictor_table, quantity
-from semdiag.questions.predictors.words import predictor_sentences
 
 
 def _speed(low: float, high: float) -> str:
     return "–" if math.isnan(low) else speed_words(low, high)
-
-
-def _accuracy_and_dispersion(accuracy: float, dispersion: float) -> str:
-    return f"{percent(accuracy)} δ {three_digits(dispersion)}"
-
-
-def _correlation(rho: float | None, p: float | None) -> str:
-    return "–" if rho is None or p is None or math.isnan(rho) else f"{rho:+.2f} ({p:.2g})"
 
 
 _RUN = (Column("group", "task", text), Column("attention", form=text))
@@ -68,41 +52,3 @@ def print_convergence(findings: Findings) -> None:
         console.print(NumberTable(_SEEDS, records(over_seeds)))
     for sentence in convergence_in_short(findings)[max(ANSWERS, runs["group"].nunique()) :]:
         console.print(sentence)
-    if len(measurements.lengths):
-        console.print(_lengths(measurements.lengths, runs))
-    if len(measurements.predictors):
-        console.print(_predictors(findings))
-        for sentence in predictor_sentences(findings):
-            console.print(sentence)
-    for sentence in along_sentences(findings):
-        console.print(sentence)
-
-
-def _lengths(lengths: pd.DataFrame, runs: pd.DataFrame) -> NumberTable:
-    """Return a row a run, a column a length."""
-    pooled = lengths[lengths["layer"] == ALL]
-    names = pooled["quantity"] + "-" + pooled["statistic"] + "-" + pooled["length"].astype(str)
-    by_run = pooled.assign(name=names).pivot(index="model", columns="name", values="value")
-    columns = [
-        Column(f"accuracy-value-{n} dispersion-p50-{n}", str(n), _accuracy_and_dispersion)
-        for n in sorted(pooled["length"].unique())
-    ]
-    first = replace(_RUN[0], heading="accuracy, median δ on length")
-    return NumberTable([first, _RUN[1], _SEED, *columns], records(runs.merge(by_run, on="model")))
-
-
-def _predictors(findings: Findings) -> NumberTable:
-    """Return a row a candidate, a column a stage."""
-    outcome = next(iter(OUTCOMES))
-    table = findings(predictor_table)
-    by_place = {(row["candidate"], row["stage"]): row for row in records(table[table["outcome"] == outcome])}
-    rows = [
-        {"candidate": candidate, "stages": [by_place.get((candidate, stage)) for stage in STAGES]}
-        for candidate in dict.fromkeys(candidate for candidate, _ in by_place)
-    ]
-    heading = f"rank correlation with the {OUTCOMES[outcome]} (corrected p)"
-    columns = [
-        Column(f"stages.{at}.rho stages.{at}.p_corrected", stage, _correlation, NEVER)
-        for at, stage in enumerate(STAGES)
-    ]
-    return NumberTable([Column("candidate", heading, quantity, left=True), *columns], rows)

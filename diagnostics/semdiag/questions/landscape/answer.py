@@ -52,15 +52,14 @@ def working_distance(cells: pd.DataFrame) -> float:
     return float(reached.max()) if reached.size else float("nan")
 
 
-_CELLS = ("loss", "accuracy", "dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5", "load_max")
+_CELLS = ("loss", "accuracy")
 
 
 def landscape_summary(findings: Findings) -> Summary:
     """Return every plane of every model, with its cells and its summary numbers.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.landscape/2``; matrices have one list per y; quantities that were
-        not measured are absent.
+        A JSON-ready dictionary, schema ``semdiag.landscape/2``; matrices have one list per y.
     """
     measurements = findings.measurements
     facts = findings(landscape_facts)
@@ -70,8 +69,7 @@ def landscape_summary(findings: Findings) -> Summary:
         planes = []
         for number, cells in planes_of_model.groupby("plane", sort=True):
             summaries = facts[(facts["model"] == row["model"]) & (facts["plane"] == number)]
-            plane = summaries.drop(columns="model").to_dict("records")[0] if len(summaries) else {"plane": number}
-            planes.append({**plane, **_matrices(cells)})
+            planes.append({**summaries.drop(columns="model").to_dict("records")[0], **_matrices(cells)})
         result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats", "planes": planes}
         results.append(result)
     return json_object("landscape", findings, results=results)
@@ -79,9 +77,8 @@ def landscape_summary(findings: Findings) -> Summary:
 
 def _matrices(cells: pd.DataFrame) -> Summary:
     """Return coordinates and values of a plane's grid, and the values at its marks."""
-    measured = [name for name in _CELLS if cells[name].notna().any()]
     grid = cells[cells["place"] == "grid"].sort_values(["y", "x"], kind="stable")
     x, y = (np.unique(grid[name]) for name in ("x", "y"))
-    marks = cells[cells["place"] != "grid"][["place", "x", "y", "distance", *measured]]
-    matrices = {name: grid[name].to_numpy(float).reshape(len(y), len(x)).tolist() for name in measured}
+    marks = cells[cells["place"] != "grid"][["place", "x", "y", "distance", *_CELLS]]
+    matrices = {name: grid[name].to_numpy(float).reshape(len(y), len(x)).tolist() for name in _CELLS}
     return {"x": x.tolist(), "y": y.tolist(), "marks": marks.to_dict("records"), **matrices}

@@ -7,19 +7,15 @@ from semdiag.presenting.glance import measured_glance
 from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import with_facts
 from semdiag.questions.landscape.answer import landscape_facts
-from semdiag.questions.landscape.figures.landscape_attention import landscape_attention
 from semdiag.questions.landscape.figures.landscape_contour import landscape_contour
 from semdiag.questions.landscape.figures.landscape_cuts import landscape_cuts
-from semdiag.questions.landscape.figures.landscape_surface import landscape_surface
 from semdiag.questions.landscape.words import landscape_sentences
 
 
 def landscape_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     """Return every evaluated cell, and a summary of each plane."""
-    table = findings.measurements.landscape
-    cells = table.dropna(axis=1, how="all") if len(table) else table
     return {
-        "landscape": with_facts(findings, cells),
+        "landscape": with_facts(findings, findings.measurements.landscape),
         "landscape_planes": with_facts(findings, findings(landscape_facts)),
     }
 
@@ -36,15 +32,9 @@ _HEADINGS = (
             Shown(
                 landscape_contour,
                 "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each "
-                "checkpoint, contour lines over the loss, checkpoint and snapshots marked: {shown}.",
+                "checkpoint, contour lines over the loss, checkpoint marked: {shown}.",
                 "Compare the size of the region around the cross in which the accuracy stays high. Every cell is "
                 "a model that was run, and models of one figure share their colour scale.",
-            ),
-            Shown(
-                landscape_surface,
-                "The cross-entropy on the same planes as surfaces over both directions: {shown}.",
-                "The same cells as heights: a wide basin with gentle walls can be left by larger steps than a "
-                "narrow one.",
             ),
             Shown(
                 landscape_cuts,
@@ -52,12 +42,6 @@ _HEADINGS = (
                 "plane, attention kinds together: {shown}.",
                 "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
                 "differ much from direction to direction, one plane says little about that model.",
-            ),
-            Shown(
-                landscape_attention,
-                "Coloured cells of the median and 95th percentile of the dispersion δ, and of the separation Δ, "
-                "on the same planes: {shown}.",
-                "Where the loss changes and δ does not, the dispersion is not what makes the loss steep there.",
             ),
         ),
         (

@@ -16,7 +16,6 @@ def landscape_sentences(findings: Findings) -> list[str]:
         first = planes.iloc[0]
         lowest, highest = planes["lowest_loss"].min(), planes["highest_loss"].max()
         kind = f"{len(planes)} random planes" if len(planes) > 1 else "one random plane"
-        kind = "the plane through two snapshots" if first["kind"] == "through" else kind
         at, low, high = (number_words(v, "{:.2g}".format) for v in (first["checkpoint_loss"], lowest, highest))
         cells = low if math.isnan(lowest) else f"{low} to {high}"
         works = _working([float(distance) for distance in planes["working_distance"]])

@@ -38,9 +38,9 @@ def lipschitz(
 ) -> None:
     """Estimate how steep the loss is in the parameters. Every estimate is a lower one, beside an upper bound.
 
-    Measured: secants in random planes and on lines, gradient norms at random parameters with an extreme-value
-    estimate (not given where its fit is bad), and how much each block stretches its input. Full attention is
-    compared with top-k, with intervals. Runs in float64; about two minutes per model on one core.
+    Measured: secants in random planes and on lines, gradient norms at random parameters, and
+    how much each block stretches its input. Full attention is compared with top-k,
+    with intervals. Runs in float64; about two minutes per model on one core.
 
     [bold]semdiag lipschitz checkpoints/even-pairs-full-seed-153476998
     checkpoints/even-pairs-topk-5-seed-153476998[/]

@@ -16,9 +16,9 @@ from semdiag.questions.lipschitz.words import lipschitz_sentences
 
 
 def lipschitz_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return secants by radius, gradients, end points, Jacobians, and one model's secants over another's."""
+    """Return secants by radius, gradients, Jacobians, and one model's secants over another's."""
     tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
-    for name in ("loss_gradients", "end_points", "jacobians"):
+    for name in ("loss_gradients", "jacobians"):
         tables[name] = with_facts(findings, getattr(findings.measurements, name))
     ratios = [findings(secant_ratios, pair).assign(pair=pair.label) for pair in findings(compared_pairs)]
     return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
@@ -39,10 +39,10 @@ _HEADINGS = (
             ),
             Shown(
                 lipschitz_rungs,
-                "Decimal logarithm of the largest secant, the largest gradient norm, the extreme-value end point "
+                "Decimal logarithm of the largest secant, the largest gradient norm "
                 "and the sound bound for each group of parameters, and of queries and keys a bound at the "
                 "checkpoint: {shown}.",
-                "Secants, gradients and end points are three estimates from below, in no order among themselves. "
+                "Secants and gradients are two estimates from below, in no order among themselves. "
                 "The bound at the checkpoint belongs to the open circle below it, and could have failed. The grey "
                 "lines are what the sound bound leaves open, in powers of ten.",
             ),
@@ -59,7 +59,7 @@ _HEADINGS = (
             "A trained model whose loss is near 0 is flat nearby whatever its attention: gradients and secants "
             "shrink with the loss. Compare the initialisations as well (the runs' epoch-0.pt).",
             "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms; "
-            "an end point is that of the sampling law: none of these numbers is the supremum over the ball.",
+            "none of these numbers is the supremum over the ball.",
             "With a top-k mask the loss jumps where a key is swapped: gradients do not see it, secants do.",
             "The intervals are about other random planes around these models, not about other training runs.",
         ),

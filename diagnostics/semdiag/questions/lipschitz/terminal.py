@@ -9,10 +9,6 @@ from semdiag.presenting.terminal.verdicts import print_verdicts
 from semdiag.questions.lipschitz.answer.summary import estimate_findings, lipschitz_summary
 
 
-def _end(estimate: float | None, accepted: bool) -> str:
-    return number(estimate) if accepted else "refused"
-
-
 def _ratio(estimate: float, low: float | None, high: float | None) -> str:
     return f"{number(estimate)} ({interval(low, high, none='no interval')})"
 
@@ -20,8 +16,8 @@ def _ratio(estimate: float, low: float | None, high: float | None) -> str:
 _COLUMNS = (
     Column("group", "tensors", text), Column("at_checkpoint", "gradient here"),
     Column("gradient.p50", "gradient p50", drop=2), Column("gradient.p100", "largest gradient"),
-    Column("largest_secant", drop=NEVER), Column("end_point.estimate end_point.accepted", "end point", _end),
-    Column("end_point.p_value", "p", drop=1), Column("ln_sound", "ln bound", drop=NEVER),
+    Column("largest_secant", drop=NEVER),
+    Column("ln_sound", "ln bound", drop=NEVER),
 )  # fmt: skip
 
 

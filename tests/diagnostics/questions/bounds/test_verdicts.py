@@ -6,13 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.capturing.audit import Remark
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measuring.findings.finding import Finding, Verdict, agreed, of_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
-from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE, REMARKS
-from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import corollary_findings, pair_percentiles
 from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
 from semdiag.questions.bounds.measure.constants import CONSTANTS, PARAMETERS
@@ -336,46 +333,6 @@ def test_pairs_with_a_reference(made_up):
         compared_pairs(Findings(measured))[0].label
         == "even-pairs, full, seed 1, last against even-pairs, topk-2, seed 1, last"
     )
-
-
-def history(model, accuracies):
-    columns = {"epoch": range(1, len(accuracies) + 1), "train_accuracy": accuracies, "holdout_accuracy": 0.5}
-    return pd.DataFrame({"model": model, **columns, "train_loss": 0.1, "holdout_loss": 0.4})
-
-
-def test_consequences(pair):
-    runs = pd.concat([history("full", [0.5, 0.6, 0.7, 1.0]), history("mask", [0.5, 1.0])])
-    both = pd.concat([constants("full", sound=3.0, paper=9.0), constants("mask", sound=5.0, paper=8.0)])
-    measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
-    sound, paper = on_pairs(consequence_findings, measured)
-    assert {sound.verdict, paper.verdict} == {Verdict.NOT_MET}
-    assert sound.numbers["ln λ_L other over reference"] == 2
-    assert [sound.numbers[f"ln gap ratio, γc = {g}"] for g in (0, 1, 9)] == pytest.approx([4, 2, 0.4])
-    assert sound.numbers["speed-up of the other"] == 2
-    assert sound.numbers["train − holdout accuracy, other"] == 0.5
-    assert "smaller constant: full; learned sooner: topk-2" in sound.note
-    assert "smaller constant: topk-2; learned sooner: topk-2" in paper.note
-
-
-def test_a_mask_that_cannot_represent_the_task_says_nothing_about_speed(pair):
-    runs = pd.concat([history("full", [0.5, 1.0]), history("mask", [0.5, 0.6])])
-    both = pd.concat([constants("full", sound=3.0), constants("mask", sound=2.0)])
-    remark = Remark("", OUT_OF_REACH, OUT_OF_REACH_CODE)
-    remarks = REMARKS.of_rows([{"model": "mask", **remark.to_dict(), "times": 1}])
-    measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs).replace(remarks=remarks)
-    note = one(on_pairs(consequence_findings, measured)).note
-    assert "learned sooner: neither (a mask that cannot represent the task says nothing about speed)" in note
-
-
-def test_consequences_of_what_is_infinite_or_never_learned(pair):
-    runs = pd.concat([history("full", [0.5, 1.0]), history("mask", [0.5, 0.6])])
-    both = pd.concat([constants("full", sound=3.0), constants("mask", sound=math.inf)])
-    measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
-    finding = one(on_pairs(consequence_findings, measured))
-    assert "ln gap ratio, γc = 1" not in finding.numbers
-    assert "smaller constant: neither (a constant is infinite)" in finding.note
-    assert "learned sooner: full" in finding.note
-    assert on_pairs(consequence_findings, pair([4.0] * 4, [1.0] * 4)) == []
 
 
 def test_pairs_with_the_same_label_are_told_apart(made_up):

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import semdiag
-from semdiag.capturing.loading import load
 from semdiag.mathematics.planes import random_plane
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.encoders.movable import MovableEncoder
@@ -20,7 +19,7 @@ from semdiag.measuring.survey import survey
 from semdiag.questions.landscape.answer import landscape_facts, working_distance
 from semdiag.questions.landscape.measure import LandscapePlan, landscape
 from semdiag.questions.landscape.words import landscape_sentences
-from semdiag_models import Encoder, InputError
+from semdiag_models import InputError
 
 FEW = LandscapePlan(grid=5, radius=0.5)
 
@@ -114,56 +113,6 @@ def test_the_seed_decides(tiny_models, inputs):
     assert not one["loss"].equals(other["loss"])
 
 
-def test_a_plane_through_snapshots_shows_their_own_loss(tiny_runs, inputs):
-    model = load(tiny_runs.topk)
-    snapshots = {"start": load(tiny_runs.topk / "epoch-0.pt").module, "full": load(tiny_runs.full).module}
-    table = landscape(model, *inputs, plan=FEW, snapshots=snapshots, dtype=torch.float64)
-    marks = table[table["place"] != "grid"].set_index("place")
-    assert list(marks.index) == ["checkpoint", "start", "full"]
-    for name, other in {"checkpoint": model.module, **snapshots}.items():
-        own = copy.deepcopy(model.module).double().eval()  # the checkpoint's attention, the other's parameters
-        own.load_state_dict(other.double().state_dict())
-        with torch.no_grad():
-            loss = F.cross_entropy(own(inputs[0]), inputs[1])
-        assert marks.loc[name, "loss"] == pytest.approx(float(loss), rel=1e-9)
-        vectors = [torch.nn.utils.parameters_to_vector(m.double().parameters()) for m in (model.module, other)]
-        assert marks.loc[name, "distance"] == pytest.approx(
-            float((vectors[0] - vectors[1]).detach().norm()), rel=1e-6
-        )
-    grid = table[table["place"] == "grid"]
-    assert ((grid["x"] == 0) & (grid["y"] == 0)).sum() == 1
-    for axis in "xy":
-        assert grid[axis].min() < marks[axis].min()
-        assert grid[axis].max() > marks[axis].max()
-
-
-def test_snapshots_that_do_not_fit_are_refused(tiny_models, inputs, tiny_config):
-    model = tiny_models[0]
-    with torch.random.fork_rng():
-        other = Encoder(tiny_config(blocks=1))
-    with pytest.raises(InputError, match="other shapes"):
-        landscape(model, *inputs, plan=FEW, snapshots={"a": other, "b": other})
-    with pytest.raises(InputError, match="span no plane"):
-        landscape(model, *inputs, plan=FEW, snapshots={"a": model.module, "b": tiny_models[1].module})
-
-
-@pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
-def test_dispersion_on_a_plane_is_what_measure_measures(tiny_models, inputs, kind):
-    model = tiny_models[kind]
-    plan = LandscapePlan(grid=3, metrics=("dispersion",))
-    table = landscape(model, inputs[0], plan=plan, dtype=torch.float64)
-    here = table[table["place"] == "checkpoint"].iloc[0]
-    found = measure(model, inputs[0], dtype=torch.float64)
-    assert here["dispersion_p50"] == pytest.approx(found.queries["dispersion"].median())
-    assert here["dispersion_p95"] == pytest.approx(found.queries["dispersion"].quantile(0.95))
-    assert here["load_max"] == found.loads["load"].max()
-    if kind:
-        assert here["separation_p5"] == pytest.approx(found.queries["separation"].quantile(0.05))
-    else:
-        assert math.isnan(here["separation_p50"])
-    assert table["loss"].isna().all()
-
-
 @pytest.mark.parametrize("stop", [None, KeyboardInterrupt, RuntimeError])
 def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
     model = tiny_models[1]
@@ -175,7 +124,7 @@ def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
         if stop is not None and len(points) == 7:
             raise stop
 
-    plan = LandscapePlan(grid=3, metrics=("loss", "dispersion"))
+    plan = LandscapePlan(grid=3)
     if stop is None:
         landscape(model, *inputs, plan=plan, after_point=after_point)
         assert sum(points) == plan.points
@@ -193,9 +142,6 @@ def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
         ({"radius": math.inf}, "radius must be a positive number"),
         ({"grid": 4}, "grid must be an odd number"),
         ({"grid": 1}, "grid must be an odd number"),
-        ({"through": ("a",)}, "through takes two snapshots"),
-        ({"metrics": ()}, "Name what to measure: loss, dispersion"),
-        ({"metrics": ("los",)}, "loss"),
     ],
 )
 def test_wrong_options_are_refused(values, message):
@@ -206,8 +152,8 @@ def test_wrong_options_are_refused(values, message):
 def test_the_loss_needs_labels(tiny_models, inputs):
     with pytest.raises(InputError, match="has no labels"):
         landscape(tiny_models[0], inputs[0], plan=FEW)
-    with pytest.raises(InputError, match="number of samples is 0"):
-        landscape(tiny_models[0], inputs[0][:0], plan=LandscapePlan(metrics=("dispersion",)))
+    with pytest.raises(InputError, match="There is nothing to measure"):
+        landscape(tiny_models[0], inputs[0][:0], inputs[1][:0], plan=FEW)
 
 
 def test_working_distance_by_hand():

@@ -26,14 +26,13 @@ from semdiag.measuring.schema import optional_tables
 from semdiag.questions.lipschitz.answer.secant_percentiles import secant_percentiles, secant_ratios
 from semdiag.questions.lipschitz.answer.summary import (
     AT_POINT,
-    END_POINTS,
     SECANTS,
     estimate_findings,
     ordering_findings,
 )
 from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians, plain_attention
 from semdiag.questions.lipschitz.measure.gradients import ball_gradients, gradient_norms
-from semdiag.questions.lipschitz.measure.probe import LOSS_SECANTS, LipschitzPlan, end_points, lipschitz
+from semdiag.questions.lipschitz.measure.probe import LOSS_SECANTS, LipschitzPlan, lipschitz
 from semdiag.questions.lipschitz.measure.secants import GROUPS, LINES, line_secants, plane_secants
 from semdiag.questions.lipschitz.words import lipschitz_sentences
 from semdiag_models import Encoder, InputError
@@ -223,11 +222,8 @@ def found_on(models, inputs, plan=FEW, seed=0):
 
 def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inputs):
     found = found_on(tiny_models, inputs, LipschitzPlan(10, 2, 3, 15, 1.0))
-    tops = found.loss_gradients.groupby(["model", "group"])["slope"].max()
-    points = found.end_points.assign(accepted=True)  # 3 blocks are too few: as if the steepest draw were the end
-    points["estimate"] = [tops[row.model, row.group] for row in points.itertuples()]
-    findings = estimate_findings(Findings(found.replace(end_points=points)))
-    assert len(findings) == 10
+    findings = estimate_findings(Findings(found))
+    assert len(findings) == 8
     for finding in findings:
         assert finding.verdict is Verdict.HOLDS, str(finding)
         assert finding.numbers["violated"] == finding.numbers["not_met"] == 0
@@ -252,20 +248,6 @@ def test_an_estimate_above_its_bound_at_the_point_is_called_violated(tiny_models
         lower = found.replace(**{table: rows.assign(**{exact: rows[exact] - less})})
         finding = next(f for f in estimate_findings(Findings(lower)) if f.claim == AT_POINT)
         assert finding.verdict is verdict
-
-
-@pytest.mark.parametrize(("above", "verdict"), [(-1.0, Verdict.HOLDS), (1.0, Verdict.NOTHING)])
-def test_an_end_point_is_an_extrapolation_and_contradicts_no_bound(tiny_models, inputs, above, verdict):
-    found = semdiag.lipschitz(tiny_models[0], *inputs, FEW)
-    bounds = found.loss_gradients.groupby("group")["ln_sound"].max()
-    points = found.end_points[found.end_points["group"] == "head"].assign(accepted=True)
-    points = points.assign(estimate=np.exp(bounds["head"] + above))
-    findings = Findings(found.replace(end_points=points))
-    finding = next(f for f in findings(estimate_findings) if f.claim == END_POINTS)
-    assert finding.verdict is verdict
-    assert ("contradicts nothing: head" in lipschitz_sentences(findings)[-1]) is (verdict is Verdict.NOTHING)
-    assert finding.numbers["violated"] == 0
-    assert finding.numbers.get("beyond the bound", 0) == ("head" in finding.note) == (verdict is Verdict.NOTHING)
 
 
 def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, inputs):
@@ -326,15 +308,6 @@ def test_a_broken_model_is_refused(tiny_config, inputs):
     encoder.head.bias.data[0] = math.nan
     with pytest.raises(InputError, match=r"head.bias holds a NaN"):
         lipschitz(encoder, *inputs, plan=FEW)
-
-
-def test_end_points_are_of_maxima_of_blocks():
-    slopes = np.random.default_rng(0).uniform(0, 1, 121)
-    table = pd.DataFrame({"draw": range(121), "group": "all", "slope": slopes})
-    (row,) = end_points(table)
-    assert (row["group"], row["blocks"]) == ("all", 24)
-    assert row["estimate"] > slopes[1:].max() > 0.9
-    assert row["estimate"] < 1.2
 
 
 def secants(path, factor, planes=6, radii=(0.5, 1.0)):

@@ -11,7 +11,6 @@ from semdiag.measuring.findings.finding import Finding, Verdict, log10, of_rows,
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs, differences
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
-from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import corollary_findings
 from semdiag.questions.bounds.answer.rungs import network_rungs
 
@@ -116,7 +115,7 @@ def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Fin
 
 
 def bounds_findings(findings: Findings) -> list[Finding]:
-    """Return findings on the constants of every model, then on Corollary 1 and its consequences for every pair.
+    """Return findings on the constants of every model, then on Corollary 1 for every pair.
 
     Args:
         findings: with the tables constants and parameters.
@@ -125,7 +124,6 @@ def bounds_findings(findings: Findings) -> list[Finding]:
     return [
         *findings(parameter_findings),
         *(finding for pair in pairs for finding in findings(corollary_findings, pair)),
-        *(finding for pair in pairs for finding in findings(consequence_findings, pair)),
     ]
 
 
@@ -157,9 +155,7 @@ def bounds_summary(findings: Findings) -> Summary:
             "reference": pair.full,
             "other": pair.other,
             "differences": differences(measurements.models, pair),
-            "verdicts": verdicts_of(
-                findings(corollary_findings, pair) + findings(consequence_findings, pair), pair.label
-            ),
+            "verdicts": verdicts_of(findings(corollary_findings, pair), pair.label),
         }
         for pair in pairs
     ]

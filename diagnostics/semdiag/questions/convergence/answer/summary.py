@@ -4,8 +4,6 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
-from semdiag.questions.predictors.answer.mask_cells import left_out_runs
-from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
 
 _ARRIVAL = (
     *("target", "arrival", "epochs", "planned", "state", "train_accuracy", "holdout_accuracy"),
@@ -14,7 +12,7 @@ _ARRIVAL = (
 
 
 def convergence_summary(findings: Findings) -> Summary:
-    """Return epochs to the target, speed-ups, their relation to dispersion, and further measurements of the runs.
+    """Return epochs to the target, speed-ups, and their relation to dispersion.
 
     Args:
         findings: with runs.
@@ -22,8 +20,7 @@ def convergence_summary(findings: Findings) -> Summary:
     Returns:
         A JSON-ready dictionary, schema ``semdiag.convergence/2``: target, targets (of single tasks), results (of
         each run the facts of its model, and when it arrived), runs (the same, labelled as in tables), speed_ups,
-        over_seeds, along, predictors, held_out_tasks, left_out_runs (of the predictors, and why), lengths; null
-        where a number is unknown or undefined.
+        over_seeds; null where a number is unknown or undefined.
     """
     measurements = findings.measurements
     found, table = findings(arrivals), findings(speed_dispersion_table)
@@ -40,9 +37,4 @@ def convergence_summary(findings: Findings) -> Summary:
         runs=records(found.drop(columns="setting")),
         speed_ups=records(table),
         over_seeds=records(findings(run_statistics)),
-        along=records(measurements.along),
-        predictors=records(findings(predictor_table)),
-        held_out_tasks=records(findings(held_out_tasks)),
-        left_out_runs=records(findings(left_out_runs)),
-        lengths=records(measurements.lengths),
     )

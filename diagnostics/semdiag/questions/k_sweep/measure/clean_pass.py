@@ -81,7 +81,7 @@ def clean_pass(
     if plan.budget:
         halves(batches)  # refused before minutes are spent
     if plan.lengths and not loaded.external:
-        raise InputError("--lengths takes external models. For runs: semdiag convergence --lengths 40,60.")
+        raise InputError("--lengths takes external models.")
     pieces = {n: packed(batches, n, max(1, batch_size * keys // n)) for n in plan.lengths}
     draws = QueryDraws(queries, seed)
     draws.expect(longest)

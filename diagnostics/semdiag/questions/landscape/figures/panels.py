@@ -1,10 +1,10 @@
 """The evaluated cells of a landscape as arrays, one plane of one model at a time."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from numpy.typing import NDArray
 
@@ -23,22 +23,20 @@ class PlaneCells:
         title: task, seed and attention in words.
         series: the model.
         plane: its number.
-        kind: random or through.
         x: (columns,) coordinates of the cells.
         y: (rows,) coordinates of the cells.
         rows: the table's rows of the grid, y by y.
-        marks: the rows of the checkpoint and the snapshots.
+        checkpoint: its row.
         samples: behind every value.
     """
 
     title: str
     series: Series
     plane: int
-    kind: str
     x: NDArray[np.float64]
     y: NDArray[np.float64]
     rows: pd.DataFrame
-    marks: pd.DataFrame
+    checkpoint: "pd.Series[Any]"
     samples: int
 
     def values(self, quantity: str) -> NDArray[np.float64]:
@@ -67,11 +65,10 @@ def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
                         title=f"{panel.title}, {series.label}",
                         series=series,
                         plane=int(str(number)),
-                        kind=str(rows["kind"].iloc[0]),
                         x=x,
                         y=y,
                         rows=grid,
-                        marks=rows[rows["place"] != "grid"],
+                        checkpoint=rows[rows["place"] == "checkpoint"].iloc[0],
                         samples=int(rows["samples"].iloc[0]),
                     )
                 )
@@ -93,32 +90,15 @@ def common_scale(cells: list[PlaneCells], quantity: str) -> Normalize:
     return Normalize(low, high if high > low else low + 1.0)
 
 
-def axis_names(kind: str) -> tuple[str, str]:
-    """Return labels of abscissa and ordinate."""
-    if kind == "through":
-        return "towards A, in ‖θ‖", "across, in ‖θ‖"
-    return "first direction, in ‖θ‖", "second direction, in ‖θ‖"
-
-
-def name_axes(ax: Axes, cells: PlaneCells) -> None:
-    """Label the axes of a plane."""
-    across, up = axis_names(cells.kind)
-    ax.set_xlabel(across)
-    ax.set_ylabel(up)
-
-
 def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
     """Return the conditions of the cells, in words for a figure."""
     first = cells[0]
     grid = f"{len(first.x)} × {len(first.y)} cells"
     samples = f"{min(c.samples for c in cells)} samples"
-    if first.kind == "through":
-        how = "plane through the checkpoint and two snapshots, all run with the checkpoint's own attention"
-    else:
-        planes = len({c.plane for c in cells})
-        how = f"{counted(planes, 'random plane')}, each tensor's direction as long as the tensor"
-        seed = findings.measurements.provenance.get("seed")
-        how += "" if seed is None else f" (seed {seed})"
+    planes = len({c.plane for c in cells})
+    how = f"{counted(planes, 'random plane')}, each tensor's direction as long as the tensor"
+    seed = findings.measurements.provenance.get("seed")
+    how += "" if seed is None else f" (seed {seed})"
     return (
         f"{how}; {grid}, each one model that was run on {samples}, deterministic: there is no sampling interval "
         "within a plane. ‖θ‖: length of all parameters of the checkpoint"

@@ -1,7 +1,6 @@
 """Do the empirical Lipschitz estimates stay below the sound bounds, and has top-k the smaller ones?"""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -16,11 +15,10 @@ from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, s
 
 SCOPE = (
     "Every estimate is a lower one. Bounds hold for these samples at the drawn parameters, including the "
-    "checkpoint. An end point is that of the distribution of the drawn gradients, not the supremum over the ball."
+    "checkpoint."
 )
 GRADIENTS = "gradients of the loss are below the constants at the same parameters"
 SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
-END_POINTS = "end points are below the largest constant of the drawn parameters"
 JACOBIANS = "block Jacobians are below λ_X of the same sample"
 AT_POINT = "gradients of queries and keys, and block Jacobians, are below the bounds at the same point"
 ORDERING = "the loss is less steep around this model than around the full one"
@@ -30,16 +28,13 @@ _SLACK = 1e-9
 def estimate_findings(findings: Findings) -> list[Finding]:
     """Compare every empirical estimate with the sound bound.
 
-    Secants and end points are compared with the largest constant at the drawn parameters, the checkpoint
+    Secants are compared with the largest constant at the drawn parameters, the checkpoint
     included: the bound holds for these parameters, not for what lies between them.
-
-    An end point is an extrapolation without an interval, not a measurement: if it lies beyond the bound, nothing
-    is contradicted.
 
     Source: docs/theory.md#empirical. Deviation: none.
 
     Returns:
-        Five findings per model. A violated one is a bug of semdiag.
+        Four findings per model. A violated one is a bug of semdiag.
     """
     results = []
     for model in findings.measurements.loss_gradients["model"].unique():
@@ -58,15 +53,6 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         results.append(
             _judged(model, SECANTS, measured.loss_secants["slope"], groups.map(bounds), groups.map(known))
         )
-        points = measured.end_points[measured.end_points["accepted"]]
-        limits = points["group"].map(bounds).astype("float64")
-        ends = _judged(model, END_POINTS, points["estimate"], limits, points["group"].map(known))
-        if ends.numbers["violated"]:
-            beyond = ", ".join(points["group"][np.log(points["estimate"]) > limits])
-            numbers = {**ends.numbers, "violated": 0, "beyond the bound": ends.numbers["violated"]}
-            note = f"extrapolated beyond the bound, which contradicts nothing: {beyond}"
-            ends = replace(ends, verdict=Verdict.NOTHING, numbers=numbers, note=note)
-        results.append(ends)
         norms = measured.jacobians
         finite = norms["ln_sound"] < math.inf
         results.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
@@ -132,7 +118,7 @@ def lipschitz_findings(findings: Findings) -> list[Finding]:
 
 
 def lipschitz_summary(findings: Findings) -> Summary:
-    """Return secants by radius, gradients, end points and Jacobians beside their bounds, and the steeper loss.
+    """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss.
 
     Args:
         findings: of one or more models, with the tables of
@@ -157,9 +143,6 @@ def lipschitz_summary(findings: Findings) -> Summary:
                 ].max(),
                 "ln_sound": rows["ln_sound"].max(),
                 "ln_point": rows["ln_point"].max(),
-                "end_point": measured.end_points[measured.end_points["group"] == group]
-                .drop(columns=["model", "group"])
-                .to_dict("records")[0],
             }
             for group, rows in gradients
         ]

@@ -12,7 +12,7 @@ from semdiag.measuring.findings.finding import log10
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of
-from semdiag.presenting.drawing.style import FAINT, INK, finished, panel_grid, paper_style, title_with_facts
+from semdiag.presenting.drawing.style import FAINT, INK, finished, panel_grid, paper_style
 from semdiag.questions.lipschitz.measure.secants import GROUPS
 
 _POINT = "#3b5bb5"
@@ -24,7 +24,7 @@ _NAMES = {
 
 @paper_style
 def lipschitz_rungs(findings: Findings) -> Figure:
-    """Draw log10 of the largest secant, the largest gradient, the end point and the bounds of each group.
+    """Draw log10 of the largest secant, the largest gradient and the bounds of each group.
 
     Raises:
         NothingToDrawError: if no gradient was measured.
@@ -39,19 +39,18 @@ def lipschitz_rungs(findings: Findings) -> Figure:
         raise NothingToDrawError("No gradient of the loss was measured.")
     figure, axes = panel_grid(len(shown), height=2.9, columns=min(len(shown), 2))
     for ax, (panel, series) in zip(axes, shown, strict=True):
-        facts = _draw(ax, series, measurements.of(series.model))
-        title_with_facts(ax, f"{panel.title}, {series.label}", facts)
+        _draw(ax, series, measurements.of(series.model))
+        ax.set_title(f"{panel.title}, {series.label}")
     axes[0].set_ylabel("log10 of slope or bound")
     return finished(figure, _note(findings))
 
 
-def _draw(ax: Axes, series: Series, measured: Measurements) -> list[str]:
+def _draw(ax: Axes, series: Series, measured: Measurements) -> None:
     groups = ["all", *GROUPS]
     tops = {
         "largest secant": _largest(measured.loss_secants, "slope", groups),
         "largest gradient": _largest(measured.loss_gradients, "slope", groups),
     }
-    points = measured.end_points[measured.end_points["accepted"]].set_index("group")
     x = np.arange(len(groups))
     bounds = measured.loss_gradients.groupby("group")["ln_sound"].max()
     high = [log10(float(bounds[g])) if g in bounds and math.isfinite(bounds[g]) else math.nan for g in groups]
@@ -72,16 +71,8 @@ def _draw(ax: Axes, series: Series, measured: Measurements) -> list[str]:
     ):
         ax.plot([], [], marker=marker, markersize=4, color=FAINT, linestyle="none", label=label)
         ax.plot(x + shift, tops[label], marker=marker, markersize=4, color=series.style.color, linestyle="none")
-    ax.plot([], [], marker="D", markersize=4, color=FAINT, linestyle="none", label="end point")
-    for place, group in enumerate(groups):
-        if group in points.index:
-            end = math.log10(max(float(points["estimate"][group]), 1e-300))
-            ax.plot(place + 0.18, end, marker="D", markersize=4, color=series.style.color, linestyle="none")
     ax.set_xticks(x, [_NAMES[g] for g in groups])
     ax.axhline(0, color=FAINT, linewidth=0.6)
-    refused = [_NAMES[str(g)] for g in measured.end_points[~measured.end_points["accepted"]]["group"]]
-    fact = f"end point refused: {', '.join(refused)}" if refused else "every end point's fit is accepted"
-    return [fact]
 
 
 def _decades(value: float) -> float:
@@ -100,8 +91,8 @@ def _note(findings: Findings) -> str:
     radius = float(measurements.loss_gradients["radius"].max())
     return (
         f"Gradients at the checkpoint and {draws} random parameters up to {radius:.2g} of each tensor's norm away "
-        f"(seed {seed}), {samples} samples; secants in planes (all) and on lines. End point: reverse Weibull on "
-        "maxima of 5 gradients, of the sampling law and not of the ball; it has no interval.\nBound: the largest "
+        f"(seed {seed}), {samples} samples; secants in planes (all) and on lines.\n"
+        "Bound: the largest "
         "at the drawn parameters; it holds for them and these samples. Bound at the checkpoint: of queries and "
         "keys, from the gradients in the mixed values there. W_qk: queries and keys, V: values and "
         "outputs, P and R: the MLP's matrices."

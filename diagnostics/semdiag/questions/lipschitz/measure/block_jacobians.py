@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from semdiag.capturing.block_calls import BlockCall, watch_blocks
@@ -129,21 +128,23 @@ def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Ten
 def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:
     """Return the power iteration on the block's Jacobian; padded tokens neither move nor count."""
     counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
-    leaf = x.clone().requires_grad_(True)
-    with torch.enable_grad():
-        out = block(leaf, valid)
+
+    def mapped(tokens: Tensor) -> Tensor:
+        moved: Tensor = block(tokens, valid) * counted
+        return moved
 
     def jvp(tangent: Tensor) -> Tensor:
-        with torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
+        with warnings.catch_warnings():
             for category in (DeprecationWarning, FutureWarning):  # torch's version decides which
                 warnings.filterwarnings("ignore", _TORCH_DEPRECATION, category)
-            dual = forward_ad.make_dual(x, tangent)  # type: ignore[no-untyped-call]
-            moved: Tensor = forward_ad.unpack_dual(block(dual, valid)).tangent  # type: ignore[no-untyped-call]
-        return moved * counted
+            moved: Tensor = torch.func.jvp(mapped, (x,), (tangent,))[1]
+        return moved
+
+    back = torch.func.vjp(mapped, x)[1]
 
     def vjp(cotangent: Tensor) -> Tensor:
-        (back,) = torch.autograd.grad(out, leaf, cotangent * counted, retain_graph=True)
-        return back * counted
+        pulled: Tensor = back(cotangent)[0]
+        return pulled * counted
 
     norm = token_jacobian_norm(jvp, vjp, start * counted)
     return norm.value.tolist(), norm.settled.tolist()

@@ -1,4 +1,4 @@
-"""Empirical Lipschitz estimates of one model: secants, gradients, end points and Jacobians, beside the bounds."""
+"""Empirical Lipschitz estimates of one model: secants, gradients and Jacobians, beside the bounds."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.extreme_values import estimate_end_point
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
@@ -43,17 +42,6 @@ LOSS_GRADIENTS = Table(
         "holds": "bool",
     },
 )
-END_POINTS = Table(
-    "end_points",
-    "One row per group of tensors.",
-    {
-        **dict.fromkeys(("model", "group"), "str"),
-        **dict.fromkeys(("estimate", "p_value", "p_endless"), "float64"),
-        "accepted": "bool",
-        "reason": "str",
-        "blocks": "int64",
-    },
-)
 JACOBIANS = Table(
     "jacobians",
     "One row per block and sample: its measured stretch, and bounds over all inputs (ln_sound) and at this one "
@@ -67,8 +55,8 @@ JACOBIANS = Table(
     },
 )
 
-BLOCK = 5  # draws behind each maximum of the extreme-value estimate
-TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, END_POINTS, JACOBIANS)
+FEWEST_DRAWS = 5
+TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, JACOBIANS)
 Row = dict[str, Any]
 
 
@@ -87,7 +75,7 @@ class LipschitzPlan:
     radius: float = 1.0  # the largest, relative to each tensor's norm
 
     def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("planes", 2), ("directions", 2), ("draws", BLOCK)):
+        for name, least in (("samples", 1), ("planes", 2), ("directions", 2), ("draws", FEWEST_DRAWS)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
         if not 0 < self.radius < math.inf:
@@ -132,8 +120,7 @@ def lipschitz(
 
     Returns:
         The tables ``loss_secants`` (:func:`~.secants.plane_secants`,
-        ``line_secants``), ``loss_gradients`` (:func:`~.gradients.ball_gradients`),
-        ``end_points`` (:func:`~semdiag.mathematics.extreme_values.estimate_end_point` by group) and ``jacobians``
+        ``line_secants``), ``loss_gradients`` (:func:`~.gradients.ball_gradients`) and ``jacobians``
         (:func:`~.block_jacobians.block_jacobians`).
 
     Raises:
@@ -145,7 +132,7 @@ def lipschitz(
         >>> few = LipschitzPlan(planes=2, directions=2, draws=5)
         >>> tables = lipschitz(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), plan=few)
         >>> sorted(tables), bool((tables["loss_gradients"]["slope"] > 0).any())
-        (['end_points', 'jacobians', 'loss_gradients', 'loss_secants'], True)
+        (['jacobians', 'loss_gradients', 'loss_secants'], True)
     """
     loaded = unnamed(model)
     plan = plan or LipschitzPlan()
@@ -167,24 +154,9 @@ def lipschitz(
     rows["loss_secants"] = [*secants, *line_secants(moved, loss, plan.sizes, seed)]
     gradients = ball_gradients(moved, tokens, labels, plan.radius, plan.draws, seed)
     rows["loss_gradients"] = list(_counting(gradients, after_point))
-    rows["end_points"] = list(end_points(pd.DataFrame(rows["loss_gradients"]), seed))
     return {
         table.name: table.of_rows({"model": loaded.path, **row} for row in rows[table.name]) for table in TABLES
     }
-
-
-def end_points(gradients: pd.DataFrame, seed: int = 0) -> Iterator[Row]:
-    """Estimate the largest gradient norm that the sampling law can give, by group, from maxima of blocks of 5.
-
-    Yields:
-        group, then the fields of :class:`~semdiag.mathematics.extreme_values.EndPoint`.
-    """
-    drawn = gradients[gradients["draw"] > 0]
-    for group, rows in drawn.groupby("group", sort=False):
-        slopes = rows.sort_values("draw")["slope"].to_numpy(float)
-        blocks = len(slopes) // BLOCK
-        maxima = slopes[: blocks * BLOCK].reshape(blocks, BLOCK).max(1)
-        yield {"group": group, **vars(estimate_end_point(maxima, BLOCK, seed))}
 
 
 def _counting(rows: Iterable[Row], after_point: Callable[[int], None]) -> Iterator[Row]:

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from joint_permutation import complete_cells, joint_rank_tests, spearman
 from scipy.stats import spearmanr
-
-from semdiag.mathematics.joint_permutation import complete_cells, joint_rank_tests, spearman
 
 
 def study(seed, tasks=3, masks=6, candidates=2, missing=0.0):

@@ -6,10 +6,10 @@ outcome's: a pilot says which. Effects of outcome and candidate have correlation
 come in families, whose members' effects and values have a part in common (experiments/families.py estimates how
 much).
 
-    python benchmarks/rank_tests.py nulls
-    python benchmarks/rank_tests.py families --masks 15 --candidates 1
-    python benchmarks/rank_tests.py unequal --repeats 300
-    python benchmarks/rank_tests.py power --tasks 7 --masks 18 --seeds 3 --mask-share 0.5 --cell-share 0.3
+    python experiments/rank_tests.py nulls
+    python experiments/rank_tests.py families --masks 15 --candidates 1
+    python experiments/rank_tests.py unequal --repeats 300
+    python experiments/rank_tests.py power --tasks 7 --masks 18 --seeds 3 --mask-share 0.5 --cell-share 0.3
 """
 
 import argparse
@@ -17,8 +17,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from semdiag.mathematics.joint_permutation import Matrix, joint_rank_tests
+from joint_permutation import Matrix, joint_rank_tests
 
 LEVEL = 0.05
 
@@ -148,6 +147,7 @@ def unequal(sizes: tuple[int, ...], repeats: int, resamples: int) -> tuple[float
 
 
 def main() -> None:
+    """Simulate, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("nulls", "families", "unequal", "power"))
     parser.add_argument("--tasks", type=int, default=7)

@@ -6,20 +6,31 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.runs.tables import PREDICTORS, RUNS
-from semdiag.questions.predictors.answer.mask_cells import (
-    OUTCOMES,
+import torch
+from predictors import (
+    CANDIDATES,
+    RADIUS,
     STAGES,
-    UNSHARED,
-    left_out_runs,
+    Study,
+    held_out_tasks,
     mask_cells,
+    measure_predictors,
+    output_spread,
+    predictor_table,
+    rank_candidates,
     run_outcomes,
 )
-from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table, rank_candidates
-from semdiag.questions.predictors.words import predictor_sentences, predictors_in_short
+
+from semdiag.capturing.loading import load
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.runs.tables import RUNS
+from semdiag.measuring.survey import survey
+from semdiag.questions.lipschitz.measure.probe import LipschitzPlan, lipschitz
+from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
+from semdiag_models import TrainingConfig, configure, find_task, open_run, train_run
+
+pytestmark = pytest.mark.slow  # of finished studies
 
 MASKS = ("full", "topk-1", "topk-5", "banded-5", "block-5", "bottomk-5", "random-5", "random-8")
 TASKS = ("even-pairs", "parity", "cycle-navigation")
@@ -54,9 +65,9 @@ def made(losses, values, *, accuracy=None, state="finished", snapshots=(0, 2, 4)
     none = pd.DataFrame({"model": []})
     measurements = Measurements(
         none, none, none, pd.DataFrame(history), none, {"target": 0.95},
-        runs=pd.DataFrame(runs)[[*RUNS.columns]], predictors=PREDICTORS.of_rows(predictors),
+        runs=pd.DataFrame(runs)[[*RUNS.columns]],
     )  # fmt: skip
-    return Findings(measurements)
+    return Study(measurements, pd.DataFrame(predictors))
 
 
 def falling(rate, epochs=4):
@@ -172,20 +183,10 @@ def test_a_mask_without_a_seed_is_compared_on_the_seeds_that_it_has():
     state = whole.measurements.runs["state"].mask(
         whole.measurements.runs["model"] == "parity-topk-5-2", "unfinished"
     )
-    study = Findings(whole.measurements.replace(runs=whole.measurements.runs.assign(state=state)))
+    study = Study(whole.measurements.replace(runs=whole.measurements.runs.assign(state=state)), whole.predictors)
     found = mask_cells(study)
     assert set(found["seeds"]) == {1}
     assert found["loss_area"].nunique() == 1
-    left_out = left_out_runs(study).set_index("model")["why"]
-    assert left_out.pop("parity-topk-5-2") == "unfinished"
-    assert set(left_out) == {UNSHARED}
-    assert len(left_out) == len(MASKS) - 1
-    assert left_out_runs(whole).empty
-    said = (
-        "Left out of 16 runs: 7 of a seed that another mask of the task lacks; "
-        "1 unfinished (stopped, or diverged)."
-    )
-    assert predictors_in_short(study)[-1] == predictor_sentences(study)[-1] == said
 
 
 def test_a_mask_of_which_one_candidate_is_unknown_is_left_out_for_all():
@@ -241,5 +242,113 @@ def test_a_candidate_and_the_masks_predict_the_same_cells():
     assert found.set_index("choice")["rho"].to_dict() == {"strongest elsewhere": 1, "the mask itself": 1}
 
 
-def test_every_outcome_has_words():
-    assert [*OUTCOMES] == ["loss_area", "epochs"]
+CONDITIONS = Conditions(samples=10, dtype="float64")
+
+
+def trained(folder, attention, k):
+    """A run of one epoch."""
+    config, _ = configure(
+        find_task("even-pairs"), {"attention": attention, "k": k, "length": 12, "blocks": 2, "width": 16}
+    )
+    training = TrainingConfig("even-pairs", 12, 1, 7, 50, 20)
+    with torch.random.fork_rng():
+        trainer = open_run(folder, config, training, torch.device("cpu"), resume=False, overwrite=False)
+        train_run(folder, trainer, {"command": "made by the tests"})
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: trained(folder / name, name, k) for name, k in (("topk", 3), ("full", None), ("bottomk", 3))}
+
+
+@pytest.fixture(scope="module")
+def topk(models):
+    return measure_predictors(models["topk"], CONDITIONS)
+
+
+@pytest.fixture(scope="module")
+def full(models):
+    return measure_predictors(models["full"], CONDITIONS)
+
+
+def value(table, candidate):
+    """Of the last snapshot."""
+    return table[table["candidate"] == candidate]["ln_value"].iloc[-1]
+
+
+def test_only_what_is_asked_is_measured_and_is_the_same(topk, models):
+    table = measure_predictors(models["topk"], CONDITIONS, ("response", "dispersion"))
+    assert table["candidate"].tolist() == ["response", "dispersion"] * 2
+    assert value(table, "response") == value(topk, "response")
+
+
+def test_every_candidate_is_there_at_every_snapshot(topk, models):
+    assert topk["epoch"].unique().tolist() == [0, 1]
+    assert topk["candidate"].tolist() == [*CANDIDATES] * 2
+    assert topk["ln_value"].notna().all()
+
+
+def test_dispersion_and_its_share_are_those_of_the_queries(topk, models):
+    found = survey([models["topk"]], CONDITIONS)
+    assert value(topk, "dispersion") == pytest.approx(math.log(found.queries["dispersion"].median()))
+    assert value(topk, "dispersion_share") < 0
+
+
+def test_of_full_attention_all_keys_are_kept_and_no_mask_changes(full):
+    assert value(full, "dispersion_share") == 0
+    assert value(full, "mask_agreement") == 0
+
+
+def test_entropy_and_spread_are_those_of_weights_computed_by_hand(full, models):
+    model = models["full"]
+    seen = []
+    encoder = model.encoder.double().requires_grad_(False)
+    for block in encoder.blocks:
+        block.attention.core.register_forward_hook(lambda _, given, out: seen.append((*given[:4], out)))
+    encoder(model.default_inputs(10, 0)[0])
+    entropies, spreads = [], []
+    for q, k, v, scale, mixed in seen:
+        weights = torch.softmax(scale * q @ k.transpose(-1, -2), -1)
+        entropies.append(-(weights * weights.log()).sum(-1))
+        assert torch.allclose(weights @ v, mixed)
+        centred = mixed - mixed.mean(2, keepdim=True)
+        spreads.append(centred.square().sum((2, 3)) / mixed.square().sum((2, 3)))
+    assert value(full, "entropy") == pytest.approx(float(torch.stack(entropies).mean().log()), rel=1e-9)
+    assert value(full, "output_spread") == pytest.approx(float(torch.stack(spreads).mean().log()), rel=1e-9)
+
+
+def test_masks_agree_as_often_as_the_probe_says(topk, models):
+    model = models["topk"]
+    tokens, labels, _ = model.default_inputs(10, 0)
+    masks, _ = mask_stability(model, tokens, labels, NoisePlan((0.01,)), dtype=torch.float64)
+    assert value(topk, "mask_agreement") == pytest.approx(math.log(masks["agreement"].mean()), abs=1e-6)
+
+
+def test_the_slope_is_that_of_the_same_planes_in_the_lipschitz_probe(topk, models):
+    model = models["topk"]
+    tokens, labels, _ = model.default_inputs(10, 0)
+    plan = LipschitzPlan(samples=10, planes=8, directions=4, draws=5, radius=RADIUS)
+    probed = lipschitz(model, tokens, labels, plan=plan, seed=0)["loss_secants"]
+    largest = probed[(probed["group"] == "all") & (probed["radius"] == RADIUS)]
+    assert value(topk, "loss_secant") == pytest.approx(math.log(largest["slope"].median()), rel=1e-9)
+
+
+def test_what_no_bound_covers_is_unknown(models):
+    table = measure_predictors(models["bottomk"], CONDITIONS)
+    unknown = {"xi_sound", "xi_paper", "lambda_sound", "lambda_paper"}
+    assert set(table.loc[table["ln_value"].isna(), "candidate"]) == unknown
+    assert np.isfinite(table["ln_value"].dropna()).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_spread_is_what_loops_give(seed):
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(1, 1, 6, 4, generator=generator)
+    counted = torch.tensor([True, True, False, True, False, True])
+    rows = [row for row, there in zip(mixed[0, 0].double().tolist(), counted.tolist(), strict=True) if there]
+    mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    apart = sum((x - m) ** 2 for row in rows for x, m in zip(row, mean, strict=True))
+    assert output_spread(mixed, counted).item() == pytest.approx(apart / sum(x * x for row in rows for x in row))
+    assert output_spread(mixed, torch.tensor(False)).isnan().all()
