@@ -10,12 +10,6 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import torch
-
-    from semdiag.capturing.batches import Batch
-    from semdiag.capturing.loading import LoadedModel
-    from semdiag.mathematics.selections.number_formats import NumberFormat
     from semdiag.questions.selections.measure.own import OwnSelections
     from semdiag.questions.selections.measure.saved import Saving
 
@@ -31,7 +25,6 @@ _OF_MODELS = (
     "out",
     "figures",
     "save",
-    "forecast",
 )
 _OF_FILES = ("against", "causal", "keys", "layout", "align")
 _CERTIFIED = "bfloat16"  # unless the user names another format
@@ -100,15 +93,6 @@ def selections(
             rich_help_panel=_PANEL,
         ),
     ] = False,
-    forecast: Annotated[
-        bool,
-        typer.Option(
-            "--forecast",
-            help="Of a model: also forecast how many choices change where it runs in the format throughout, and "
-            "run it so.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = False,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -143,7 +127,7 @@ def selections(
     differences rounding explains. Exit code 1: it does not explain all of them.
 
     With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
-    from rounding. With --forecast also where rounding is passed on from layer to layer.
+    from rounding.
 
     [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
 
@@ -165,7 +149,7 @@ def selections(
     if of_model:
         if "figures" in shared.typed and out is None:
             raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
-        _own(file, format if "format" in shared.typed else _CERTIFIED, forecast, shared, save, out)
+        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, out)
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
@@ -180,9 +164,7 @@ def _option(name: str) -> str:
     return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
-def _own(
-    model: Path, format: str, forecast: bool, shared: Shared, save: Path | None, out: Path | None
-) -> NoReturn:
+def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path | None) -> NoReturn:
     """Measure what a model selects."""
     from semdiag.capturing.batches import split
     from semdiag.capturing.inputs.files import read_batches
@@ -213,27 +195,13 @@ def _own(
     else:
         batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
     dtype = conditions.decided([loaded], device).dtype
-    changes = _changes(loaded, batches, kind, device) if forecast else None  # before the model is converted
     measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
     formats = [name for name in names(shared.values["figures"]) if name != "none"]
     written = _write(measured, saving, out, formats)
     if written and not shared.values["quiet"]:
         tell(f"Written: {', '.join(map(str, written))}")
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
-    _deliver(own_summary(measured, str(model), kind.name, options, changes), shared, print_own)
-
-
-def _changes(
-    loaded: "LoadedModel", batches: "Sequence[Batch]", kind: "NumberFormat", device: "torch.device"
-) -> "pd.DataFrame | str":
-    """Return which choices change where the model runs in the format throughout, or why that is unknown."""
-    from semdiag.measuring.calls.scored_rows import NotAvailableError
-    from semdiag.questions.selections.measure.propagated import propagated_selections
-
-    try:
-        return propagated_selections(loaded, batches, kind, device)
-    except NotAvailableError as reason:
-        return str(reason)
+    _deliver(own_summary(measured, str(model), kind.name, options), shared, print_own)
 
 
 def _write(

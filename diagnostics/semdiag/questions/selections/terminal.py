@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.columns import NEVER, Column, count, four_decimals, number, plain, rough_percent, text
-from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import NumberTable, say_sentences, wide_console
 from semdiag.questions.selections.words import comparison_sentences, own_sentences
 
@@ -127,9 +126,6 @@ def print_own(summary: Summary) -> None:
         partly = any(abs(row["lost"] + row["recalled"] - 1) > _ROUNDING for row in dense)
         left_out = {*["chosen_by"] * (not borrowed), *["lost"] * (not partly)}
         console.print(NumberTable([one for one in _DENSE if one.name not in left_out], dense))
-    if (changes := result.get("propagated")) and changes["all"]:
-        changed = [*changes["selections"], {**changes["all"], "module": "all"}]
-        console.print(changed_table("Choices", [Column("module", "choices of", text)], changed))
     for sentence in more:
         console.print(sentence)
 

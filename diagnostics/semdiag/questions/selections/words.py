@@ -77,8 +77,6 @@ def own_sentences(answer: Summary) -> list[str]:
         sentences.append(
             "Where a softmax or sigmoid made the scores, margin and certificate are those of its logits."
         )
-    if answer.get("propagated", {}).get("reason"):
-        sentences.append(f"No forecast of choices that change: {answer['propagated']['reason']}.")
     idle = [row["module"] for row in rows if row["inactive"]]
     if idle:
         sentences.append(f"Selection inactive, as no row has more than k to choose from: {_named(idle)}.")
