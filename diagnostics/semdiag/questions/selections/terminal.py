@@ -62,14 +62,6 @@ _KEYS = (
     Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", rough_percent),
     Column("future", drop=NEVER), Column("padding", drop=NEVER),
 )  # fmt: skip
-_DENSE = (
-    Column("attention", "attention of", text), Column("chosen_by", "keys chosen by", text),
-    Column("rows", form=count, drop=2), Column("recalled", form=rough_percent, drop=NEVER),
-    Column("recalled_p5", "p5", rough_percent, drop=1), Column("at_random", form=rough_percent, drop=NEVER),
-    Column("best", form=rough_percent), Column("largest_hit", form=rough_percent),
-    Column("lost", form=rough_percent),
-)  # fmt: skip
-_ROUNDING = 1e-9  # of a sum of weights in float64
 
 
 def print_check(summary: Summary) -> None:
@@ -110,7 +102,7 @@ def print_comparison(summary: Summary) -> None:
 
 
 def print_own(summary: Summary) -> None:
-    """Print a model's own selections: of experts, of keys, and the attention behind indexers."""
+    """Print a model's own selections: of experts, and of keys."""
     (result,) = summary["results"]
     console = wide_console()
     rows = result["selections"]
@@ -121,11 +113,6 @@ def print_own(summary: Summary) -> None:
         console.print(NumberTable(_EXPERTS, experts))
     if others := [row for row in rows if row["kind"] != "experts"]:
         console.print(NumberTable(_KEYS, others))
-    if dense := [row for row in result["dense"] if row["rows"]]:
-        borrowed = any(not row["chosen_by"].startswith(row["attention"]) for row in dense)
-        partly = any(abs(row["lost"] + row["recalled"] - 1) > _ROUNDING for row in dense)
-        left_out = {*["chosen_by"] * (not borrowed), *["lost"] * (not partly)}
-        console.print(NumberTable([one for one in _DENSE if one.name not in left_out], dense))
     for sentence in more:
         console.print(sentence)
 

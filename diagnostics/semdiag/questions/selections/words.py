@@ -94,66 +94,7 @@ def own_sentences(answer: Summary) -> list[str]:
         if faulty:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             sentences.append(f"{row['module']} has faulty rows: {kinds}.")
-    sentences += _not_compared(answer)
-    return sentences + _without(answer["without_selection"])
-
-
-def _not_compared(answer: Summary) -> list[str]:
-    """Return sentences on choices of keys that are not compared with dense attention."""
-    seen = {row["chosen_by"] for row in answer["dense"]}
-    alone = [
-        row["module"] for row in answer["selections"] if row["kind"] != "experts" and row["module"] not in seen
-    ]
-    unlike = [row["attention"] for row in answer["dense"] if row["unlike"]]
-    sentences = [
-        f"Not compared with dense attention, as no attention to the chosen keys was seen: {_named(alone)}."
-    ]
-    sentences.append(f"Not compared, as it attends to other keys than were chosen: {_named(unlike)}.")
-    return [sentence for sentence, names in zip(sentences, (alone, unlike), strict=True) if names]
-
-
-def _without(run: Summary | None) -> list[str]:
-    """Return sentences on the model without the selection of its indexers."""
-    if run is None:
-        return []
-    begin = "With k raised to the length, in a second run,"
-    if run["reason"]:
-        return [f"{begin} the model cannot be run ({run['reason']})."]
-    sentences, layers = [], run["layers"]
-    for row in (row for row in layers if row["dense"] is False):
-        start = f"{row['attention']} is not dense attention"
-        if row["other_keys"]:
-            sentences.append(
-                f"{begin} {start}: {row['other_keys']:,} of {row['rows']:,} rows attend to other keys."
-            )
-        else:
-            far = f"deviates by {number(row['residual'])} of its largest, {number(row['over_rounding'])} times"
-            sentences.append(f"{begin} {start}: its output {far} what rounding explains.")
-    unknown = [row["attention"] for row in layers if row["dense"] is None]
-    if unknown:
-        sentences.append(f"{begin} outputs are not finite: {_named(unknown)}.")
-    if run["dense"]:
-        each = "the attention behind an indexer is" if len(layers) == 1 else f"all {len(layers)} layers are"
-        sentences.append(f"{begin} {each} dense attention to rounding.")
-    outputs = run["outputs"]
-    if outputs is not None:
-        sentences.append(f"{_changed(outputs)}.")
     return sentences
-
-
-def _changed(outputs: Summary) -> str:
-    """Return what selections change in the outputs, in words."""
-    if not outputs["predictions"]:
-        return (
-            f"Against that run, the selections change outputs by {number(outputs['output_change'])} of their norm"
-        )
-    share = f"{100 * outputs['changed_share']:.3g}% of the predictions"
-    words = (
-        f"Against that run, the selections change {share}, and KL is {number(outputs['divergence'])} nats a token"
-    )
-    if not outputs["targets"]:
-        return words
-    return f"{words}; the loss is {number(outputs['loss'])} instead of {number(outputs['loss_without'])}"
 
 
 _IN_ORDER = ("exact", "legal_tie", "within_rounding")
