@@ -174,16 +174,6 @@ def test_a_layout_is_named_for_both_or_for_each(run_semdiag, write):
     assert run_semdiag("selections", first, other, "--quiet").code == 2
 
 
-def test_shifted_tokens_are_told_and_compared_with_align(run_semdiag, write):
-    draw = np.random.default_rng(0)
-    whole = draw.random((60, 3, 32)).argsort(-1)[..., :4]
-    first, other = write("a.npz", indices=whole), write("b.npz", indices=np.roll(whole, -2, 0))
-    outcome = run_semdiag("selections", first, other)
-    assert outcome.code == 1
-    assert "token t of the first is token t − 2 of the second" in " ".join(outcome.out.split())
-    assert run_semdiag("selections", first, other, "--align").code == 0
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -199,8 +189,7 @@ def test_options_that_do_not_fit_two_files(refusal, write, options, said):
 
 def test_options_of_two_files_are_refused_for_one(refusal, write):
     name = write("a.npz", indices=RIGHT)
-    assert "apply to two files" in refusal("selections", name, "--align")
-    assert "apply to two files" in refusal("selections", name, "--layout", "tokens")
+    assert "--layout applies to two files" in refusal("selections", name, "--layout", "tokens")
 
 
 def test_files_of_other_k_and_tokens_are_refused(refusal, write):

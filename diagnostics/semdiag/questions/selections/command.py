@@ -26,7 +26,7 @@ _OF_MODELS = (
     "figures",
     "save",
 )
-_OF_FILES = ("against", "causal", "keys", "layout", "align")
+_OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
 
@@ -85,14 +85,6 @@ def selections(
             show_default=False,
         ),
     ] = "",
-    align: Annotated[
-        bool,
-        typer.Option(
-            "--align",
-            help="With two files: compare tokens under the shift or the permutation that fits best.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = False,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -123,8 +115,7 @@ def selections(
     a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
     semdiag.check_selection.
 
-    With two files: overlap, the layer that differs first, tokens that are shifted or permuted, and how many
-    differences rounding explains. Exit code 1: it does not explain all of them.
+    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code 1: it does not explain all of them.
 
     With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
     from rounding.
@@ -153,9 +144,9 @@ def selections(
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
-        _compare(file, against, format, layout, align, shared)
-    if layout or align:
-        raise InputError("--layout and --align apply to two files: name what another engine chose.")
+        _compare(file, against, format, layout, shared)
+    if layout:
+        raise InputError("--layout applies to two files: name what another engine chose.")
     _check(file, format, causal, keys, shared)
 
 
@@ -246,7 +237,7 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shar
     _deliver(summary, shared, print_check)
 
 
-def _compare(first: Path, second: Path, format: str, layout: str, align: bool, shared: Shared) -> NoReturn:
+def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared) -> NoReturn:
     """Compare two selections."""
     from semdiag.questions.selections.answer.compare import comparison_summary
     from semdiag.questions.selections.measure.compare import compare_selections
@@ -255,8 +246,8 @@ def _compare(first: Path, second: Path, format: str, layout: str, align: bool, s
 
     of_first, colon, of_second = layout.partition(":")
     layouts = of_first, of_second if colon else of_first
-    compared = compare_selections(read_selection(first), read_selection(second), format, layouts, align)
-    options = _provenance(format=compared.format, layout=layout, align=align)
+    compared = compare_selections(read_selection(first), read_selection(second), format, layouts)
+    options = _provenance(format=compared.format, layout=layout)
     _deliver(comparison_summary(compared, str(first), str(second), options), shared, print_comparison)
 
 

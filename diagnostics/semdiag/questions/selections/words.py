@@ -6,9 +6,8 @@ from semdiag.presenting.columns import number
 
 def comparison_sentences(answer: Summary) -> list[str]:
     """Return how two selections differ, the verdict first, from the JSON of their comparison."""
-    changed, rows, aligned = answer["changed"], answer["rows"], answer["alignment"]
+    changed, rows = answer["changed"], answer["rows"]
     sentences = [_verdict(answer)] if changed else [f"The keys of all {rows:,} rows are the same."]
-    sentences += [_alignment(aligned, answer["tokens"])] if aligned["kind"] != "as given" else []
     if changed:
         share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g}%)"
         worst = answer["worst"]
@@ -28,18 +27,6 @@ def comparison_sentences(answer: Summary) -> list[str]:
         worst_lost = number(lost["largest"])
         sentences.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} on average, {worst_lost} at most.")
     return sentences + _repeats(answer)
-
-
-def _alignment(aligned: Summary, tokens: int) -> str:
-    """Return a sentence on which tokens belong together."""
-    overlaps = f"overlap {aligned['overlap_aligned']:.4f}, as given {aligned['overlap_as_given']:.4f}"
-    advice = "." if aligned["applied"] else "; --align compares them so."
-    if aligned["kind"] == "shifted":
-        sign = "+" if aligned["shift"] > 0 else "−"
-        shift = f"token t of the first is token t {sign} {abs(aligned['shift'])} of the second"
-        return f"Tokens are shifted: {shift} ({overlaps}){advice}"
-    many = f"{aligned['tokens']:,} of {tokens:,} find their partner"
-    return f"Tokens are permuted: {many} ({overlaps}){advice}"
 
 
 def _repeats(answer: Summary) -> list[str]:
