@@ -115,7 +115,8 @@ def selections(
     a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
     semdiag.check_selection.
 
-    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code 1: it does not explain all of them.
+    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code
+    1: it does not explain all of them.
 
     With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
     from rounding.

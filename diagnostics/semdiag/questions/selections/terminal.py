@@ -12,6 +12,7 @@ _MEANING = {
     "exact": "the only top-k",
     "legal_tie": "a key left out equals the worst chosen",
     "within_rounding": "a key left out is larger, by rounding",
+    "within_error": "a key left out is larger, within the error of the scores",
     "wrong": "a key left out is larger",
     "missing": "too few keys",
     "duplicate": "a key twice",

@@ -84,7 +84,7 @@ def own_sentences(answer: Summary) -> list[str]:
     return sentences
 
 
-_IN_ORDER = ("exact", "legal_tie", "within_rounding")
+_IN_ORDER = ("exact", "legal_tie", "within_rounding", "within_error")
 
 
 def _named(names: list[str]) -> str:
