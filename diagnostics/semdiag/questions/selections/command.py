@@ -228,13 +228,17 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shar
     from semdiag.questions.selections.terminal import print_check
     from semdiag_models import InputError
 
-    read = read_selection(file)
-    rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys}
+    read = read_selection(file, format)
+    rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys, "error": read.error}
+    rules |= {"q": read.q, "k": read.k} | ({} if read.scale is None else {"scale": read.scale.item()})
     try:
         checked = check_selection(read.scores, read.indices, read.lengths, causal, format, **rules)
+        if checked.faults and (why := read.unclear):
+            raise InputError(f"{checked.faults:,} rows would be faulty, but {why}.")
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     summary = check_summary(checked, str(file), _provenance(format=checked.format, causal=causal))
+    summary["results"][0] |= {"ignored": list(read.ignored), "format_named": "format" in shared.typed}
     _deliver(summary, shared, print_check)
 
 
@@ -247,9 +251,13 @@ def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared
 
     of_first, colon, of_second = layout.partition(":")
     layouts = of_first, of_second if colon else of_first
-    compared = compare_selections(read_selection(first), read_selection(second), format, layouts)
+    compared = compare_selections(
+        *(read_selection(file, format, False) for file in (first, second)), format, layouts
+    )
     options = _provenance(format=compared.format, layout=layout)
-    _deliver(comparison_summary(compared, str(first), str(second), options), shared, print_comparison)
+    summary = comparison_summary(compared, str(first), str(second), options)
+    summary["results"][0] |= {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
+    _deliver(summary, shared, print_comparison)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.columns import NEVER, Column, count, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.terminal.console import NumberTable, say_sentences, wide_console
-from semdiag.questions.selections.words import comparison_sentences, own_sentences
+from semdiag.questions.selections.words import comparison_sentences, ignored_sentences, own_sentences
 
 _MEANING = {
     "exact": "the only top-k",
@@ -83,6 +83,10 @@ def print_check(summary: Summary) -> None:
     console.print(_worst(result))
     if result["not_checked"]:
         console.print(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
+    if result["counts"]["out_of_range"]:
+        console.print("Indices that are no key may be slots of a paged cache: give positions in the sequence.")
+    for sentence in ignored_sentences(result):
+        console.print(sentence)
 
 
 def print_comparison(summary: Summary) -> None:

@@ -26,7 +26,19 @@ def comparison_sentences(answer: Summary) -> list[str]:
     if changed and lost["of"]:
         worst_lost = number(lost["largest"])
         sentences.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} on average, {worst_lost} at most.")
-    return sentences + _repeats(answer)
+    guessed = sorted({name for name in answer["layouts"] if "," in name})
+    if guessed and not answer["layout_named"]:
+        sentences.append(f"The dimensions before k are read as {' and '.join(guessed)}; --layout names others.")
+    return sentences + ignored_sentences(answer) + _repeats(answer)
+
+
+def ignored_sentences(answer: Summary) -> list[str]:
+    """Return which arrays were not looked at, and a hint at the format where another may explain more."""
+    sentences = [f"Ignored: {', '.join(answer['ignored'])}."] if answer["ignored"] else []
+    wrong = answer["classes"]["bug"] if "classes" in answer else answer["counts"]["wrong"]
+    if wrong and not answer["format_named"]:
+        sentences.append(f"Scores are taken for {answer['format']}; name the engine's precision with --format.")
+    return sentences
 
 
 def _repeats(answer: Summary) -> list[str]:
@@ -46,9 +58,10 @@ def _verdict(answer: Summary) -> str:
     share = f"Rounding explains {classes['numeric']:,} of {answer['changed']:,} differences"
     if not classes["bug"]:
         return f"{share}."
-    words = f"{share}. It does not explain {classes['bug']:,}: a bug, or scores that differed already."
+    words = f"{share}. It does not explain {classes['bug']:,}"
     if answer["by_own_scores"] is None:
-        return words
+        return f"{words}: a bug, or scores that differed already, which those of both files would tell."
+    words += ": a bug, or scores that differed already."
     return f"{words} In {answer['by_own_scores']:,} of these each engine chose the top-k of its own scores."
 
 

@@ -36,6 +36,8 @@ def comparison_summary(
         "displacement": {"mean": float(rows["displacement"].mean()), "largest": float(rows["displacement"].max())},
         "classes": {str(name): int(number) for name, number in classes.items()},
         "by_own_scores": compared.by_own_scores,
+        "layouts": list(compared.layouts),
+        "ignored": list(compared.ignored),
         "first_layer": None if diverged.empty else int(diverged.iloc[0]),
         "lost": {
             "of": compared.weight_of,

@@ -204,8 +204,8 @@ def _recomputed(
     error = score_error(queries, keys, float(scale), kind).expand_as(found)
     if not bool(error.isfinite().all()):
         raise InputError(
-            f"The error of scores in {kind.name} is not known for these q and k: formats go up to float32, heads to "
-            "a width of 2^20, and numbers must be finite, with sums within float32."
+            f"The error of scores in {kind.name} is not known for these q and k. It is for formats up to float32, "
+            "heads up to a width of 2^20, and finite numbers whose sums float32 can hold."
         )
     return found, error
 

@@ -35,6 +35,8 @@ class ComparedSelections:
         weight_of: from which file's weights or scores the lost weight is; empty: unknown.
         by_own_scores: in how many rows of class ``bug`` each engine chose the top-k of its own scores, so that the
             scores differ and not the selection; None unless both have scores.
+        layouts: of A and B, as they were named or guessed.
+        ignored: names of arrays that were not looked at.
     """
 
     rows: pd.DataFrame
@@ -44,6 +46,8 @@ class ComparedSelections:
     repeats: tuple[int, int]
     weight_of: str
     by_own_scores: int | None
+    layouts: tuple[str, str]
+    ignored: tuple[str, ...]
 
 
 def compare_selections(
@@ -82,6 +86,7 @@ def compare_selections(
     return ComparedSelections(
         rows, len(a.indices), a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
         _weight_of(a, b), _by_own_scores(*pair, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
+        (a.layout, b.layout), tuple(dict.fromkeys((*first.ignored, *second.ignored))),
     )  # fmt: skip
 
 
