@@ -251,9 +251,8 @@ def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared
 
     of_first, colon, of_second = layout.partition(":")
     layouts = of_first, of_second if colon else of_first
-    compared = compare_selections(
-        *(read_selection(file, format, False) for file in (first, second)), format, layouts
-    )
+    a, b = (read_selection(file, format, limits=False) for file in (first, second))
+    compared = compare_selections(a, b, format, layouts)
     options = _provenance(format=compared.format, layout=layout)
     summary = comparison_summary(compared, str(first), str(second), options)
     summary["results"][0] |= {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
