@@ -34,6 +34,5 @@ training = np.argsort(-scores, kind="stable")[..., :6]
 served = torch.from_numpy(scores).bfloat16().float().numpy()
 serving = np.argsort(-served, kind="stable")[..., :6]
 serving[40:50, 2, 0] = np.argmin(scores[40:50, 2], axis=-1)  # a bug of layer 2
-serving = np.roll(serving, 3, axis=0)  # and its last three tokens come first
 np.savez("training.npz", routed_experts=training, scores=scores)
 np.savez("serving.npz", routed_experts=serving.reshape(4, 64, 4, 6))  # batch, sequence, layers, k

@@ -86,7 +86,7 @@ def selections(folder: Path, draw: random.Random) -> list[str]:
     layouts = "tokens,layers", "batch,sequence,heads,layers", "x", "tokens," * 5000, "tokens:layers"
     formats = "bf16", "fp8-e4m3", "float64", "x" * 10**5
     options = [["--layout", draw.choice(layouts)], ["--format", draw.choice(formats)]]
-    return ["selections", *names, *draw.choice(([], ["--causal"], ["--align"], ["--json"], *options))]
+    return ["selections", *names, *draw.choice(([], ["--causal"], ["--json"], *options))]
 
 
 def _selection(folder: Path, name: str, draw: random.Random) -> str:

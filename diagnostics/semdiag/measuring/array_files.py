@@ -24,6 +24,28 @@ _TYPES = {
 }  # fmt: skip
 
 
+_CONVERT = {
+    ".pt": "found = torch.load(FILE, weights_only=True); numpy.savez(NEW, indices=found[NAME].numpy(), "
+    "scores=found[OTHER].float().numpy())",
+    ".npy": "import numpy; numpy.savez(NEW, indices=numpy.load(FILE), scores=numpy.load(OTHER))",
+}
+
+
+def array_names(path: Path) -> list[str]:
+    """Return the names of all arrays of a file that :func:`read_arrays` can read."""
+    with open_file(path) as file:
+        if path.suffix == ".npz":
+            return [str(name) for name in np.load(file, allow_pickle=False).files]
+        if path.suffix == ".safetensors":
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            return [name for name in header if name != "__metadata__"]
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with pa.BufferReader(file.read()) as stored:
+            return [str(name) for name in pq.ParquetFile(stored).schema_arrow.names]
+
+
 def read_arrays(path: Path, names: Collection[str]) -> dict[str, Tensor]:
     """Read named arrays from a file.
 
@@ -39,6 +61,10 @@ def read_arrays(path: Path, names: Collection[str]) -> dict[str, Tensor]:
         InputError: if the file is missing, damaged, of another kind, or does not fit into memory.
     """
     readers = {".npz": _npz, ".safetensors": _safetensors, ".parquet": _parquet}
+    if path.suffix in _CONVERT:
+        raise InputError(
+            f"Arrays must be in a .npz file. Two lines write one: {_CONVERT[path.suffix]}. Got {path.name}."
+        )
     if path.suffix not in readers:
         raise InputError(f"Arrays must be in .npz, .safetensors or .parquet files. Got {path.name}.")
     try:

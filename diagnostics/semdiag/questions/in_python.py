@@ -98,13 +98,12 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
     Args:
         model: from :func:`semdiag.load`, or any module.
         batches: what the model is called with.
-        plan: the formats, k of a model without a mask, and whether to forecast what propagated rounding does.
+        plan: the formats, and k of a model without a mask.
         how: as of :func:`k_sweep`.
 
     Returns:
         Measurements with the tables ``rounded_masks`` and ``lost_weights``, described at
-        :func:`semdiag.questions.mask_precision.measure.probe.mask_precision`, and, with a forecast,
-        ``propagated_masks``.
+        :func:`semdiag.questions.mask_precision.measure.probe.mask_precision`.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -112,9 +111,9 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
     Example:
         >>> from semdiag_models import ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
-        >>> found = mask_precision(encoder, torch.tensor([[0, 1, 1, 0]]), formats=("bf16",), forecast=True)
-        >>> found.rounded_masks["queries"].tolist(), found.propagated_masks["queries"].tolist()
-        ([4], [4])
+        >>> found = mask_precision(encoder, torch.tensor([[0, 1, 1, 0]]), formats=("bf16",))
+        >>> found.rounded_masks["queries"].tolist()
+        [4]
     """
     return _asked(model, batches, None, _plan(PrecisionPlan, plan, how), **how)
 

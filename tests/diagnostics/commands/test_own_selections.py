@@ -98,7 +98,6 @@ def test_it_says_what_routers_and_indexers_choose(run_semdiag, monkeypatch):
     assert "layers.0.indexer 2 of 6 16 10 " in words, "two tokens of each sample have no more than two keys"
     assert "margin and certificate are those of its logits" in words
     assert "Left out: 2 padded rows of each selection." in words
-    assert "as no attention to the chosen keys was seen: layers.0.indexer." in words
     assert words.startswith("0 of 32 rows are faulty.")
 
 
@@ -129,23 +128,6 @@ def test_json_has_the_numbers_worked_out_by_hand(run_semdiag):
     assert (router["load"]["largest"], router["load"]["even"]) == (max(shares), 0.25)
     assert (router["module"], router["layer"], router["kind"], router["k"]) == ("layers.0.router", 0, "experts", 2)
     assert (router["margin_of"], router["future"], router["first_kept_share"]) == ("logits", None, None)
-
-
-@pytest.mark.usefixtures("models")
-def test_it_forecasts_what_a_format_changes_where_it_is_asked_to(run_semdiag):
-    words = ("selections", "own_models:good", "--inputs", "padded.pt", "--format", "fp8-e5m2", "--forecast")
-    outcome = run_semdiag(*words, "--json")
-    assert outcome.code == 0
-    (entry,) = json.loads(outcome.out)["results"]
-    found = entry["propagated"]
-    assert [row["module"] for row in found["selections"]] == ["layers.0.router", "layers.0.indexer"]
-    assert [row["queries"] for row in found["selections"]] == [16, 10]
-    assert found["all"]["queries"] == 26
-    assert 0 < found["all"]["measured"] < 1
-    assert "Choices that change where the model runs in the format throughout" in run_semdiag(*words).out
-    never = run_semdiag("selections", "own_models:inactive", "--inputs", "ids.npy", "--forecast")
-    # Its router still decides; of its indexer there is no row.
-    assert "layers.0.router" in never.out.split("throughout:")[1]
 
 
 @pytest.mark.device
@@ -232,11 +214,6 @@ def test_a_figure_is_written_where_it_is_asked_for(run_semdiag, here):
         (("own_models:not_numbers", "--inputs", "ids.npy"), "layers.0.router: The scores of row 0 hold NaN"),
         (("own_models:nothing", "--inputs", "ids.npy"), "own_models:nothing selects nothing for its tokens"),
         (("ids.npy", "--inputs", "ids.npy"), "--inputs applies to a model (hf:DIRECTORY), and ids.npy is not one"),
-        (("ids.npy", "--forecast"), "--forecast applies to a model (hf:DIRECTORY), and ids.npy is not one"),
-        (
-            ("own_models:good", "--inputs", "ids.npy", "--forecast", "--format", "float64"),
-            "Choices are compared with those in float64. Name a coarser format. Got float64.",
-        ),
         (("ids.npy", "--batch-size", 3), "--batch-size applies to a model"),
         (("ids.npy", "--save", "own.npz"), "--save applies to a model"),
         (("own_models:good", "--inputs", "ids.npy", "--save", "own.txt"), "--save takes a file name that ends in"),

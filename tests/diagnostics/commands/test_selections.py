@@ -91,7 +91,7 @@ def test_routed_experts_are_indices(run_semdiag, write):
     ("arrays", "options", "said"),
     [
         ({"scores": SCORES}, (), "holds no array of chosen keys"),
-        ({"indices": RIGHT, "topk_ids": RIGHT}, (), "holds indices and topk_ids"),
+        ({"indices": RIGHT, "topk_ids": RIGHT}, (), "holds indices and topk_ids: which are the indices"),
         ({"indices": RIGHT, "scores": SCORES[:1]}, (), "of the same rows"),
         ({"indices": RIGHT.astype(float), "scores": SCORES}, (), "indices must be whole numbers"),
         ({"indices": RIGHT, "scores": RIGHT}, (), "are scores and indices swapped"),
@@ -174,16 +174,6 @@ def test_a_layout_is_named_for_both_or_for_each(run_semdiag, write):
     assert run_semdiag("selections", first, other, "--quiet").code == 2
 
 
-def test_shifted_tokens_are_told_and_compared_with_align(run_semdiag, write):
-    draw = np.random.default_rng(0)
-    whole = draw.random((60, 3, 32)).argsort(-1)[..., :4]
-    first, other = write("a.npz", indices=whole), write("b.npz", indices=np.roll(whole, -2, 0))
-    outcome = run_semdiag("selections", first, other)
-    assert outcome.code == 1
-    assert "token t of the first is token t − 2 of the second" in " ".join(outcome.out.split())
-    assert run_semdiag("selections", first, other, "--align").code == 0
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -199,11 +189,112 @@ def test_options_that_do_not_fit_two_files(refusal, write, options, said):
 
 def test_options_of_two_files_are_refused_for_one(refusal, write):
     name = write("a.npz", indices=RIGHT)
-    assert "apply to two files" in refusal("selections", name, "--align")
-    assert "apply to two files" in refusal("selections", name, "--layout", "tokens")
+    assert "--layout applies to two files" in refusal("selections", name, "--layout", "tokens")
 
 
 def test_files_of_other_k_and_tokens_are_refused(refusal, write):
     first = write("a.npz", indices=TRAINING)
     assert "differ in k: 2 and 1" in refusal("selections", first, write("b.npz", indices=TRAINING[..., :1]))
     assert "another tokenisation" in refusal("selections", first, write("b.npz", indices=TRAINING[:2]))
+
+
+# Names of arrays, and bits
+
+
+def valid_keys(*lengths):
+    """Rows that choose the largest of their valid keys, where larger ones stand behind them."""
+    scores = np.arange(8, dtype=np.float32)[None].repeat(len(lengths), 0)
+    return {"scores": scores, "indices": np.array(lengths)[:, None] - 1}
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "seqlens", "context_lens", "cache_seqlens", "kv_lens"])
+def test_lengths_have_many_names(run_semdiag, write, name):
+    arrays = valid_keys(2, 5, 8)
+    assert run_semdiag("selections", write("a.npz", **arrays), "--quiet").code == 1
+    assert run_semdiag("selections", write("b.npz", **arrays, **{name: np.array([2, 5, 8])}), "--quiet").code == 0
+
+
+def test_bounds_of_rows_and_of_packed_sequences_are_lengths(run_semdiag, write):
+    arrays, whole = valid_keys(2, 5, 5, 8), np.array([0, 1, 3, 4])
+    starts, ends = np.array([0, 2, 2, 5], np.int32), np.array([2, 5, 5, 8], np.int32)
+    for known in (
+        {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends},
+        {"cu_seqlen_ke": ends},
+        {"cu_seqlens_q": whole, "cu_seqlens_k": np.array([0, 2, 5, 8])},
+    ):
+        assert run_semdiag("selections", write("a.npz", **arrays, **known), "--quiet").code == 0, known
+    own = {"scores": np.eye(4, dtype=np.float32), "indices": np.arange(4)[:, None], "cu_seqlens": whole}
+    assert run_semdiag("selections", write("b.npz", **own), "--quiet").code == 0
+    own["indices"][0] = 3
+    assert run_semdiag("selections", write("c.npz", **own), "--quiet").code == 1
+
+
+def test_bounds_of_other_rows_are_refused(refusal, write):
+    name = write("a.npz", **valid_keys(2, 5), cu_seqlens=np.array([0, 5]))
+    assert "cu_seqlens must hold the bounds of the same sequences, up to the 2 rows" in refusal("selections", name)
+
+
+def test_what_is_ignored_is_named_and_what_may_explain_faults_is_not_judged(run_semdiag, refusal, write):
+    outcome = run_semdiag("selections", write("a.npz", indices=RIGHT, scores=SCORES, request=np.array(["x"])))
+    assert (outcome.code, "Ignored: request." in outcome.out) == (0, True)
+    line = refusal("selections", write("b.npz", **valid_keys(2, 5, 8), valid=np.array([2, 5, 8])))
+    assert "2 rows would be faulty, but valid, which is ignored, may say which keys are valid" in line
+    line = refusal("selections", write("c.npz", indices=RIGHT + 99, scores=SCORES, block_table=RIGHT))
+    assert "slots of a paged cache, as it holds block_table" in line
+    outcome = run_semdiag("selections", write("d.npz", indices=RIGHT + 99, scores=SCORES))
+    assert (outcome.code, "may be slots of a paged cache" in outcome.out) == (1, True)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16])
+def test_bits_of_bfloat16_are_scores(run_semdiag, refusal, write, dtype):
+    scores = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    arrays = {
+        "scores": scores.view(torch.int16).numpy().view(dtype),
+        "indices": scores.float().topk(4).indices.numpy(),
+    }
+    assert run_semdiag("selections", write("a.npz", **arrays), "--format", "bf16", "--quiet").code == 0
+    arrays["indices"][0, 0] = int(scores[0].float().argmin())
+    assert run_semdiag("selections", write("b.npz", **arrays), "--format", "bf16", "--quiet").code == 1
+    assert "Bits of bfloat16 are read with the format bfloat16" in refusal("selections", "a.npz")
+
+
+def test_errors_and_queries_in_a_file_reach_the_check(run_semdiag, write):
+    wrong = {"scores": np.array([[3.0, 2.5, 1.0]], np.float32), "indices": np.array([[1]])}
+    assert run_semdiag("selections", write("a.npz", **wrong), "--quiet").code == 1
+    outcome = run_semdiag("selections", write("b.npz", **wrong, error=np.array([0.3])), "--json")
+    assert (outcome.code, json.loads(outcome.out)["results"][0]["counts"]["within_error"]) == (0, 1)
+    keys = np.array([[3.0], [2.99], [1.0]], np.float32)
+    near = {"q": np.ones((1, 1), np.float32), "k": keys, "indices": np.array([[1]])}
+    assert run_semdiag("selections", write("c.npz", **near), "--format", "bf16", "--quiet").code == 0
+    assert run_semdiag("selections", write("d.npz", **near), "--quiet").code == 1
+
+
+def test_a_format_that_was_not_named_and_a_guessed_layout_are_said(run_semdiag, write):
+    outcome = run_semdiag("selections", write("a.npz", scores=SCORES, indices=WRONG))
+    assert "Scores are taken for float32; name the engine's precision with --format." in outcome.out
+    assert "--format" not in run_semdiag("selections", "a.npz", "--format", "bf16").out
+    other = TRAINING.copy()
+    other[1, 0, 1] = 3
+    first, second = write("b.npz", indices=TRAINING, scores=LOGITS), write("c.npz", indices=other)
+    said = " ".join(run_semdiag("selections", first, second).out.split())
+    assert "The dimensions before k are read as tokens,layers; --layout names others." in said
+    assert "a bug, or scores that differed already, which those of both files would tell" in said
+    assert "read as" not in run_semdiag("selections", first, second, "--layout", "tokens,layers").out
+
+
+@pytest.mark.parametrize(("name", "said"), [("a.npy", "numpy.load(FILE)"), ("a.pt", "weights_only=True")])
+def test_other_files_are_answered_with_the_lines_that_convert(refusal, here, name, said):
+    np.save("a.npy", RIGHT)
+    torch.save({"indices": torch.from_numpy(RIGHT)}, "a.pt")
+    assert said in refusal("selections", name)
+
+
+def test_a_selection_in_parquet_warns_of_nothing(run_semdiag, write):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outcome = run_semdiag(
+            "selections", write("a.parquet", indices=RIGHT, scores=SCORES, lengths=np.array([4] * len(RIGHT)))
+        )
+    assert (outcome.code, outcome.err) == (0, "")

@@ -31,7 +31,7 @@ from semdiag_models import InputError
 
 CHEAP = {
     NoisePlan: NoisePlan((0.1,), draws=2, k=3),
-    PrecisionPlan: PrecisionPlan(("fp8-e5m2",), k=3, forecast=True),
+    PrecisionPlan: PrecisionPlan(("fp8-e5m2",), k=3),
     KSweepPlan: KSweepPlan(3),
     LandscapePlan: LandscapePlan(grid=3),
     LipschitzPlan: LipschitzPlan(5, 2, 2, 5),

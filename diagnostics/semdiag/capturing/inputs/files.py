@@ -157,7 +157,8 @@ def _read_numpy(path: Path) -> Tensor:
 def array_tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
     """Return the tensor of an array, whatever its byte order."""
     try:
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of the others
     except TypeError:
         raise InputError(f"{path} cannot be read as an array of numbers (it holds {array.dtype}).") from None
 

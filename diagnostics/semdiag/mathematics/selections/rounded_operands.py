@@ -8,7 +8,7 @@ from semdiag.mathematics.selections.number_formats import NumberFormat
 
 _UNIT = 2.0**-24  # of float32, in which products are added
 _TINY = 2.0**-150  # half of float32's smallest subnormal number
-_WIDEST = 2**20  # width of a head, so that γ stays below 1/8
+_WIDEST = 2**20  # width of a head, so that γ stays below 1/2
 _SCALES = 2.0**-126, 2.0**126  # normal numbers in float32, with room for the product
 _OWN = 1 + 2.0**-30  # covers what float64 can lose of a bound
 
@@ -87,11 +87,13 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
     return rounded((sums * scale).double(), kind)
 
 
-def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
-    """Return how far each score of :func:`rounded_scores` can be from c q·k, in any order of summation.
+def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncated: bool = True) -> Tensor:
+    """Return how far an engine's scores can be from c q·k, in any order of summation.
 
-    Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(D|c| + 1)·2^−150,
-    a = e(q), b = e(k), γ = (D + 4)u₃₂/(1 − (D + 4)u₃₂).
+    Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(m|c| + 1)t,
+    a = e(q), b = e(k), γ = nu/(1 − nu). Accumulation in float32, rounded to nearest: n = D + 4, m = D, u = 2^−24,
+    t = 2^−150. Truncated, as on tensor cores, which also cut addends at the last place of the largest:
+    n = 2D + 4, m = 2D, u = 2^−23, t = 2^−149; it is not smaller, and covers both.
 
     Source: docs/theory.md#rounded-operands; γ as in Higham, Accuracy and Stability of Numerical Algorithms, ch. 3;
     not in the paper. Deviation: none.
@@ -101,6 +103,7 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
         k: keys (..., Lk, D), finite.
         scale: c.
         kind: the format.
+        truncated: whether float32 sums may be truncated: True where the engine is not known.
 
     Returns:
         float64 (..., Lq, Lk), nats; inf if unknown: a number is not finite, a sum can exceed float32's largest
@@ -116,12 +119,14 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
     width, c = q.shape[-1], abs(scale)
     if width > _WIDEST or not (c == 0 or _SCALES[0] <= c <= _SCALES[1]) or 2.0**-kind.digits < _UNIT:
         return q.new_full((*q.shape[:-1], k.shape[-2]), torch.inf, dtype=torch.float64)
-    gamma = (width + 4) * _UNIT / (1 - (width + 4) * _UNIT)
+    terms, coarser = (2 * width, 2) if truncated else (width, 1)
+    lost = (terms + 4) * coarser * _UNIT
+    gamma = lost / (1 - lost)
     queries, keys = q.double().abs(), k.double().abs().mT
     a, b = rounding_error(queries, kind), rounding_error(keys, kind)
     operands = queries @ b + a @ (keys + b)
     largest = (queries + a) @ (keys + b)
-    summed = c * (operands + gamma * largest) + 2 * (width * c + 1) * _TINY
+    summed = c * (operands + gamma * largest) + 2 * (terms * c + 1) * coarser * _TINY
     score = (scale * (q.double() @ k.double().mT)).abs()
     error = (summed + rounding_error((score + summed) * _OWN, kind)) * _OWN
     return torch.where(largest * max(c, 1.0) < 2.0**127, error, torch.inf)

@@ -7,24 +7,32 @@ from torch import Tensor
 
 from semdiag.mathematics.selections.allowed_keys import AllowedKeys
 from semdiag.mathematics.selections.number_formats import NumberFormat, may_swap
+from semdiag.mathematics.selections.rounded_operands import rounded
 from semdiag_models import InputError
 
 CLASSES = (
-    "exact", "legal_tie", "within_rounding", "wrong", "duplicate", "out_of_range", "future", "padding", "missing",
+    "exact", "legal_tie", "within_rounding", "within_error", "wrong", "duplicate", "out_of_range", "future",
+    "padding", "missing",
 )  # fmt: skip
 NOT_JUDGED = "not_judged"  # the keys are valid, but there are no scores
 GRAVITY = (
-    NOT_JUDGED, "exact", "legal_tie", "within_rounding", "wrong", "missing", "duplicate", "padding", "future",
-    "out_of_range",
+    NOT_JUDGED, "exact", "legal_tie", "within_rounding", "within_error", "wrong", "missing", "duplicate",
+    "padding", "future", "out_of_range",
 )  # fmt: skip
-FAULTS = frozenset(GRAVITY[4:])
+FAULTS = frozenset(GRAVITY[5:])
 _GRADE = {name: grade for grade, name in enumerate(GRAVITY)}
 _HELD = 2**19  # scores processed at once: few enough for a CPU cache
 
 
 @torch.no_grad()
 def judge_rows(
-    scores: Tensor | None, indices: Tensor, keys: int, allowed: AllowedKeys, kind: NumberFormat, engines: int = 1
+    scores: Tensor | None,
+    indices: Tensor,
+    keys: int,
+    allowed: AllowedKeys,
+    kind: NumberFormat,
+    engines: int = 1,
+    error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return, for each row that counts, a grade, its worst chosen and k-th scores, and the best score left out.
 
@@ -38,8 +46,11 @@ def judge_rows(
         indices: (rows, k), integers of any dtype, -1 for none.
         keys: n.
         allowed: which keys each row may choose.
-        kind: the format of the engine's scores.
-        engines: see :func:`~semdiag.mathematics.selections.number_formats.may_swap`.
+        kind: the format to which the engine rounded these scores before it chose.
+        engines: 1 if it chose by these scores, 2 if another engine rounded them, see
+            :func:`~semdiag.mathematics.selections.number_formats.may_swap`.
+        error: (rows, n) ≥ 0, how far each score may be from the engine's; then these were recomputed, and not
+            rounded. None: the engine chose by these scores.
 
     Returns:
         Grades (indices into ``GRAVITY``, int8) and three float64 tensors, one entry per row that counts. A score
@@ -62,6 +73,7 @@ def judge_rows(
         )  # fmt: skip
         if room is None and part.scores is not None:
             room = part.room(per_part)
+        part.error = None if error is None else error[own]
         try:
             judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
             for column, values in zip(found, judged, strict=True):
@@ -98,6 +110,7 @@ class _Part:
     first: Tensor
     end: Tensor
     position: Tensor | None
+    error: Tensor | None = None
 
     def room(self, rows: int) -> Tensor:
         """Return memory for the scores of a part, with an extra column for invalid keys."""
@@ -141,6 +154,27 @@ class _Part:
         self._by_scores(grade, worst, left, kind, engines)
         return grade, worst, kth, left
 
+    def _again(self, own: Tensor) -> Tensor:
+        """Return the scores of some rows, -inf for keys that are not allowed."""
+        assert self.scores is not None
+        dtype = self.scores.dtype
+        words = self.scores.view(torch.uint8) if dtype.itemsize == 1 else self.scores  # for torch 2.7
+        scores = words[own].view(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        self._mask_(scores, self.first[own], self.end[own])
+        return scores
+
+    def _within_error(self, at: Tensor) -> Tensor:
+        """Return which rows, at these places, choose a top-k of some scores within the error."""
+        assert self.scores is not None
+        assert self.error is not None
+        own = at.to(self.scores.device)
+        scores, error = self._again(own).double(), self.error[own].to(self.scores.device, torch.float64)
+        marked = torch.zeros(len(own), self.keys + 1, dtype=torch.bool, device=scores.device)
+        slots = self.indices[own]
+        chosen = marked.scatter_(1, slots.where(slots >= 0, self.keys), True)[:, : self.keys]
+        lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
+        return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
+
     def _filled(self, table: Tensor) -> Tensor:
         """Return the scores, -inf for keys that are not allowed, +inf in the extra column."""
         assert self.scores is not None
@@ -179,12 +213,7 @@ class _Part:
         others = ((left > worst) | (number != needed)).nonzero().squeeze(1)
         if not others.numel():
             return kth
-        own = others.to(self.scores.device)
-        dtype = self.scores.dtype
-        words = self.scores.view(torch.uint8) if dtype.itemsize == 1 else self.scores  # for torch 2.7
-        again = words[own].view(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
-        self._mask_(again, self.first[own], self.end[own])
-        largest = again.topk(min(k, self.keys), 1).values.cpu().double()
+        largest = self._again(others.to(self.scores.device)).topk(min(k, self.keys), 1).values.cpu().double()
         wanted = needed[others]
         last = largest.gather(1, (wanted - 1).clamp(min=0)[:, None]).squeeze(1)
         kth[others] = last.where(wanted > 0, torch.nan)
@@ -193,13 +222,43 @@ class _Part:
         grade[others[excused]] = 0
         return kth
 
-    @staticmethod
-    def _by_scores(grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
+    def _by_scores(self, grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
         """Grade the rows whose keys are valid."""
         fine = grade == 0
         grade[fine] = _GRADE["exact"]
         grade[fine & (left == worst)] = _GRADE["legal_tie"]
         behind = fine & (left > worst)
         at = behind.nonzero().squeeze(1)
-        swapped = may_swap(worst[at], left[at], kind, engines)
-        grade[at] = torch.where(swapped, _GRADE["within_rounding"], _GRADE["wrong"]).to(torch.int8)
+        explained = "within_rounding" if self.error is None else "within_error"
+        if self.error is not None:
+            fine = self._within_error(at)
+        elif engines == 1:
+            fine = rounds_together(worst[at], left[at], kind)
+        else:
+            fine = may_swap(worst[at], left[at], kind, engines)
+        grade[at] = torch.where(fine, _GRADE[explained], _GRADE["wrong"]).to(torch.int8)
+
+
+def rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
+    """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
+
+    Formula: fl(l) ≥ fl(h), to nearest, ties to even. As fl never falls, l and h may stand for the least chosen and
+    the best dropped score. A number beyond the largest finite one counts as it, or as infinite.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        lower: scores (...), not NaN.
+        higher: scores (...) that are not smaller.
+        kind: the format to which the engine rounded them before it chose.
+
+    Example:
+        >>> from semdiag.mathematics.selections.number_formats import FORMATS
+        >>> one = torch.tensor([1.0, 1.0])
+        >>> rounds_together(one, one + torch.tensor([2**-9, 2**-7]), FORMATS["bfloat16"]).tolist()
+        [True, False]
+    """
+    lower, higher = lower.double(), higher.double()
+    beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
+    finite = lower.isfinite() & higher.isfinite()
+    return (lower == higher) | beyond | finite & (rounded(lower, kind) >= rounded(higher, kind))

@@ -229,7 +229,7 @@ def placed(
     """Move and convert a module in place, as transformers loads it.
 
     Rotary frequencies keep their precision: rounded to bfloat16 they would turn the 1,000th position by up to two
-    radians too far. What its models name (:func:`kept_in_float32`: routers' weights) is float32 in 16 bits.
+    radians too far. What its models name (:func:`_kept_in_float32`: routers' weights) is float32 in 16 bits.
 
     Args:
         module: any.
@@ -240,14 +240,14 @@ def placed(
         The same module.
     """
     own = [(held, name, held[name].data) for held, name in _frequencies(module)]
-    own += [(held, name, held[name].data.float()) for held, name in kept_in_float32(module, dtype)]
+    own += [(held, name, held[name].data.float()) for held, name in _kept_in_float32(module, dtype)]
     module.to(device=device, dtype=dtype)
     for held, name, values in own:
         held[name].data = values.to(device=device)
     return module
 
 
-def kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str]]:
+def _kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str]]:
     """Return where the tensors stand that transformers keeps in float32 while it loads a model in 16 bits.
 
     Args:
@@ -285,7 +285,7 @@ def converted(module: nn.Module, dtype: torch.dtype) -> bool:
         module: any.
         dtype: of its floating-point parameters and buffers, as of :func:`placed`.
     """
-    own = {id(held[name]) for held, name in (*_frequencies(module), *kept_in_float32(module, dtype))}
+    own = {id(held[name]) for held, name in (*_frequencies(module), *_kept_in_float32(module, dtype))}
     return any(t.dtype != dtype for t in _floating(module) if id(t) not in own)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.changed_shares import changed_shares
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.findings.strict_json import Summary, records
@@ -18,10 +17,6 @@ _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
 _COLUMNS = [
     "model", "format", "layer", *_COUNTS, *(name + end for name in _SHARES for end in ("", "_low", "_high")),
     "lost_p50", "lost_mean", "why",
-]  # fmt: skip
-_PROPAGATED = [
-    "model", "format", "layer", "queries", "forecast", "forecast_low", "forecast_high", "measured", "measured_low",
-    "measured_high", "first",
 ]  # fmt: skip
 
 
@@ -44,26 +39,11 @@ def precision_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def propagated_table(findings: Findings) -> pd.DataFrame:
-    """Return how many masks change in a model that runs in a format throughout, by format and layer, and pooled.
-
-    Returns:
-        model, format, layer (ALL where pooled); queries that drop a key; and the columns of
-        :func:`~semdiag.measuring.findings.changed_shares.changed_shares` (first: in any head).
-    """
-    rows = []
-    masks = findings.measurements.propagated_masks
-    for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
-        for layer, part in _layers(rows_of_format):
-            rows.append({"model": model, "format": kind, "layer": layer, **changed_shares(part)})
-    return pd.DataFrame(rows, columns=_PROPAGATED)
-
-
 def precision_of(findings: Findings, model: str) -> list[Summary]:
     """Return what each number format does to a model's masks, as in ``--json``.
 
     Returns:
-        By format: format, layers (a dictionary each), all; with a forecast also propagated, with layers and all.
+        By format: format, layers (a dictionary each), all.
     """
     table = findings(precision_table)
     of_model = table[table["model"] == model]
@@ -71,17 +51,7 @@ def precision_of(findings: Findings, model: str) -> list[Summary]:
     for kind, rows in of_model.groupby("format", sort=False):
         entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
         formats.append({"format": kind, "layers": entries[:-1], "all": entries[-1] | {"layer": "all"}})
-        formats[-1] |= _propagated_of(findings, model, str(kind))
     return formats
-
-
-def _propagated_of(findings: Findings, model: str, kind: str) -> Summary:
-    table = findings(propagated_table)
-    rows = table[(table["model"] == model) & (table["format"] == kind)]
-    if rows.empty:
-        return {}
-    entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
-    return {"propagated": {"layers": entries[:-1], "all": entries[-1] | {"layer": "all"}}}
 
 
 def _layers(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:

@@ -6,7 +6,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import with_facts
-from semdiag.questions.mask_precision.answer import precision_table, propagated_table
+from semdiag.questions.mask_precision.answer import precision_table
 from semdiag.questions.mask_precision.figures.masks_in_formats import masks_in_formats
 from semdiag.questions.mask_precision.glance import precision_glance
 from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
@@ -14,14 +14,11 @@ from semdiag.questions.mask_precision.words import precision_in_short, precision
 
 def precision_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     """Return the masks by number format and layer, heads pooled."""
-    tables = {"mask_precision": findings(precision_table), "mask_forecast": findings(propagated_table)}
-    return {
-        name: with_facts(
-            findings, table.assign(layer=table["layer"].astype(object).mask(table["layer"] == ALL, "all"))
-        )
-        for name, table in tables.items()
-        if not table.empty
-    }
+    table = findings(precision_table)
+    if table.empty:
+        return {}
+    layer = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
+    return {"mask_precision": with_facts(findings, table.assign(layer=layer))}
 
 
 _HEADINGS = (
@@ -46,8 +43,7 @@ _HEADINGS = (
             "the scores and rounds once more. 8-bit formats with a scale per tensor or block are other formats. "
             "Rows whose scores have a bias or a soft-cap, or whose softmax has sinks, are not covered: they are "
             "counted, and left out of every share.",
-            "Queries and keys are those of a clean forward pass: rounding is not passed on from layer to layer. "
-            "--forecast says what happens in a model that runs in the format throughout.",
+            "Queries and keys are those of a clean forward pass: rounding is not passed on from layer to layer.",
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
             "its scores. The weight lost is a share of the weight over all allowed keys.",
         ),

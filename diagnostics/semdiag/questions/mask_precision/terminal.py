@@ -13,7 +13,6 @@ from semdiag.presenting.columns import (
     plain,
     text,
 )
-from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import NumberTable
 from semdiag.questions.mask_precision.words import certified_words, not_covered_words
 
@@ -35,15 +34,9 @@ def print_precision(screen: Console, formats: list[Summary]) -> None:
         screen: where to.
         formats: of the model, as ``--json`` has them.
     """
-    screen.print(NumberTable(_COLUMNS, [row for one in formats for row in _rows(one["format"], one)]))
+    rows = [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
+    screen.print(NumberTable(_COLUMNS, rows))
     for one in formats:
         row, uncovered = one["all"], not_covered_words(one["all"])
         words = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
         screen.print(f"{one['format']}: {' '.join(words)}")
-    propagated = [row for one in formats for row in _rows(one["format"], one.get("propagated"))]
-    if propagated:
-        screen.print(changed_table("Masks", _COLUMNS[:2], propagated))
-
-
-def _rows(name: str, layered: Summary | None) -> list[Summary]:
-    return [{"format": name, **row} for row in [*layered["layers"], layered["all"]]] if layered else []

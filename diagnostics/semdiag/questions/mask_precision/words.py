@@ -71,10 +71,3 @@ def _of_format(answer: Summary) -> Iterator[str]:
         yield f"In {kind}:"
     if row["not_covered"]:
         yield not_covered_words(row)
-    if "propagated" in answer:
-        all_layers, last = answer["propagated"]["all"], answer["propagated"]["layers"][-1]
-        yield (
-            f"Where the model runs in {kind} throughout, {percent(all_layers['measured'], 2)}% change, "
-            f"{percent(last['measured'], 2)}% in the last layer; forecast "
-            f"{percent(all_layers['forecast'], 2)}% and {percent(last['forecast'], 2)}%."
-        )

@@ -49,15 +49,6 @@ def mask_stability(
             rich_help_panel="Which rounding",
         ),
     ] = "",
-    forecast: Annotated[
-        bool,
-        typer.Option(
-            "--forecast",
-            help="With --precision: also forecast how many masks change where the model runs in the format "
-            "throughout, and run it so.",
-            rich_help_panel="Which rounding",
-        ),
-    ] = False,
     every: options.Every = False,
     k: Annotated[
         int,
@@ -75,8 +66,7 @@ def mask_stability(
     mask. Predicted: the probability that the two keys at the boundary (the smallest kept score, the largest
     dropped one) do not swap. Observed: how many masks are the same in noisy copies of the input. Masks that do
     not depend on the input cannot change. With --precision the masks of rounded queries, keys and scores are
-    compared with those of float64: changed, tied, certified. With --forecast also where rounding is passed on
-    from layer to layer.
+    compared with those of float64: changed, tied, certified.
 
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
@@ -85,16 +75,13 @@ def mask_stability(
     from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
     from semdiag.questions.mask_stability.measure.probe import NoisePlan
     from semdiag.questions.mask_stability.terminal import print_masks
-    from semdiag_models import InputError
 
-    if forecast and "precision" not in shared.typed:
-        raise InputError("--forecast needs a number format, like --precision bf16.")
     levels = option_values.positive_numbers(noise, "--noise")
     plans: dict[str, NoisePlan | PrecisionPlan] = {}
     if "precision" not in shared.typed or _OF_NOISE & shared.typed:
         plans["mask-stability"] = NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"])
     if "precision" in shared.typed:
-        plans["mask-precision"] = PrecisionPlan(option_values.names(precision), k, forecast)
+        plans["mask-precision"] = PrecisionPlan(option_values.names(precision), k)
     findings = shared.measured(models, shared.conditions(plans=tuple(plans.values())))
     if "k" in shared.typed:
         check_supposed_k(findings, k)

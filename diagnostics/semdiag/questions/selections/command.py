@@ -10,12 +10,6 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import torch
-
-    from semdiag.capturing.batches import Batch
-    from semdiag.capturing.loading import LoadedModel
-    from semdiag.mathematics.selections.number_formats import NumberFormat
     from semdiag.questions.selections.measure.own import OwnSelections
     from semdiag.questions.selections.measure.saved import Saving
 
@@ -31,9 +25,8 @@ _OF_MODELS = (
     "out",
     "figures",
     "save",
-    "forecast",
 )
-_OF_FILES = ("against", "causal", "keys", "layout", "align")
+_OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
 
@@ -92,23 +85,6 @@ def selections(
             show_default=False,
         ),
     ] = "",
-    align: Annotated[
-        bool,
-        typer.Option(
-            "--align",
-            help="With two files: compare tokens under the shift or the permutation that fits best.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = False,
-    forecast: Annotated[
-        bool,
-        typer.Option(
-            "--forecast",
-            help="Of a model: also forecast how many choices change where it runs in the format throughout, and "
-            "run it so.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = False,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -139,11 +115,11 @@ def selections(
     a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
     semdiag.check_selection.
 
-    With two files: overlap, the layer that differs first, tokens that are shifted or permuted, and how many
-    differences rounding explains. Exit code 1: it does not explain all of them.
+    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code
+    1: it does not explain all of them.
 
     With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
-    from rounding. With --forecast also where rounding is passed on from layer to layer.
+    from rounding.
 
     [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
 
@@ -165,13 +141,13 @@ def selections(
     if of_model:
         if "figures" in shared.typed and out is None:
             raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
-        _own(file, format if "format" in shared.typed else _CERTIFIED, forecast, shared, save, out)
+        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, out)
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
-        _compare(file, against, format, layout, align, shared)
-    if layout or align:
-        raise InputError("--layout and --align apply to two files: name what another engine chose.")
+        _compare(file, against, format, layout, shared)
+    if layout:
+        raise InputError("--layout applies to two files: name what another engine chose.")
     _check(file, format, causal, keys, shared)
 
 
@@ -180,9 +156,7 @@ def _option(name: str) -> str:
     return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
-def _own(
-    model: Path, format: str, forecast: bool, shared: Shared, save: Path | None, out: Path | None
-) -> NoReturn:
+def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path | None) -> NoReturn:
     """Measure what a model selects."""
     from semdiag.capturing.batches import split
     from semdiag.capturing.inputs.files import read_batches
@@ -213,27 +187,13 @@ def _own(
     else:
         batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
     dtype = conditions.decided([loaded], device).dtype
-    changes = _changes(loaded, batches, kind, device) if forecast else None  # before the model is converted
     measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
     formats = [name for name in names(shared.values["figures"]) if name != "none"]
     written = _write(measured, saving, out, formats)
     if written and not shared.values["quiet"]:
         tell(f"Written: {', '.join(map(str, written))}")
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
-    _deliver(own_summary(measured, str(model), kind.name, options, changes), shared, print_own)
-
-
-def _changes(
-    loaded: "LoadedModel", batches: "Sequence[Batch]", kind: "NumberFormat", device: "torch.device"
-) -> "pd.DataFrame | str":
-    """Return which choices change where the model runs in the format throughout, or why that is unknown."""
-    from semdiag.measuring.calls.scored_rows import NotAvailableError
-    from semdiag.questions.selections.measure.propagated import propagated_selections
-
-    try:
-        return propagated_selections(loaded, batches, kind, device)
-    except NotAvailableError as reason:
-        return str(reason)
+    _deliver(own_summary(measured, str(model), kind.name, options), shared, print_own)
 
 
 def _write(
@@ -268,17 +228,21 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shar
     from semdiag.questions.selections.terminal import print_check
     from semdiag_models import InputError
 
-    read = read_selection(file)
-    rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys}
+    read = read_selection(file, format)
+    rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys, "error": read.error}
+    rules |= {"q": read.q, "k": read.k} | ({} if read.scale is None else {"scale": read.scale.item()})
     try:
         checked = check_selection(read.scores, read.indices, read.lengths, causal, format, **rules)
+        if checked.faults and (why := read.unclear):
+            raise InputError(f"{checked.faults:,} rows would be faulty, but {why}.")
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     summary = check_summary(checked, str(file), _provenance(format=checked.format, causal=causal))
+    summary["results"][0] |= {"ignored": list(read.ignored), "format_named": "format" in shared.typed}
     _deliver(summary, shared, print_check)
 
 
-def _compare(first: Path, second: Path, format: str, layout: str, align: bool, shared: Shared) -> NoReturn:
+def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared) -> NoReturn:
     """Compare two selections."""
     from semdiag.questions.selections.answer.compare import comparison_summary
     from semdiag.questions.selections.measure.compare import compare_selections
@@ -287,9 +251,12 @@ def _compare(first: Path, second: Path, format: str, layout: str, align: bool, s
 
     of_first, colon, of_second = layout.partition(":")
     layouts = of_first, of_second if colon else of_first
-    compared = compare_selections(read_selection(first), read_selection(second), format, layouts, align)
-    options = _provenance(format=compared.format, layout=layout, align=align)
-    _deliver(comparison_summary(compared, str(first), str(second), options), shared, print_comparison)
+    a, b = (read_selection(file, format, limits=False) for file in (first, second))
+    compared = compare_selections(a, b, format, layouts)
+    options = _provenance(format=compared.format, layout=layout)
+    summary = comparison_summary(compared, str(first), str(second), options)
+    summary["results"][0] |= {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
+    _deliver(summary, shared, print_comparison)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.columns import NEVER, Column, count, four_decimals, number, plain, rough_percent, text
-from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import NumberTable, say_sentences, wide_console
-from semdiag.questions.selections.words import comparison_sentences, own_sentences
+from semdiag.questions.selections.words import comparison_sentences, ignored_sentences, own_sentences
 
 _MEANING = {
     "exact": "the only top-k",
     "legal_tie": "a key left out equals the worst chosen",
     "within_rounding": "a key left out is larger, by rounding",
+    "within_error": "a key left out is larger, within the error of the scores",
     "wrong": "a key left out is larger",
     "missing": "too few keys",
     "duplicate": "a key twice",
@@ -63,14 +63,6 @@ _KEYS = (
     Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", rough_percent),
     Column("future", drop=NEVER), Column("padding", drop=NEVER),
 )  # fmt: skip
-_DENSE = (
-    Column("attention", "attention of", text), Column("chosen_by", "keys chosen by", text),
-    Column("rows", form=count, drop=2), Column("recalled", form=rough_percent, drop=NEVER),
-    Column("recalled_p5", "p5", rough_percent, drop=1), Column("at_random", form=rough_percent, drop=NEVER),
-    Column("best", form=rough_percent), Column("largest_hit", form=rough_percent),
-    Column("lost", form=rough_percent),
-)  # fmt: skip
-_ROUNDING = 1e-9  # of a sum of weights in float64
 
 
 def print_check(summary: Summary) -> None:
@@ -91,6 +83,10 @@ def print_check(summary: Summary) -> None:
     console.print(_worst(result))
     if result["not_checked"]:
         console.print(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
+    if result["counts"]["out_of_range"]:
+        console.print("Indices that are no key may be slots of a paged cache: give positions in the sequence.")
+    for sentence in ignored_sentences(result):
+        console.print(sentence)
 
 
 def print_comparison(summary: Summary) -> None:
@@ -111,7 +107,7 @@ def print_comparison(summary: Summary) -> None:
 
 
 def print_own(summary: Summary) -> None:
-    """Print a model's own selections: of experts, of keys, and the attention behind indexers."""
+    """Print a model's own selections: of experts, and of keys."""
     (result,) = summary["results"]
     console = wide_console()
     rows = result["selections"]
@@ -122,14 +118,6 @@ def print_own(summary: Summary) -> None:
         console.print(NumberTable(_EXPERTS, experts))
     if others := [row for row in rows if row["kind"] != "experts"]:
         console.print(NumberTable(_KEYS, others))
-    if dense := [row for row in result["dense"] if row["rows"]]:
-        borrowed = any(not row["chosen_by"].startswith(row["attention"]) for row in dense)
-        partly = any(abs(row["lost"] + row["recalled"] - 1) > _ROUNDING for row in dense)
-        left_out = {*["chosen_by"] * (not borrowed), *["lost"] * (not partly)}
-        console.print(NumberTable([one for one in _DENSE if one.name not in left_out], dense))
-    if (changes := result.get("propagated")) and changes["all"]:
-        changed = [*changes["selections"], {**changes["all"], "module": "all"}]
-        console.print(changed_table("Choices", [Column("module", "choices of", text)], changed))
     for sentence in more:
         console.print(sentence)
 

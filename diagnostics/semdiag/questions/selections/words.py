@@ -6,9 +6,8 @@ from semdiag.presenting.columns import number
 
 def comparison_sentences(answer: Summary) -> list[str]:
     """Return how two selections differ, the verdict first, from the JSON of their comparison."""
-    changed, rows, aligned = answer["changed"], answer["rows"], answer["alignment"]
+    changed, rows = answer["changed"], answer["rows"]
     sentences = [_verdict(answer)] if changed else [f"The keys of all {rows:,} rows are the same."]
-    sentences += [_alignment(aligned, answer["tokens"])] if aligned["kind"] != "as given" else []
     if changed:
         share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g}%)"
         worst = answer["worst"]
@@ -27,19 +26,19 @@ def comparison_sentences(answer: Summary) -> list[str]:
     if changed and lost["of"]:
         worst_lost = number(lost["largest"])
         sentences.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} on average, {worst_lost} at most.")
-    return sentences + _repeats(answer)
+    guessed = sorted({name for name in answer["layouts"] if "," in name})
+    if guessed and not answer["layout_named"]:
+        sentences.append(f"The dimensions before k are read as {' and '.join(guessed)}; --layout names others.")
+    return sentences + ignored_sentences(answer) + _repeats(answer)
 
 
-def _alignment(aligned: Summary, tokens: int) -> str:
-    """Return a sentence on which tokens belong together."""
-    overlaps = f"overlap {aligned['overlap_aligned']:.4f}, as given {aligned['overlap_as_given']:.4f}"
-    advice = "." if aligned["applied"] else "; --align compares them so."
-    if aligned["kind"] == "shifted":
-        sign = "+" if aligned["shift"] > 0 else "−"
-        shift = f"token t of the first is token t {sign} {abs(aligned['shift'])} of the second"
-        return f"Tokens are shifted: {shift} ({overlaps}){advice}"
-    many = f"{aligned['tokens']:,} of {tokens:,} find their partner"
-    return f"Tokens are permuted: {many} ({overlaps}){advice}"
+def ignored_sentences(answer: Summary) -> list[str]:
+    """Return which arrays were not looked at, and a hint at the format where another may explain more."""
+    sentences = [f"Ignored: {', '.join(answer['ignored'])}."] if answer["ignored"] else []
+    wrong = answer["classes"]["bug"] if "classes" in answer else answer["counts"]["wrong"]
+    if wrong and not answer["format_named"]:
+        sentences.append(f"Scores are taken for {answer['format']}; name the engine's precision with --format.")
+    return sentences
 
 
 def _repeats(answer: Summary) -> list[str]:
@@ -59,9 +58,10 @@ def _verdict(answer: Summary) -> str:
     share = f"Rounding explains {classes['numeric']:,} of {answer['changed']:,} differences"
     if not classes["bug"]:
         return f"{share}."
-    words = f"{share}. It does not explain {classes['bug']:,}: a bug, or scores that differed already."
+    words = f"{share}. It does not explain {classes['bug']:,}"
     if answer["by_own_scores"] is None:
-        return words
+        return f"{words}: a bug, or scores that differed already, which those of both files would tell."
+    words += ": a bug, or scores that differed already."
     return f"{words} In {answer['by_own_scores']:,} of these each engine chose the top-k of its own scores."
 
 
@@ -77,8 +77,6 @@ def own_sentences(answer: Summary) -> list[str]:
         sentences.append(
             "Where a softmax or sigmoid made the scores, margin and certificate are those of its logits."
         )
-    if answer.get("propagated", {}).get("reason"):
-        sentences.append(f"No forecast of choices that change: {answer['propagated']['reason']}.")
     idle = [row["module"] for row in rows if row["inactive"]]
     if idle:
         sentences.append(f"Selection inactive, as no row has more than k to choose from: {_named(idle)}.")
@@ -96,69 +94,10 @@ def own_sentences(answer: Summary) -> list[str]:
         if faulty:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             sentences.append(f"{row['module']} has faulty rows: {kinds}.")
-    sentences += _not_compared(answer)
-    return sentences + _without(answer["without_selection"])
-
-
-def _not_compared(answer: Summary) -> list[str]:
-    """Return sentences on choices of keys that are not compared with dense attention."""
-    seen = {row["chosen_by"] for row in answer["dense"]}
-    alone = [
-        row["module"] for row in answer["selections"] if row["kind"] != "experts" and row["module"] not in seen
-    ]
-    unlike = [row["attention"] for row in answer["dense"] if row["unlike"]]
-    sentences = [
-        f"Not compared with dense attention, as no attention to the chosen keys was seen: {_named(alone)}."
-    ]
-    sentences.append(f"Not compared, as it attends to other keys than were chosen: {_named(unlike)}.")
-    return [sentence for sentence, names in zip(sentences, (alone, unlike), strict=True) if names]
-
-
-def _without(run: Summary | None) -> list[str]:
-    """Return sentences on the model without the selection of its indexers."""
-    if run is None:
-        return []
-    begin = "With k raised to the length, in a second run,"
-    if run["reason"]:
-        return [f"{begin} the model cannot be run ({run['reason']})."]
-    sentences, layers = [], run["layers"]
-    for row in (row for row in layers if row["dense"] is False):
-        start = f"{row['attention']} is not dense attention"
-        if row["other_keys"]:
-            sentences.append(
-                f"{begin} {start}: {row['other_keys']:,} of {row['rows']:,} rows attend to other keys."
-            )
-        else:
-            far = f"deviates by {number(row['residual'])} of its largest, {number(row['over_rounding'])} times"
-            sentences.append(f"{begin} {start}: its output {far} what rounding explains.")
-    unknown = [row["attention"] for row in layers if row["dense"] is None]
-    if unknown:
-        sentences.append(f"{begin} outputs are not finite: {_named(unknown)}.")
-    if run["dense"]:
-        each = "the attention behind an indexer is" if len(layers) == 1 else f"all {len(layers)} layers are"
-        sentences.append(f"{begin} {each} dense attention to rounding.")
-    outputs = run["outputs"]
-    if outputs is not None:
-        sentences.append(f"{_changed(outputs)}.")
     return sentences
 
 
-def _changed(outputs: Summary) -> str:
-    """Return what selections change in the outputs, in words."""
-    if not outputs["predictions"]:
-        return (
-            f"Against that run, the selections change outputs by {number(outputs['output_change'])} of their norm"
-        )
-    share = f"{100 * outputs['changed_share']:.3g}% of the predictions"
-    words = (
-        f"Against that run, the selections change {share}, and KL is {number(outputs['divergence'])} nats a token"
-    )
-    if not outputs["targets"]:
-        return words
-    return f"{words}; the loss is {number(outputs['loss'])} instead of {number(outputs['loss_without'])}"
-
-
-_IN_ORDER = ("exact", "legal_tie", "within_rounding")
+_IN_ORDER = ("exact", "legal_tie", "within_rounding", "within_error")
 
 
 def _named(names: list[str]) -> str:

@@ -43,3 +43,30 @@ def test_a_model_that_is_there_already_is_not_copied(folder):
     model = placed(semdiag.load(f"hf:{folder}").module, dtype=torch.bfloat16)
     with in_evaluation(unnamed(model), dtype=torch.bfloat16) as (module, _, _):
         assert module is model
+
+
+class Kept(torch.nn.Module):
+    """A router that names what transformers keeps in float32, in any 16 bits or in float16 alone."""
+
+    _keep_in_fp32_modules_strict = ("gate.weight", "correction")
+    _keep_in_fp32_modules = ("norm",)
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.norm, self.gate_proj = (
+            torch.nn.Linear(6, 6),
+            torch.nn.LayerNorm(6),
+            torch.nn.Linear(6, 6),
+        )
+        self.register_buffer("correction", torch.full((6,), 1 / 3))
+
+
+def test_what_transformers_keeps_in_float32_stays_so():
+    single = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        state = placed(Kept(), dtype=dtype).state_dict()
+        single[dtype] = {name for name, values in state.items() if values.dtype == torch.float32}
+    always = {"gate.weight", "correction"}
+    assert single == {
+        torch.bfloat16: always, torch.float16: always | {"norm.weight", "norm.bias"}, torch.float64: set()
+    }  # fmt: skip

@@ -63,10 +63,6 @@ class KeptCalls:
         call, self._calls[place] = self._calls[place], None  # type: ignore[call-overload]
         return call
 
-    def at(self, place: int) -> AttentionCall:
-        """Return a call, and keep it."""
-        return self._calls[place]
-
     def clear(self) -> None:
         """Forget the batch."""
         self._calls, self._masks, self._size = [], [], 0

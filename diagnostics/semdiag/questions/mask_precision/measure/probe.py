@@ -19,7 +19,6 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table
-from semdiag.questions.mask_precision.measure.propagated import PROPAGATED_MASKS, propagated_masks
 from semdiag.questions.mask_precision.measure.rounded_rows import RoundedRows, rounded_rows
 from semdiag.questions.mask_stability.measure.mask_rows import Selection, selection_of
 from semdiag.questions.mask_stability.measure.probe import SUPPOSED_K
@@ -59,7 +58,6 @@ class PrecisionPlan:
 
     formats: tuple[str, ...] = ("bfloat16",)  # short names or torch's; stored as torch's, each once
     k: int = SUPPOSED_K  # of the mask that top-k would choose in a model without a selection of its own
-    forecast: bool = False  # whether to forecast, and measure, rounding that is passed on from layer to layer
 
     def __post_init__(self) -> None:
         names = tuple(dict.fromkeys(number_format(name).name for name in self.formats))
@@ -178,33 +176,13 @@ def _measure(subject: Subject, plan: PrecisionPlan, prepared: Any) -> Mapping[st
         dtype=subject.dtype,
         min_keys=prepared or 1,
     )
-    tables = {"rounded_masks": masks, "lost_weights": lost, "propagated_masks": PROPAGATED_MASKS.empty()}
-    kind = "full" if subject.model.external else subject.model.encoder.config.attention
-    selection = selection_of(kind)
-    if not plan.forecast or selection is None:
-        return tables
-    try:
-        tables["propagated_masks"] = propagated_masks(
-            subject.model,
-            subject.first[0],
-            [number_format(name) for name in plan.formats],
-            plan.k,
-            selection,
-            batch_size=subject.batch_size,
-            device=subject.device,
-            min_keys=prepared or 1,
-            seed=subject.seed,
-        )
-    except NotAvailableError as reason:
-        subject.note("mask forecast", str(reason))
-    return tables
+    return {"rounded_masks": masks, "lost_weights": lost}
 
 
 def _provenance(plan: PrecisionPlan, samples: int, few: int) -> dict[str, Any]:
     return {
         "mask_formats": list(plan.formats),
         "mask_k": plan.k,
-        "mask_forecast": plan.forecast,
         "probe_samples": few,
     }
 
@@ -212,7 +190,7 @@ def _provenance(plan: PrecisionPlan, samples: int, few: int) -> dict[str, Any]:
 MASK_PRECISION = Probe(
     "mask precision",
     PrecisionPlan,
-    (ROUNDED_MASKS, LOST_WEIGHTS, PROPAGATED_MASKS),
+    (ROUNDED_MASKS, LOST_WEIGHTS),
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
     provenance=_provenance,

@@ -36,6 +36,8 @@ def comparison_summary(
         "displacement": {"mean": float(rows["displacement"].mean()), "largest": float(rows["displacement"].max())},
         "classes": {str(name): int(number) for name, number in classes.items()},
         "by_own_scores": compared.by_own_scores,
+        "layouts": list(compared.layouts),
+        "ignored": list(compared.ignored),
         "first_layer": None if diverged.empty else int(diverged.iloc[0]),
         "lost": {
             "of": compared.weight_of,
@@ -43,7 +45,6 @@ def comparison_summary(
             "largest": float(rows["lost"].max()),
         },
         "worst": _worst(rows),
-        "alignment": _alignment(compared),
         "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
         "layers": layers.to_dict("records"),
         "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
@@ -77,16 +78,3 @@ def _worst(rows: pd.DataFrame) -> dict[str, Any]:
     row = rows.iloc[int(np.lexsort((explained, rows["overlap"].to_numpy()))[0])]
     place = {name: int(row[name]) for name in ("token", "layer", "head")}
     return {**place, "overlap": float(row["overlap"]), "class": str(row["class"]), "lost": float(row["lost"])}
-
-
-def _alignment(compared: ComparedSelections) -> dict[str, Any]:
-    """Return the shift or permutation that fits best."""
-    alignment = compared.alignment
-    return {
-        "kind": alignment.kind,
-        "shift": alignment.shift,
-        "tokens": len(alignment.first),
-        "overlap_as_given": alignment.given,
-        "overlap_aligned": alignment.aligned,
-        "applied": compared.aligned,
-    }

@@ -3,26 +3,15 @@
 from collections import Counter
 from typing import Any
 
-import pandas as pd
 import torch
 
 from semdiag.mathematics.selections.top_k_check import CLASSES, FAULTS
-from semdiag.measuring.findings.changed_shares import changed_shares
 from semdiag.measuring.findings.strict_json import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
-from semdiag.questions.selections.answer.dense import dense_table, without_selection
 from semdiag.questions.selections.measure.own import OwnSelection, OwnSelections
 
-_NOTHING_TO_DECIDE = "no row has more than k to choose from"
 
-
-def own_summary(
-    measured: OwnSelections,
-    model: str,
-    format: str,
-    provenance: dict[str, Any],
-    changes: pd.DataFrame | str | None = None,
-) -> Summary:
+def own_summary(measured: OwnSelections, model: str, format: str, provenance: dict[str, Any]) -> Summary:
     """Return what ``--json`` prints of a model's own selections.
 
     Args:
@@ -30,44 +19,22 @@ def own_summary(
         model: its path.
         format: of the certificate.
         provenance: versions, command and options.
-        changes: by :func:`~semdiag.questions.selections.measure.propagated.propagated_selections`, or why there
-            are none; None: without a forecast.
     """
     rows = [_row(entry) for entry in measured.selections]
     faults = sum(row["faults"] for row in rows)
-    without = without_selection(measured.without)
     entry = {
         "model": model,
         "format": format,
         "selections": rows,
         "rows": sum(row["rows"] for row in rows),
         "faults": faults,
-        "dense": dense_table(measured.dense),
-        "without_selection": without,
-        "passed": not faults and (without is None or without["dense"] is not False),
+        "passed": not faults,
         "others": [
             {"module": module, "shape": list(shape), "times": times}
             for (module, shape), times in measured.others.items()
         ],
     }
-    if changes is not None:
-        entry["propagated"] = _propagated(changes)
     return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
-
-
-def _propagated(changes: pd.DataFrame | str) -> dict[str, Any]:
-    """Return what changes where the model runs in the format throughout, by selection and in all."""
-    if isinstance(changes, str) or changes.empty:
-        return {
-            "selections": [],
-            "all": None,
-            "reason": changes if isinstance(changes, str) else _NOTHING_TO_DECIDE,
-        }
-    rows = [
-        {"module": module, "number": number, **changed_shares(of_selection)}
-        for (module, number), of_selection in changes.groupby(["module", "number"], sort=False)
-    ]
-    return {"selections": rows, "all": changed_shares(changes), "reason": ""}
 
 
 def _row(entry: OwnSelection) -> dict[str, Any]:

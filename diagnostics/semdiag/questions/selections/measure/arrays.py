@@ -54,7 +54,8 @@ def float_scores(given: Any, indices: Tensor) -> Tensor:
     scores = as_tensor(given, "scores")
     if not scores.is_floating_point():
         raise InputError(
-            f"scores must be floating-point numbers. Got {_kind(scores)}: are scores and indices swapped?"
+            f"scores must be floating-point numbers. Got {_kind(scores)}: are scores and indices swapped? Bits of "
+            "bfloat16 are read with the format bfloat16."
         )
     scores = scores[None] if scores.ndim == 1 and len(indices) == 1 and indices.ndim == 2 else scores
     if scores.shape[:-1] != indices.shape[:-1] or not scores.numel():

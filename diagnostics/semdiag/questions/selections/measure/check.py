@@ -11,8 +11,10 @@ from torch import Tensor
 from semdiag.capturing.arguments import whole_number
 from semdiag.mathematics.selections.allowed_keys import AllowedKeys, allowed_keys
 from semdiag.mathematics.selections.number_formats import NumberFormat, last_places, number_format
+from semdiag.mathematics.selections.rounded_operands import score_error
 from semdiag.mathematics.selections.top_k_check import CLASSES, FAULTS, GRAVITY, NOT_JUDGED, judge_rows
 from semdiag.questions.selections.measure.arrays import (
+    as_tensor,
     check_k,
     chosen_keys,
     flat_rows,
@@ -49,7 +51,7 @@ class CheckedSelection:
 
     @property
     def faults(self) -> int:
-        """Return how many rows are faulty: of a class other than exact, legal_tie and within_rounding."""
+        """Return how many rows are faulty: wrong, or with a fault of their keys."""
         return sum(number for name, number in self.counts.items() if name in FAULTS)
 
     @property
@@ -83,6 +85,10 @@ def check_selection(
     starts: Any = None,
     documents: Any = None,
     keys: int | None = None,
+    error: Any = None,
+    q: Any = None,
+    k: Any = None,
+    scale: float = 1.0,
 ) -> CheckedSelection:
     """Check whether the chosen keys of each row are its top-k.
 
@@ -95,10 +101,11 @@ def check_selection(
     - ``duplicate``: a key is chosen twice.
     - ``missing``: fewer keys are chosen than min(k, allowed keys). Keys with a score of -inf, as masks write it,
       need not be chosen.
-    - ``wrong``: the separation is negative, by more than rounding explains.
-    - ``within_rounding``: the separation is negative, but best left out − worst chosen ≤
-      u(|best left out| + |worst chosen|) + 2η. Then rounding each score once to ``format`` may have made them
-      equal or swapped them. u = 2^−p is the unit roundoff of the format and η half its smallest subnormal number.
+    - ``wrong``: the separation is negative, and neither rounding nor error explains it.
+    - ``within_error``: with ``error``, or q and k: the separation is negative, but some scores within their
+      errors have the choice as a top-k: min over the chosen of z + E ≥ max over the others of z − E.
+    - ``within_rounding``: the separation is negative, but not that of the scores rounded once to ``format``:
+      min over the chosen of fl(z) ≥ max over the others of fl(z). Never of scores that are numbers of the format.
     - ``legal_tie``: the separation is 0: a key that is left out has the same score as the worst chosen one.
     - ``exact``: the separation is positive: this is the only top-k.
 
@@ -113,14 +120,20 @@ def check_selection(
         causal: whether a key after the query is one of the future. The last dimension before the keys is then
             the query's, and the queries are the last tokens: query i of q is token n − q + i. If q < n and lengths
             are known it is token starts + lengths − q + i. Rows of padded queries are not checked.
-        format: in which the engine computed its scores: float64, float32, bfloat16, float16, float8_e4m3fn,
-            float8_e5m2; or short, fp64, fp32, bf16, fp16, fp8-e4m3, fp8-e5m2.
+        format: what the engine rounded its scores to before it chose: float64, float32, bfloat16, float16,
+            float8_e4m3fn, float8_e5m2; or short, fp64, fp32, bf16, fp16, fp8-e4m3, fp8-e5m2.
         starts: like ``lengths``, the first valid key of each sequence: with padding on the left, how many tokens
             that is. The valid keys are starts ≤ j < starts + lengths. None: 0.
         documents: (n,) or (batch, n) whole numbers: the document of each token of a packed sequence, whose tokens
             stand together; negative for padding. A key of another document is ``padding``.
         keys: n, if there are no scores. None: as many as the largest length; with ``causal`` and no lengths as
             many as there are queries; else unknown, and no index is too large.
+        error: how far each score may be from the engine's, where scores were recomputed: a number, or an array
+            of their shape.
+        q: queries (..., D) of the rows, in place of scores: these are computed in float64, and their error is
+            :func:`~semdiag.mathematics.selections.rounded_operands.score_error` of ``format``.
+        k: keys (..., n, D), in the dimensions in front like those of q, or 1.
+        scale: on the products of q and k.
 
     Returns:
         Counts by class; and a table with a row for each checked row: its place in each dimension (``dim_0``, …),
@@ -143,7 +156,10 @@ def check_selection(
     """
     kind = number_format(format)
     chosen = chosen_keys(indices)
+    if q is not None or k is not None:
+        scores, error = _recomputed(scores, error, q, k, scale, kind)
     given_scores = None if scores is None else float_scores(scores, chosen)
+    errors = None if error is None else _errors(error, given_scores)
     shape = tuple(chosen.shape[:-1])
     valid, first = whole_numbers(lengths, "lengths"), whole_numbers(starts, "starts")
     known = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
@@ -154,8 +170,9 @@ def check_selection(
     if not bool(allowed.counts.any()):
         raise InputError("There is no row to check: every query is padding.")
     judged = judge_rows(
-        None if given_scores is None else flat_rows(given_scores), flat_rows(chosen), number, allowed, kind
-    )
+        None if given_scores is None else flat_rows(given_scores), flat_rows(chosen), number, allowed, kind,
+        error=errors,
+    )  # fmt: skip
     rows = _table(shape, allowed, kind, *judged)
     counts = rows["class"].value_counts()
     return CheckedSelection(
@@ -167,6 +184,45 @@ def check_selection(
         not_checked=allowed.counts.numel() - len(rows),
         not_judged=int(counts[NOT_JUDGED]),
     )
+
+
+def _recomputed(
+    scores: Any, error: Any, q: Any, k: Any, scale: float, kind: NumberFormat
+) -> tuple[Tensor, Tensor]:
+    """Return scores of queries and keys in float64, and their error in a format."""
+    if scores is not None or error is not None or q is None or k is None:
+        raise InputError("Give scores (with their error, if they were recomputed), or else both q and k.")
+    queries, keys = as_tensor(q, "q").double(), as_tensor(k, "k").double()
+    if queries.ndim < 2 or keys.ndim < 2 or queries.shape[-1] != keys.shape[-1]:
+        shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
+        raise InputError(f"q must have the shape (..., rows, D) and k (..., n, D), of the same D. Got {shapes}.")
+    try:
+        found = float(scale) * (queries @ keys.mT)
+    except RuntimeError:
+        shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
+        raise InputError(f"The first dimensions of q and k must be the same, or 1. Got {shapes}.") from None
+    error = score_error(queries, keys, float(scale), kind).expand_as(found)
+    if not bool(error.isfinite().all()):
+        raise InputError(
+            f"The error of scores in {kind.name} is not known for these q and k. It is for formats up to float32, "
+            "heads up to a width of 2^20, and finite numbers whose sums float32 can hold."
+        )
+    return found, error
+
+
+def _errors(error: Any, scores: Tensor | None) -> Tensor:
+    """Return the error of each score (rows, n)."""
+    given = as_tensor(error, "error").double()
+    if scores is None:
+        raise InputError("error says how far scores may be off, and there are no scores.")
+    try:
+        spread = given.expand(scores.shape)
+    except RuntimeError:
+        shapes = f"{tuple(given.shape)} for scores of {tuple(scores.shape)}"
+        raise InputError(f"error must be a number, or have the shape of the scores. Got {shapes}.") from None
+    if not bool((given >= 0).all()) or not bool(given.isfinite().all()):
+        raise InputError("error must be finite and not negative.")
+    return spread.reshape(-1, scores.shape[-1])
 
 
 def _keys(

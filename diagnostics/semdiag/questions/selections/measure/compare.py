@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.selections.agreement import overlaps, weight_lost, without_repeats
-from semdiag.mathematics.selections.alignment import Alignment, align
 from semdiag.mathematics.selections.allowed_keys import allowed_keys
 from semdiag.mathematics.selections.number_formats import NumberFormat, number_format
 from semdiag.mathematics.selections.top_k_check import FAULTS, GRAVITY, judge_rows
@@ -26,11 +25,9 @@ class ComparedSelections:
     """What :func:`compare_selections` found.
 
     Attributes:
-        rows: a row for each compared row: token (of A), layer, head, overlap, displacement, class (``same``,
+        rows: a row for each compared row: token, layer, head, overlap, displacement, class (``same``,
             ``numeric``, ``bug``, or ``unexplained`` where no scores are known), lost (share of weight, NaN:
             unknown).
-        alignment: which tokens belong together.
-        aligned: whether rows of aligned tokens are compared; else those of the same positions.
         tokens: of each selection.
         k: keys that a row chooses.
         format: of the engines' scores.
@@ -38,17 +35,19 @@ class ComparedSelections:
         weight_of: from which file's weights or scores the lost weight is; empty: unknown.
         by_own_scores: in how many rows of class ``bug`` each engine chose the top-k of its own scores, so that the
             scores differ and not the selection; None unless both have scores.
+        layouts: of A and B, as they were named or guessed.
+        ignored: names of arrays that were not looked at.
     """
 
     rows: pd.DataFrame
-    alignment: Alignment
-    aligned: bool
     tokens: int
     k: int
     format: str
     repeats: tuple[int, int]
     weight_of: str
     by_own_scores: int | None
+    layouts: tuple[str, str]
+    ignored: tuple[str, ...]
 
 
 def compare_selections(
@@ -56,7 +55,6 @@ def compare_selections(
     second: SelectionFile,
     format: str = "float32",
     layouts: tuple[str, str] = ("", ""),
-    aligned: bool = False,
 ) -> ComparedSelections:
     """Compare the keys that two engines chose for the same rows, as sets.
 
@@ -71,7 +69,6 @@ def compare_selections(
         second: B.
         format: in which both engines computed their scores.
         layouts: of A and B, see :func:`~semdiag.questions.selections.measure.layout.lay_out`.
-        aligned: whether to compare tokens with their partners under the best shift or permutation.
 
     Raises:
         InputError: if the two differ in tokens, layers, k or types.
@@ -84,15 +81,12 @@ def compare_selections(
         int(((of_a != each.indices) & (each.indices >= 0)).any(2).sum())
         for of_a, each in zip(sets, (a, b), strict=True)
     ]
-    ids = None if a.tokens is None or b.tokens is None else (a.tokens, b.tokens)
-    alignment = align(sets[0], sets[1], ids)
-    every = torch.arange(len(sets[0]))
-    of_a, of_b = (alignment.first, alignment.second) if aligned else (every, every)
-    pair = _picked(a, sets[0], of_a), _picked(b, sets[1], of_b)
-    rows = _table(*pair, of_a, kind)
+    pair = _rows(a, sets[0]), _rows(b, sets[1])
+    rows = _table(*pair, kind)
     return ComparedSelections(
-        rows, alignment, aligned, len(every), a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
+        rows, len(a.indices), a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
         _weight_of(a, b), _by_own_scores(*pair, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
+        (a.layout, b.layout), tuple(dict.fromkeys((*first.ignored, *second.ignored))),
     )  # fmt: skip
 
 
@@ -120,8 +114,11 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
             )
     if a.scores is not None and b.scores is not None and a.scores.shape != b.scores.shape:
         raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
-    if a.tokens is not None and b.tokens is not None and not torch.equal(a.tokens.sort()[0], b.tokens.sort()[0]):
-        raise InputError(f"{where} are of other tokens: their ids differ. Are they of another tokenisation?")
+    if a.tokens is not None and b.tokens is not None and not torch.equal(a.tokens, b.tokens):
+        fault = "are of other tokens: their ids differ. Are they of another tokenisation?"
+        if torch.equal(a.tokens.sort()[0], b.tokens.sort()[0]):
+            fault = "hold the same tokens in another order. Sort the rows of one like those of the other."
+        raise InputError(f"{where} {fault}")
     for one, each in product((a, b), (a, b)):
         keys, largest = None if one.scores is None else one.scores.shape[-1], int(each.indices.max())
         if keys is not None and largest >= keys:
@@ -151,12 +148,10 @@ class _Rows:
         return chosen.softmax(1).nan_to_num(0.0)
 
 
-def _picked(laid: LaidOut, sets: Tensor, tokens: Tensor) -> _Rows:
-    """Return the rows of some tokens, token by token."""
-    scores, weights = (
-        None if each is None else each[tokens].flatten(0, 1) for each in (laid.scores, laid.weights)
-    )
-    return _Rows(sets[tokens].flatten(0, 1), laid.layers, laid.heads, scores, weights)
+def _rows(laid: LaidOut, sets: Tensor) -> _Rows:
+    """Return the rows, token by token."""
+    scores, weights = (None if each is None else each.flatten(0, 1) for each in (laid.scores, laid.weights))
+    return _Rows(sets.flatten(0, 1), laid.layers, laid.heads, scores, weights)
 
 
 def _weight_of(a: LaidOut, b: LaidOut) -> str:
@@ -166,7 +161,7 @@ def _weight_of(a: LaidOut, b: LaidOut) -> str:
     return ""
 
 
-def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFrame:
+def _table(a: _Rows, b: _Rows, kind: NumberFormat) -> pd.DataFrame:
     """Return the table of :class:`ComparedSelections`."""
     overlap, displacement = overlaps(a.sets, b.sets)
     number, each = len(overlap), a.layers * a.heads
@@ -181,7 +176,7 @@ def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFra
         lost = weight_lost(pair[0].sets, pair[1].sets, weight)
     return pd.DataFrame(
         {
-            "token": np.repeat(tokens.numpy(), each),
+            "token": np.arange(number) // each,
             "layer": layer,
             "head": head,
             "overlap": overlap.numpy(),

@@ -26,6 +26,7 @@ class LaidOut:
         scores: (T, layers · heads, n); None: unknown.
         weights: (T, layers · heads, k); None: unknown.
         tokens: int64 (T,), their ids; None: unknown.
+        layout: names of the dimensions before k.
     """
 
     file: SelectionFile
@@ -36,6 +37,7 @@ class LaidOut:
     scores: Tensor | None
     weights: Tensor | None
     tokens: Tensor | None
+    layout: str
 
 
 def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
@@ -80,6 +82,7 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
     return LaidOut(
         file, layers, heads, laid_out, str(indices.dtype).removeprefix("torch."),
         None if scores is None else one(scores).cpu(), None if weights is None else one(weights).cpu(), ids,
+        ",".join(names),
     )  # fmt: skip
 
 

@@ -5,21 +5,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.factories import in_evaluation_mode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.selections.number_formats import NumberFormat
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.token_tables import token_ids
-from semdiag.questions.selections.measure.dense import DenseWatch, IndexedAttention
-from semdiag.questions.selections.measure.kept_all import WithoutSelection
 from semdiag.questions.selections.measure.own_rows import (
     OwnRows,
     Place,
@@ -58,15 +54,11 @@ class OwnSelections:
     Attributes:
         selections: in the order in which they ran.
         others: number of selections whose rows are not tokens, by module and shape.
-        dense: attention whose keys indexers chose, beside dense attention.
-        without: the model without the selection of its indexers; None: no indexer's k can be raised.
         maps: of the first sample.
     """
 
     selections: list[OwnSelection]
     others: Counter[tuple[str, tuple[int, ...]]]
-    dense: list[IndexedAttention] = field(default_factory=list)
-    without: WithoutSelection | None = None
     maps: list[SampleMap] = field(default_factory=list)
 
 
@@ -80,8 +72,6 @@ def own_selections(
 ) -> OwnSelections:
     """Run a model and return what it selects.
 
-    A model with indexers runs a second time without a selection: every ``index_topk`` is raised to the length.
-
     Args:
         loaded: an external model; it is moved and converted.
         batches: its inputs.
@@ -94,18 +84,12 @@ def own_selections(
         InputError: if the model cannot be run on the inputs, selects nothing, or a score is NaN.
     """
     model = placed(in_evaluation_mode(loaded.module), device, dtype)
-    collector = _Collector(loaded.path, kind, model, DenseWatch(), saving)
-    without = WithoutSelection.of(model)
+    collector = _Collector(loaded.path, kind, model, saving)
     with torch.no_grad():
-        for number, batch in enumerate(batches):
+        for batch in batches:
             moved = batching.moved(batch, device, dtype)
-            with collector.watching(model, moved, attention=not number or collector.indexed):
-                output = _run(loaded, moved, collector)
-            if without is not None and collector.indexed:
-                second = _Collector(loaded.path, kind, model, without.watch(collector.dense.layers))
-                with without.raised(collector.tokens), second.watching(model, moved):
-                    dense = without.run(moved, second)
-                without.compare(dense, output, moved)
+            with collector.watching(model, moved):
+                _run(loaded, moved, collector)
     entries = collector.of_parts()
     if not entries:
         raise InputError(
@@ -113,17 +97,14 @@ def own_selections(
             "seen in it whose rows are its tokens. This is for models with routers or indexers; what a selection "
             f"would cost a model without: semdiag k-sweep {loaded.path} --rerun"
         )
-    ran = without if without is not None and collector.indexed else None
-    return OwnSelections(entries, collector.others, [*collector.dense.layers.values()], ran, collector.maps)
+    return OwnSelections(entries, collector.others, collector.maps)
 
 
 class _Collector:
     """Collects a model's selections."""
 
-    def __init__(
-        self, path: str, kind: NumberFormat, model: nn.Module, dense: DenseWatch, saving: Saving | None = None
-    ) -> None:
-        self.tokens, self.dense = Tokens(0, frozenset(), {}), dense
+    def __init__(self, path: str, kind: NumberFormat, model: nn.Module, saving: Saving | None) -> None:
+        self.tokens = Tokens(0, frozenset(), {})
         self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.maps: list[SampleMap] = []
         self.failure: Exception | None = None  # ours, not the model's
@@ -132,29 +113,14 @@ class _Collector:
         self._ids: Tensor | None = None
         self._first = True
 
-    @property
-    def indexed(self) -> bool:
-        """Return whether keys or blocks of keys were chosen."""
-        return any(kind != "experts" for _, _, kind, _ in self._found)
-
     @contextlib.contextmanager
-    def watching(self, model: nn.Module, batch: Batch, attention: bool = True) -> Iterator[None]:
-        """Take what the model selects while it runs on a batch, and what attends."""
+    def watching(self, model: nn.Module, batch: Batch) -> Iterator[None]:
+        """Take what the model selects while it runs on a batch."""
         self.tokens = tokens_of(model, batch)
         self._ids = next(iter(token_ids(batch).values()), None)
-        attends = watch_attention(model, self.attended) if attention else contextlib.nullcontext()
-        with attends, watch_selections(model, self.consume):
+        with watch_selections(model, self.consume):
             yield
-        self.dense.forget()
         self._first = False
-
-    def attended(self, call: AttentionCall) -> None:
-        """Take a call of an attention layer."""
-        try:
-            self.dense.attended(call)
-        except Exception as error:
-            self.failure = error
-            raise
 
     def consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
         """Take what a module has selected."""
@@ -181,7 +147,6 @@ class _Collector:
         key = name, number, chooses, shape[-1] if chooses == "experts" else 0
         entry = OwnSelection(name, int(layer[0]) if layer else None)
         self._found.setdefault(key, entry).parts.append(rows)
-        self.dense.chosen(name, choices)
         if chosen.positions or not name:  # positions in a table of other choices, or outside all parts
             return
         if self._first:
@@ -198,10 +163,10 @@ class _Collector:
         return inside or list(self._found.values())
 
 
-def _run(loaded: LoadedModel, batch: Batch, collector: _Collector) -> Any:
+def _run(loaded: LoadedModel, batch: Batch, collector: _Collector) -> None:
     """Run an external model on a batch; exceptions of semdiag's own code are raised as they are."""
     try:
-        return batching.call(loaded.module, batch)
+        batching.call(loaded.module, batch)
     except InputError:
         raise
     except Exception as error:  # whatever the model raises
