@@ -43,8 +43,7 @@ def k_sweep(
         typer.Option(
             metavar="KIND,KIND",
             help="With --rerun: which kinds of sparse attention to run, of topk, topk-group, topk-layer, "
-            "topk-4-layers, block-16, -32, -64 (with -best at the end: ranked by their largest score), window, "
-            "topp and random. Default: topk and random; of other models topk-layer, block-16 and window, too.",
+            "topk-4-layers, block-16, block-32, block-64, window, topp and random. Default: topk and random; of other models topk-layer, block-16 and window, too.",
             rich_help_panel=options.MEASURE,
         ),
     ] = "",
