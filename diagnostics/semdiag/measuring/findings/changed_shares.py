@@ -8,7 +8,6 @@ import pandas as pd
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.findings.strict_json import Summary
 
-_RESAMPLES = 200
 _MISSED = 0.1  # of its size, by which a forecast may miss beyond the spread of sequences (theory.md)
 
 
@@ -19,14 +18,14 @@ def changed_shares(counts: pd.DataFrame) -> Summary:
         counts: sample, queries (that choose), forecast and measured (how many of them choose otherwise), first.
 
     Returns:
-        queries; forecast and measured, the shares of these, with ``_low`` and ``_high`` of 95% intervals from
-        resampled sequences (none where all are alike), that of the forecast wider by a tenth of its ends; first:
+        queries; forecast and measured, the shares of these, with ``_low`` and ``_high`` of 95% intervals
+        over sequences (none where all are alike), that of the forecast wider by a tenth of its ends; first:
         of how many queries the first change is here.
     """
     own = counts.groupby("sample")[["queries", "forecast", "measured"]].sum().astype(np.float64)
     row: Summary = {"queries": int(counts["queries"].sum())}
     for name, missed in (("forecast", _MISSED), ("measured", 0.0)):
-        found = sum_ratio_interval(own[name].to_numpy(), own["queries"].to_numpy(), _RESAMPLES).if_varied()
+        found = sum_ratio_interval(own[name].to_numpy(), own["queries"].to_numpy(), share=True).if_varied()
         low, high = found.low * (1 - missed), found.high * (1 + missed)
         high = high if math.isnan(high) else min(1.0, high)
         row |= {name: found.estimate, f"{name}_low": low, f"{name}_high": high}
