@@ -245,7 +245,8 @@ def _asked(
         kind = type(plan).__name__
         of_plan = ", ".join(field.name for field in fields(plan))
         raise TypeError(
-            f"There is no argument {name!r}, but batch_size, device, dtype, seed, queries, and those of {kind}: {of_plan}."
+            f"There is no argument {name!r}, but batch_size, device, dtype, seed, queries, and those of {kind}: "
+            f"{of_plan}."
         )
     refuse_masked(loaded.module, f"of which {probe.name} asks")
     whole_number(batch_size, "batch_size", 1)
@@ -266,8 +267,8 @@ def _asked(
     if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
         subject.watch(probe, plan, prepared)
     measured = measure(
-        loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype, queries=queries, seed=seed,
-        watchers=[*subject.watchers.values()],
+        loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype, queries=queries,
+        seed=seed, watchers=[*subject.watchers.values()],
     )  # fmt: skip
     try:
         tables = probe.measure(subject, plan, prepared)

@@ -1,11 +1,11 @@
 """95% intervals over whole sequences, because the queries of one sequence are dependent.
 
 A mean has Student's interval, corrected for skewness. For ratios of percentiles and rank correlations whole
-sequences are resampled. A percentile bootstrap of few sequences is too narrow: its variance is divided by n instead of n − 1, and its shape
-is normal instead of Student's. Both are corrected in the levels of the percentiles (:func:`tail_levels`). The
-resulting coverage: docs/reading-a-report.md. With fewer units than :data:`FEWEST` there is no interval: resampled
-values stay within the range of the n values, which contains the median of their law with probability 1 − 2^(1 −
-n).
+sequences are resampled. A percentile bootstrap of few sequences is too narrow: its variance is divided by n
+instead of n − 1, and its shape is normal instead of Student's. Both are corrected in the levels of the percentiles
+(:func:`tail_levels`). The resulting coverage: docs/reading-a-report.md. With fewer units than :data:`FEWEST` there
+is no interval: resampled values stay within the range of the n values, which contains the median of their law with
+probability 1 − 2^(1 − n).
 """
 
 import math
@@ -201,9 +201,9 @@ def mean_interval(rows: pd.DataFrame, quantity: str, *, share: bool = True) -> I
 
 
 def sum_ratio_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], *, share: bool = False) -> Interval:
-    """Return Σ sums / Σ counts over sequences, such as the loss per token, with its interval for skewed sequences.
+    """Return Σ sums / Σ counts over sequences, such as the loss per token, with an interval.
 
-    Formula and source: :func:`~semdiag.mathematics.sampled_intervals.ratio_ends`. Coverage: benchmarks/intervals.py.
+    Formula and source: :func:`~semdiag.mathematics.sampled_intervals.ratio_ends`.
 
     Args:
         sums: (N,) sum of each sequence.

@@ -1,4 +1,4 @@
-"""Is sparse attention enough? What is said beside the verdict: its grounds, other kinds of masks, places, budgets."""
+"""Is sparse attention enough? Grounds of the verdict, other kinds of masks, places, budgets."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -117,7 +117,7 @@ def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list
 
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
-    """Return the changes by other kinds of sparse attention at the verdict's k, least first; none if none was run."""
+    """Return the changes by other kinds of sparse attention at the verdict's k, least first."""
     verdict, again = findings(sparse_verdict, model), findings(change_table)
     if not verdict.samples or verdict.k is None:
         return []

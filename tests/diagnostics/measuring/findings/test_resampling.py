@@ -100,11 +100,12 @@ def test_the_interval_of_a_symmetric_mean_is_students_and_of_a_skewed_one_halls(
     ("wide lognormal", math.exp(1.125), 8, 0.80), ("pareto", 5 / 3, 30, 0.90),
 ])  # fmt: skip
 def test_intervals_of_skewed_means_reach_far_enough_up(law, truth, units, level):
-    """Resampling held .85 (8) and .88 (30) lognormal means, .70 of wide ones, .86 of Pareto's; here at 3.5 errors."""
+    """Resampling held .85 (8) and .88 (30) lognormal means, .70 of wide ones, .86 of Pareto's; 3.5 errors."""
     rng, cases, held = np.random.default_rng(0), 1500, 0
     values = {
         "normal": lambda: rng.normal(size=units), "lognormal": lambda: rng.lognormal(size=units),
-        "wide lognormal": lambda: rng.lognormal(sigma=1.5, size=units), "pareto": lambda: 1 + rng.pareto(2.5, units),
+        "wide lognormal": lambda: rng.lognormal(sigma=1.5, size=units),
+        "pareto": lambda: 1 + rng.pareto(2.5, units),
     }[law]  # fmt: skip
     for _ in range(cases):
         found = sum_ratio_interval(values(), np.ones(units))
@@ -115,7 +116,11 @@ def test_intervals_of_skewed_means_reach_far_enough_up(law, truth, units, level)
 def test_the_interval_of_a_share_stays_between_0_and_1():
     sums, counts = np.array([9.0, 10.0, 10.0, 10.0, 10.0]), np.full(5, 10.0)
     assert sum_ratio_interval(sums, counts).high > 1 == sum_ratio_interval(sums, counts, share=True).high
-    assert sum_ratio_interval(counts - sums, counts).low < 0 == sum_ratio_interval(counts - sums, counts, share=True).low
+    assert (
+        sum_ratio_interval(counts - sums, counts).low
+        < 0
+        == sum_ratio_interval(counts - sums, counts, share=True).low
+    )
 
 
 def test_copies_of_a_query_within_its_sample_do_not_narrow_the_interval():

@@ -41,7 +41,8 @@ def made(made_up, top=None, random=None, *, mass=None, evenness=0.5, before=0.3,
         wave = 1e-4 * np.sin(np.arange(samples))
         parts = [
             {
-                "model": "m", "mask": mask, "k": k, "sample": i, "part": 0, "chunk": 0, "targets": 5, "correct": 4, "predictions": 6,
+                "model": "m", "mask": mask, "k": k, "sample": i, "part": 0, "chunk": 0, "targets": 5,
+                "correct": 4, "predictions": 6,
                 "changed": 1, "classes": 4, "loss": 5 * (before + change + (wave[i] if k else 0)),
                 "divergence": 6 * abs(change), "output_change": 0.1,
                 "kept": 100.0 * k, "keys": 100.0 * KEYS,
@@ -416,8 +417,8 @@ def test_what_no_sample_shows_has_no_interval_and_says_what_is_known(made_up, ca
     printed = capsys.readouterr().out
     assert printed.count("none seen") == 2
     assert (
-        "With topk 4, topk 8: 0 of 500 samples changed by more than 0.001 nats; up to 0.6% of inputs may (one-sided "
-        "95%)." in " ".join(printed.split())
+        "With topk 4, topk 8: 0 of 500 samples changed by more than 0.001 nats; up to 0.6% of inputs may "
+        "(one-sided 95%)." in " ".join(printed.split())
     )
     row = change_table(findings).set_index(["mask", "k"]).loc[("topk", 4)]
     assert (1 - row["seen_high"]) ** 500 == pytest.approx(0.05)
@@ -428,7 +429,11 @@ def test_what_no_sample_shows_has_no_interval_and_says_what_is_known(made_up, ca
 @pytest.mark.parametrize("some", [1, 2, 30])
 def test_what_some_samples_show_has_an_interval_that_reaches_their_share(made_up, some):
     """5% of the texts change by 1: seen in 1 of 24 or in 2, the interval holds their mean, 0.05."""
-    row = change_table(carried(made_up, some, 1.0, 24 if some < 3 else 300)).set_index(["mask", "k"]).loc[("topk", 4)]
+    row = (
+        change_table(carried(made_up, some, 1.0, 24 if some < 3 else 300))
+        .set_index(["mask", "k"])
+        .loc[("topk", 4)]
+    )
     assert row["high"] > 0.05
     assert row["seen"] == row["harmed"] == some / row["units"]
 

@@ -26,13 +26,14 @@ def change_table(findings: Findings) -> pd.DataFrame:
     """Return the changes by each mask of each rerun, with 95% intervals over samples, or chunks of few ones.
 
     Returns:
-        model, mask, k, samples, units (samples, or their chunks), chunk (tokens of one at least; 0: whole samples),
+        model, mask, k, samples, units (samples, or their chunks), chunk (its fewest tokens; 0: whole samples),
         measure, classes (of the output's distribution); before (the loss without a mask, per target); change, low,
         high of the measure (no interval: see :func:`change_interval`); tolerance; seen, seen_high: the share of
         units that change by more than a tenth of it, with the one-sided 95% limit of that of unseen inputs;
         harmed, harmed_high: the share of units that change by more than HARM times it, likewise; least
-        and worst: the smallest and the largest change of a unit; change, low and high of divergence (nats per position) and changed (share of
-        predictions); accuracy; kept: the share of all keys that stays; mass, mass_without_first, head_change and
+        and worst: the smallest and the largest change of a unit; change, low and high of divergence (nats per
+        position) and changed (share of predictions); accuracy; kept: the share of
+        all keys that stays; mass, mass_without_first, head_change and
         stream_change (means of the sweep, of queries with more than k keys; of top-k).
     """
     rows: list[dict[str, Any]] = []
@@ -65,7 +66,9 @@ def change_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k", "kept"])
 
 
-def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _sums(
+    measure: str, own: pd.DataFrame, before: pd.DataFrame
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the summed change of each unit, and the number of its terms."""
     output = measure == "output_change"
     sums = own[measure] if output else own[measure] - before[measure]
@@ -76,8 +79,8 @@ def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> tuple[NDArra
 def change_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], tolerance: float) -> Interval:
     """Return a mean change; without an interval where all units change alike, or none by a tenth of the tolerance.
 
-    Where no unit shows a change, an interval would say that there is none: if one in twenty inputs changes, a third
-    of all draws of 24 sees it in none. Then the limit of the share of such inputs is all that is known.
+    Where no unit shows a change, an interval would say that there is none: if one in twenty inputs changes, 24
+    show none in a third of all draws. Then the limit of the share of such inputs is all that is known.
     """
     interval = sum_ratio_interval(sums, counts).if_varied()
     seen = _seen(sums[counts > 0] / counts[counts > 0], tolerance).any()
@@ -122,13 +125,13 @@ def tolerance_of(findings: Findings, measure: str) -> float:
 
 
 def within(row: Mapping[str, Any], limit: float) -> bool:
-    """Return whether a mean change's upper end is within a limit; without an interval, the change of every unit."""
+    """Return whether a mean change's upper end is within a limit; without one, the change of every unit."""
     alone = math.isnan(row["high"]) and row["units"] >= FEWEST
     return bool(row["high"] <= limit or (alone and row["worst"] <= limit))
 
 
 def costs(row: Mapping[str, Any], limit: float) -> bool:
-    """Return whether a mean change's lower end is above a limit; without an interval, the change of every unit."""
+    """Return whether a mean change's lower end is above a limit; without one, the change of every unit."""
     alone = math.isnan(row["low"]) and row["units"] >= FEWEST
     return bool(row["low"] > limit or (alone and row["least"] > limit))
 

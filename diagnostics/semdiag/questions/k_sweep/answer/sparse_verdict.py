@@ -110,8 +110,8 @@ class SparseVerdict:
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
         sentence: the answer in a sentence.
-        k: the k that decides: the smallest from which on the loss stays, the largest that costs or of which nothing
-            can be told; without a run the smallest that keeps 95% of the weight; None: none of these.
+        k: the k that decides: the smallest from which on the loss stays, the largest that costs or of which
+            nothing can be told; without a run the smallest that keeps 95% of the weight; None: none of these.
         cost: what k changes, in words; empty where that says nothing.
         kept: share of all keys that k keeps.
         mass: mean attention weight that k keeps of queries with more than k keys; NaN above the sweep's largest k.
@@ -229,12 +229,24 @@ def _judged(top: list[Row], again: pd.DataFrame, limit: float, unit: Unit) -> tu
     else:
         answer = Answer.COSTS if unit.measure == "loss" else Answer.CHANGES
         row = last if stays is not None or not costs(top[-1], limit) else top[-1]
-        more = "" if stays is None else f"within {unit.limit(limit)} needs {stays['k']} ({stays['kept']:.0%} of the keys)"
+        more = (
+            ""
+            if stays is None
+            else f"within {unit.limit(limit)} needs {stays['k']} ({stays['kept']:.0%} of the keys)"
+        )
     control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
-    if unit.measure == "loss" and row["classes"] > 1 and _CHANCE * math.log(row["classes"]) <= row["before"] < math.inf:
+    if (
+        unit.measure == "loss"
+        and row["classes"] > 1
+        and _CHANCE * math.log(row["classes"]) <= row["before"] < math.inf
+    ):
         return Answer.OPEN, row, "the model predicts no better than chance (untrained?)"
     if answer not in (Answer.COSTS, Answer.CHANGES) and len(control) and within(control.iloc[0], limit):
-        return Answer.OPEN, row, "as many random keys do as little harm: what is measured does not depend on the attention"
+        return (
+            Answer.OPEN,
+            row,
+            "as many random keys do as little harm: what is measured does not depend on the attention",
+        )
     even = "even " * (answer in (Answer.COSTS, Answer.CHANGES) and not more)
     words = f"{even}k = {row['k']} per query ({row['kept']:.0%} of the keys) {unit.cost(row)}"
     return answer, row, words + f"; {more}" * bool(more)
@@ -302,7 +314,7 @@ def _range(ks: "list[int | None]") -> str:
 
 
 def unit_of(findings: Findings, model: str) -> Unit:
-    """Return in what a model's changes are written; of a causal model with several targets a sample in perplexity."""
+    """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
     measurements = findings.measurements
     own = measurements.rerun[measurements.rerun["model"] == model]
     measure = measure_of(own)

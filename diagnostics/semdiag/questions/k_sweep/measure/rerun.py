@@ -162,7 +162,9 @@ def rerun(
     if labels is not None:
         _check_labels(labels, samples)
     numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
-    order = RerunOrder(loaded, batches, labels, numbered, optional, device, dtype, chunk=CHUNK * (samples < FEWEST))
+    order = RerunOrder(
+        loaded, batches, labels, numbered, optional, device, dtype, chunk=CHUNK * (samples < FEWEST)
+    )
     passed = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
     if passed.padded:
         remark(

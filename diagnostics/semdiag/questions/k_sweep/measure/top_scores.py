@@ -91,7 +91,9 @@ class TopScores:
                 part |= {"sample": sample[own], "stratum": stratum[own]}
             held = {name: values.contiguous().cpu().numpy() for name, values in part.items()}
             place = call.layer, head
-            dice = self.dice.setdefault(place, (_dice(self.draws.seed, *place, 0), _dice(self.draws.seed, *place, 1)))
+            dice = self.dice.setdefault(
+                place, (_dice(self.draws.seed, *place, 0), _dice(self.draws.seed, *place, 1))
+            )
             for name, like, rng in zip(("luck", "luck_of_key"), ("keys", "load"), dice, strict=True):
                 held[name] = rng.random(held[like].shape[-1], dtype=np.float32)
             held = self._thinned(held)
