@@ -8,10 +8,9 @@
 import math
 
 import numpy as np
-import pandas as pd
 
 from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.questions.k_sweep.answer.rerun import harm
+from semdiag.questions.k_sweep.answer.rerun import change_interval, share_below
 from semdiag.questions.k_sweep.measure.rerun import HARM, MOST_HARMED
 
 TOLERANCE, MEAN, DRAWS = 0.01, 0.015, 1000
@@ -48,13 +47,11 @@ def main() -> None:
             rng, before, now = np.random.default_rng(0), 0, 0
             for _ in range(DRAWS):
                 changes = draw(rng, n)
-                interval = sum_ratio_interval(changes, np.ones(n))
-                within = interval.high <= TOLERANCE
-                before += within and n >= 8
-                alike = interval.low == interval.high or math.isnan(interval.high)
-                held = (within and not alike) or (alike and changes.max() == changes.min() <= TOLERANCE)
-                rare = harm(pd.Series(changes), pd.Series(np.ones(n)), HARM * TOLERANCE)
-                now += held and rare["harmed_high"] <= MOST_HARMED
+                before += sum_ratio_interval(changes, np.ones(n)).high <= TOLERANCE and n >= 8
+                high = change_interval(changes, np.ones(n), TOLERANCE).high
+                held = changes.max() <= TOLERANCE if math.isnan(high) else high <= TOLERANCE
+                harmed = share_below("harmed", changes > HARM * TOLERANCE)
+                now += held and harmed["harmed_high"] <= MOST_HARMED
             cells.append(f"{before / DRAWS:.1%}, {now / DRAWS:.1%}")
         print(f"| {name} | " + " | ".join(cells) + " |")
 

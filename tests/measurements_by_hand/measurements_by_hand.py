@@ -141,8 +141,9 @@ def with_reruns(measurements):
     """The same, every model that was swept run with k = 1, 2, 4: k = 4 is harmless, the others cost 1 / k nats."""
     rows = [
         {
-            "model": model, "mask": mask, "k": k, "sample": i, "targets": 5, "correct": 4, "predictions": 6,
-            "changed": 1, "classes": 4, "loss": 5 * (0.3 + change + 1e-3 * np.sin(i) + (k > 0) * 1e-5 * (-1) ** i),
+            "model": model, "mask": mask, "k": k, "sample": i, "part": 0, "chunk": 0, "targets": 5, "correct": 4,
+            "predictions": 6, "changed": 1, "classes": 4,
+            "loss": 5 * (0.3 + change + 1e-3 * np.sin(i) + (k > 0) * 1e-5 * (-1) ** i),
             "divergence": 6 * change, "output_change": 0.1, "kept": 100.0 * k, "keys": 800.0,
         }
         for model in measurements.sweep["model"].unique()

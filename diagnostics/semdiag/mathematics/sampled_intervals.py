@@ -106,11 +106,10 @@ def sampled_estimates(
     spread = _Spread(samples, strata, known, share, confidence)
     mean = float(finite.mean())
     residuals = np.where(known, values - mean, 0.0) / count
-    (error, critical), (error_of_such, critical_of_such) = spread.errors(residuals)
+    error, critical = spread.errors(residuals)[0]
     these = mean - critical * error, mean + critical * error
-    shape = _shape(spread.of_sequences(residuals))
-    high, low = (mean - error_of_such * _unskewed(t, shape) for t in (-critical_of_such, critical_of_such))
-    estimates = [SampledEstimate("mean", mean, these, (low, high))]
+    sums, counts = (spread.of_sequences(np.where(known, each, 0.0)) for each in (values, 1.0))
+    estimates = [SampledEstimate("mean", mean, these, ratio_ends(sums, counts, confidence))]
     for percentile in percentiles:
         level, cut = percentile / 100, float(np.percentile(finite, percentile))
         least, most = cut - _TIED * abs(cut), cut + _TIED * abs(cut)
@@ -126,6 +125,37 @@ def sampled_estimates(
         ]
         estimates.append(SampledEstimate(f"p{percentile}", cut, *ends))
     return estimates
+
+
+def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidence: float = 0.95) -> Ends:
+    """Return an interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
+
+    Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources are those
+    of the mean at :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts.
+
+    Args:
+        sums: (c,), of clusters; finite.
+        counts: (c,), not negative; clusters with count 0 are left out.
+        confidence: of the interval, in (0, 1).
+
+    Returns:
+        Both ends; NaN for fewer than two clusters.
+
+    Example:
+        >>> [round(end, 2) for end in ratio_ends(np.array([0.0, 1.0, 2.0, 9.0]), np.ones(4))]
+        [-1.46, 25.52]
+    """
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    clusters, weights = len(counts), counts / counts.sum()
+    if clusters < 2:
+        return math.nan, math.nan
+    ratio = float(sums.sum() / counts.sum())
+    residuals = (sums - ratio * counts) / counts.sum()
+    changes = residuals / (1 - weights)
+    error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
+    critical, shape = float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights))), _shape(residuals)
+    high, low = (ratio - error * _unskewed(t, shape) for t in (-critical, critical))
+    return low, high
 
 
 class _Spread:

@@ -45,7 +45,7 @@ def k_sweep(
         plan: the largest k; whether the model is run again with every k.
         how: fields of the plan, in its place, as ``rerun=True, ks=[8, 16]``; and ``batch_size`` (100), ``device``
             (the model's), ``dtype`` (float64 of encoders of semdiag_models, as the commands; of others the
-            model's), ``seed`` (0).
+            model's), ``seed`` (0), ``queries`` (None: all; else how many are drawn per sample and head).
 
     Returns:
         Measurements with the table ``sweep``, described at
@@ -227,6 +227,7 @@ def _asked(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
+    queries: int | None = None,
     **unknown: Any,
 ) -> Measurements:
     """Return measurements of a clean pass, with the tables of one probe."""
@@ -239,11 +240,14 @@ def _asked(
         kind = type(plan).__name__
         of_plan = ", ".join(field.name for field in fields(plan))
         raise TypeError(
-            f"There is no argument {name!r}, but batch_size, device, dtype, seed, and those of {kind}: {of_plan}."
+            f"There is no argument {name!r}, but batch_size, device, dtype, seed, queries, and those of {kind}: "
+            f"{of_plan}."
         )
     refuse_masked(loaded.module, f"of which {probe.name} asks")
     whole_number(batch_size, "batch_size", 1)
     whole_number(seed, "seed", 0)
+    if queries is not None and not probe.draws:
+        raise InputError(f"{probe.name} needs every query: leave out queries.")
     cut: Sequence[Batch] = batching.split(batches, batch_size)
     home, own = home_of(loaded.module)
     place = torch.device(device) if device is not None else home
@@ -254,12 +258,12 @@ def _asked(
         how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
         raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.{how}")
     own_labels = None if loaded.external else labels
-    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
+    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own, queries)
     if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
         subject.watch(probe, plan, None)
     measured = measure(
-        loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype,
-        watchers=[*subject.watchers.values()],
+        loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype, queries=queries,
+        seed=seed, watchers=[*subject.watchers.values()],
     )  # fmt: skip
     try:
         tables = probe.measure(subject, plan, None)

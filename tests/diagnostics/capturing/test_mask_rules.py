@@ -175,7 +175,7 @@ def test_a_window_keeps_as_many_keys_as_top_k():
     for k in (5, 16, 40):
         assert rule_of("window", k, 0) == TopK(0, sinks=4, window=k - 4, centred=True)
     assert rule_of("window", 4, 0) is None
-    assert rule_of("block-32-best", 64, 0) == TopK(2, block=32, by="best")
+    assert rule_of("block-32", 64, 0) == TopK(2, block=32, by="mean")
     assert rule_of("topk-4-layers", 8, 0) == TopK(8, shared="layer", every=4)
     assert rule_of("random", 8, 3) == RandomK(8, 3)
     assert [k for name, k, _ in masks_of([8, 16], 0, ("block-16",))] == [16]
@@ -196,10 +196,8 @@ def test_a_window_keeps_as_many_keys_as_top_k():
         (lambda: TopP(0), "p is a fraction"),
         (lambda: TopP(1.5), "p is a fraction"),
         (lambda: masks_of([2, 4], 0, ["topk", "window"], ["window"]), "window needs k of at least 5. Got 2, 4"),
-        (
-            lambda: masks_of([8], 0, ["block-32-best"], ["block-32-best"]),
-            "block-32-best needs k of at least 32. Got 8",
-        ),
+        (lambda: masks_of([8], 0, ["block-32"], ["block-32"]), "block-32 needs k of at least 32. Got 8"),
+        (lambda: check_kinds(["block-32-best"]), "no kind of sparse attention 'block-32-best'. Kinds: topk"),
         (lambda: check_kinds(["topk", "best"]), "no kind of sparse attention 'best'. Kinds: topk, topk-group"),
     ],
 )

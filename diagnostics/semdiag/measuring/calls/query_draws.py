@@ -36,7 +36,7 @@ class QueryDraws:
             raise InputError("queries is the number to draw. To mark padding, use real=mask.")
         if count is not None:
             whole_number(count, "Queries to draw per sample and head", FEWEST)
-        self.count, self._seed, self._longest, self._started = count, seed, 1, False
+        self.count, self.seed, self._longest, self._started = count, seed, 1, False
         self._seen = 0  # real queries of the longest sequence so far
         self._samples: Counter[tuple[int, int]] = Counter()
 
@@ -82,7 +82,7 @@ class QueryDraws:
         first, self._samples[place] = self._samples[place], self._samples[place] + batch
         drawn = []
         for row, counted in enumerate(real, first):
-            own, rng = np.flatnonzero(counted), np.random.default_rng([self._seed, *place, row])
+            own, rng = np.flatnonzero(counted), np.random.default_rng([self.seed, *place, row])
             indices = draw_queries(len(own), heads, self.count, self._longest, rng)
             drawn.append(np.where(indices >= 0, own[indices], -1) if len(own) else indices)
         places = np.full((batch, heads, max(columns.shape[1] for columns in drawn)), -1)

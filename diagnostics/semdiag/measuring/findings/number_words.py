@@ -70,3 +70,16 @@ def interval_words(
             return "no interval"
         return f"{counted(samples, 'sample')}: too few for an interval"
     return f"95% interval {form(low)} to {form(high)}"
+
+
+def limit_of_share(high: float) -> str:
+    """Return the one-sided 95% limit of a share of unseen inputs, marked as one.
+
+    Args:
+        high: the limit.
+
+    Example:
+        >>> limit_of_share(0.006), limit_of_share(1.0)
+        ('up to 0.6% of inputs may (one-sided 95%)', 'up to 100% of inputs may (one-sided 95%)')
+    """
+    return f"up to {percent(high, 1) if high < 1 else 100}% of inputs may (one-sided 95%)"

@@ -1,10 +1,11 @@
-"""95% intervals by resampling whole sequences, because the queries of one sequence are dependent.
+"""95% intervals over whole sequences, because the queries of one sequence are dependent.
 
-A percentile bootstrap of few sequences is too narrow: its variance is divided by n instead of n − 1, and its shape
-is normal instead of Student's. Both are corrected in the levels of the percentiles (:func:`tail_levels`). The
-resulting coverage: docs/reading-a-report.md. With fewer units than :data:`FEWEST` there is no interval: resampled
-values stay within the range of the n values, which contains the median of their law with probability 1 − 2^(1 −
-n).
+A mean has Student's interval, corrected for skewness. For ratios of percentiles and rank correlations whole
+sequences are resampled. A percentile bootstrap of few sequences is too narrow: its variance is divided by n
+instead of n − 1, and its shape is normal instead of Student's. Both are corrected in the levels of the percentiles
+(:func:`tail_levels`). The resulting coverage: docs/reading-a-report.md. With fewer units than :data:`FEWEST` there
+is no interval: resampled values stay within the range of the n values, which contains the median of their law with
+probability 1 − 2^(1 − n).
 """
 
 import math
@@ -15,6 +16,8 @@ import numpy as np
 import pandas as pd
 import scipy
 from numpy.typing import NDArray
+
+from semdiag.mathematics.sampled_intervals import ratio_ends
 
 FEWEST = 5  # fewest sequences or planes for an interval
 _ROUNDING = 1e-12  # relative, of a quotient of sums
@@ -183,19 +186,8 @@ class _Sequences:
         return np.where(ends[:, -1] > 0, below + (above - below) * (place % 1), np.nan)
 
 
-def mean_interval(rows: pd.DataFrame, quantity: str, resamples: int = 1000, seed: int = 0) -> Interval:
-    """Return the mean of a quantity over rows, with a bootstrap interval.
-
-    Whole sequences are drawn with replacement.
-
-    Args:
-        rows: with the columns sample and ``quantity``.
-        quantity: the column.
-        resamples: bootstrap draws.
-        seed: of the draws.
-
-    Returns:
-        Estimate and interval, of the finite values alone; NaN if there are none.
+def mean_interval(rows: pd.DataFrame, quantity: str, *, share: bool = True) -> Interval:
+    """Return the mean of a quantity over rows, as :func:`sum_ratio_interval` of their samples.
 
     Example:
         >>> mean_interval(pd.DataFrame({"sample": [0, 0, 1, 2, 3, 4], "x": [1.0] * 6}), "x")
@@ -205,40 +197,33 @@ def mean_interval(rows: pd.DataFrame, quantity: str, resamples: int = 1000, seed
     finite = np.isfinite(values)
     owner = np.unique(rows["sample"].to_numpy()[finite], return_inverse=True)[1]
     sums, counts = (np.bincount(owner, each).astype(np.float64) for each in (values[finite], finite[finite]))
-    return sum_ratio_interval(sums, counts, resamples, seed)
+    return sum_ratio_interval(sums, counts, share=share)
 
 
-def sum_ratio_interval(
-    sums: NDArray[np.float64],
-    counts: NDArray[np.float64],
-    resamples: int = 1000,
-    seed: int = 0,
-) -> Interval:
-    """Return Σ sums / Σ counts over sequences, such as the loss per token, with a bootstrap interval.
+def sum_ratio_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], *, share: bool = False) -> Interval:
+    """Return Σ sums / Σ counts over sequences, such as the loss per token, with an interval.
 
-    Whole sequences are drawn with replacement.
+    Formula and source: :func:`~semdiag.mathematics.sampled_intervals.ratio_ends`.
 
     Args:
-        sums: (N,) of each sequence.
-        counts: (N,) of each sequence; those with count 0 are left out.
-        resamples: bootstrap draws.
-        seed: of the draws.
+        sums: (N,) sum of each sequence.
+        counts: (N,) number of terms of each sum; sequences with 0 are left out.
+        share: whether the quotient lies between 0 and 1; the interval then does, too.
 
     Returns:
-        Estimate and interval; NaN if all counts are 0. No interval if a sum is not finite.
+        Estimate and interval; NaN if all counts are 0. No interval for fewer sequences than FEWEST, or if a sum is
+        not finite.
 
     Example:
         >>> sum_ratio_interval(np.array([2.0, 4.0, 2.0, 2.0, 2.0]), np.array([1.0, 2.0, 1.0, 1.0, 1.0]))
         Interval(estimate=2.0, low=2.0, high=2.0)
     """
     sums, counts = sums[counts > 0], counts[counts > 0]
-    if not len(sums):
-        return Interval(float("nan"), float("nan"), float("nan"))
-    if not np.isfinite(sums).all():
-        return Interval(float(sums.sum() / counts.sum()), math.nan, math.nan)
-    rng = np.random.default_rng(seed)
-    times = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=resamples)
-    return _interval(float(sums.sum() / counts.sum()), (times @ sums) / (times @ counts), len(sums))
+    estimate = float(sums.sum() / counts.sum()) if len(sums) else math.nan
+    if len(sums) < FEWEST or not np.isfinite(sums).all():
+        return Interval(estimate, math.nan, math.nan)
+    low, high = ratio_ends(sums, counts)
+    return Interval(estimate, max(low, 0.0), min(high, 1.0)) if share else Interval(estimate, low, high)
 
 
 def rank_correlation_interval(

@@ -10,7 +10,6 @@ from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.measuring.table import ALL
 
-_RESAMPLES = 500
 _RELATIVE = {"output_change": "change", "by_weights": "by_weights", "by_values": "by_values"}
 _COLUMNS = [
     "model", "base", "layer", "head", "rank", "queries", "total_variation", "low", "high", "largest",
@@ -103,9 +102,9 @@ def _described(rows: pd.DataFrame, interval: bool = False) -> dict[str, Any]:
 
 
 def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
-    """Return Σ sums / Σ counts with an interval from resampled samples."""
+    """Return Σ sums / Σ counts with its interval over samples."""
     each = rows.groupby("sample")[[sums, counts]].sum().to_numpy(np.float64)
-    return sum_ratio_interval(each[:, 0], each[:, 1], _RESAMPLES).if_varied()
+    return sum_ratio_interval(each[:, 0], each[:, 1], share=sums == "total_variation").if_varied()
 
 
 def compare_summary(findings: Findings) -> Summary:

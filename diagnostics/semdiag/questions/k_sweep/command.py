@@ -43,8 +43,8 @@ def k_sweep(
         typer.Option(
             metavar="KIND,KIND",
             help="With --rerun: which kinds of sparse attention to run, of topk, topk-group, topk-layer, "
-            "topk-4-layers, block-16, -32, -64 (with -best at the end: ranked by their largest score), window, "
-            "topp and random. Default: topk and random; of other models topk-layer, block-16 and window, too.",
+            "topk-4-layers, block-16, block-32, block-64, window, topp and random. Default: topk and random; of "
+            "other models topk-layer, block-16 and window, too.",
             rich_help_panel=options.MEASURE,
         ),
     ] = "",
@@ -73,6 +73,14 @@ def k_sweep(
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Show the table of every k, too: weight kept, δ(k), Δ(k), load and ξ.",
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = False,
     *,
     shared: Shared,
 ) -> None:
@@ -121,7 +129,7 @@ def k_sweep(
     )
     conditions = shared.conditions(plans=(plan,))
     findings = shared.measured(models, conditions)
-    shared.deliver("k-sweep", findings, print_k_sweep, answered=True)
+    shared.deliver("k-sweep", findings, lambda found: print_k_sweep(found, every), answered=True)
     if budget is not None:
         path = findings.measurements.models["model"].iloc[0]
         write_text(budget, json.dumps(json_ready(budget_content(findings, path)), indent=1))

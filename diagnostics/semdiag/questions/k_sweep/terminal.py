@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import interval_words
 from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.measuring.table import ALL
@@ -12,7 +11,7 @@ from semdiag.presenting.columns import NEVER, Column, Value, ends, number, perce
 from semdiag.presenting.terminal.console import NumberTable, say_sentences, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
-from semdiag.questions.k_sweep.answer.sparse_verdict import ROUNDING
+from semdiag.questions.k_sweep.answer.rerun import ROUNDING
 from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.words import verdict_lines
@@ -24,8 +23,8 @@ _NO_STREAM = (
 )
 
 
-def print_k_sweep(findings: Findings) -> None:
-    """Print the verdict and one table per model, layers and heads pooled; after a rerun, what it changed."""
+def print_k_sweep(findings: Findings, every: bool = False) -> None:
+    """Print the verdict of each model and what masks changed, then its grounds; ``every``: and a table by k."""
     screen = wide_console()
     summary = findings(k_sweep_summary)
     for result in summary["results"]:
@@ -35,25 +34,24 @@ def print_k_sweep(findings: Findings) -> None:
         if result["rerun"]:
             screen.print(_rerun_table(result["rerun"]))
             say_sentences(_unknown(result["rerun"]))
+        say_sentences(more)
         if result["sweep"]:
-            table, without = _table(result)
+            table, without, rows = _table(result)
+            if not every:
+                say_sentences([f"Weight, δ(k), Δ(k), load and ξ of {rows} k were measured: --all shows them."])
+                continue
             screen.print(table)
             if without:
                 say_sentences([f"Δ head was not computed at k = {without}."])
             if "stream_change" not in {row["quantity"] for row in result["sweep"]}:
                 say_sentences([_NO_STREAM])
-        say_sentences(more)
     say_sentences([summary["scope"]])
 
 
-def _without_rounding(value: Value) -> float:
-    """Return a change, or 0 where it is as small as rounding."""
-    known = number_from_json(value)
-    return 0.0 if abs(known) < ROUNDING else known
-
-
 def _change(value: Value) -> str:
-    return number(_without_rounding(value))
+    """Return a change, 0 where it is as small as rounding."""
+    known = number_from_json(value)
+    return number(0.0 if abs(known) < ROUNDING else known)
 
 
 def _growth(change: Value) -> str:
@@ -62,22 +60,25 @@ def _growth(change: Value) -> str:
 
 
 def _harmed(share: Value, high: Value) -> str:
-    """Return the share of samples that change much, and the upper bound of that of inputs."""
+    """Return the share of samples that change much, and the one-sided limit of that of inputs."""
     return "–" if math.isnan(number_from_json(share)) else f"{percent(share)} (≤ {percent(high)})"
 
 
-def _interval(low: Value, high: Value, samples: int) -> str:
-    first, last = _without_rounding(low), _without_rounding(high)
-    if math.isnan(first) or math.isnan(last):
-        return "all alike" if samples >= FEWEST else interval_words(first, last, samples=samples)
-    return " to ".join(ends(first, last)) if first or last else f"< {ROUNDING:g}"
+def _interval(row: Summary) -> str:
+    """Return the interval of a change, or in a few words why there is none."""
+    low, high = number_from_json(row["low"]), number_from_json(row["high"])
+    if math.isfinite(low) and math.isfinite(high):
+        return " to ".join(ends(*(0.0 if abs(end) < ROUNDING else end for end in (low, high))))
+    if row["seen"] == 0:
+        return "none seen"
+    return "all alike" if row["units"] >= FEWEST and row["least"] == row["worst"] else "none"
 
 
 _RERUN = (
-    Column("name", "mask", text), Column("keys", form=percent), Column("mass", "weight", percent, drop=4),
+    Column("name", "mask", text), Column("kept", "keys", percent), Column("mass", "weight", percent, drop=4),
     Column("head_change", "Δ head", drop=2), Column("stream_change", "Δ stream", drop=1),
     Column("change", "Δ {}", _change, drop=NEVER),
-    Column("low high samples", "95% interval", _interval, drop=NEVER),
+    Column("", "95% interval", _interval, drop=NEVER),
     Column("harmed harmed_high", "harmed", _harmed, drop=5), Column("random", form=_change, drop=3),
     Column("growth", "ppl ×", _growth, drop=20), Column("divergence", "KL", _change),
     Column("changed", form=percent, drop=20), Column("accuracy", form=percent, drop=6),
@@ -93,7 +94,6 @@ def _rerun_table(rows: list[Summary]) -> NumberTable:
     added = (
         {
             "name": _name(row, several),
-            "keys": row["kept" if several or row["mask"] != TOP_K else "share"],
             "random": control.get(row["k"]),
             "growth": row["change"] if measure == "loss" else None,
         }
@@ -105,8 +105,8 @@ def _rerun_table(rows: list[Summary]) -> NumberTable:
 def _unknown(rows: list[Summary]) -> Iterator[str]:
     """Say why some rows have no weight."""
     top = [row for row in rows if row["mask"] == TOP_K and row["mass"] is None]
-    above = [row["k"] for row in top if row["share"] is not None]
-    kept = [row["k"] for row in top if row["share"] is None]
+    above = [row["k"] for row in top if row["kept"] < 1]
+    kept = [row["k"] for row in top if row["kept"] == 1]
     if above:
         yield f"Weight and Δ head of k = {', '.join(map(str, above))} are unknown: the sweep ends below (--max-k)."
     if kept:
@@ -134,8 +134,8 @@ _SWEEP = (
 )  # fmt: skip
 
 
-def _table(result: Summary) -> tuple[NumberTable, str]:
-    """Return a row a k, what it would keep; and for which of these Δ head is unknown."""
+def _table(result: Summary) -> tuple[NumberTable, str, int]:
+    """Return a row a k, what it would keep; for which of these Δ head is unknown; and how many k were measured."""
     rows: dict[int, Summary] = {}
     for one in result["sweep"]:
         if one["layer"] == ALL:
@@ -149,7 +149,7 @@ def _table(result: Summary) -> tuple[NumberTable, str]:
     names = {column.name.partition(".")[0] for column in _SWEEP}
     some = any("head_change" in row for row in shown)
     without = [str(row["k"]) for row in shown if some and "head_change" not in row]
-    return NumberTable(_SWEEP, [dict.fromkeys(names) | row for row in shown]), ", ".join(without)
+    return NumberTable(_SWEEP, [dict.fromkeys(names) | row for row in shown]), ", ".join(without), len(rows)
 
 
 def _met(conditions: list[Summary], k: int, name: str) -> str | None:

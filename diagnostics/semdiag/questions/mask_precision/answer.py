@@ -11,7 +11,6 @@ from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.findings.strict_json import Summary, records
 from semdiag.measuring.table import ALL
 
-_RESAMPLES = 200
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
 _COLUMNS = [
@@ -65,7 +64,7 @@ def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
     covered = (counts["queries"] - counts["not_covered"]).to_numpy()
     estimates: dict[str, float] = {}
     for name in _SHARES:
-        share = sum_ratio_interval(counts[name].to_numpy(), covered, _RESAMPLES).if_varied()
+        share = sum_ratio_interval(counts[name].to_numpy(), covered, share=True).if_varied()
         estimates |= share.columns(name)
     return {
         "queries": int(part["queries"].sum()),

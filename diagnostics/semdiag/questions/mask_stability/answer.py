@@ -145,7 +145,7 @@ def heads_pooled(findings: Findings) -> pd.DataFrame:
     """
     rows = []
     for (model, level, layer), part in findings.measurements.masks.groupby(["model", "level", "layer"]):
-        share = mean_interval(part, "exact", RESAMPLES).if_varied().columns("exact")
+        share = mean_interval(part, "exact").if_varied().columns("exact")
         certified = float(part["certified"].astype(np.float64).mean())
         rows.append({"model": model, "level": level, "layer": layer, **share, "certified": certified})
     columns = ["model", "level", "layer", "exact", "exact_low", "exact_high", "certified"]
@@ -161,7 +161,7 @@ def effect_table(findings: Findings) -> pd.DataFrame:
     """
     rows = []
     for (model, level), effects in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
-        after = mean_interval(effects, "correct_after", RESAMPLES).if_varied()
+        after = mean_interval(effects, "correct_after").if_varied()
         rows.append(
             {
                 "model": model, "level": level, "samples": len(effects),
@@ -186,7 +186,7 @@ def _binned(rows: pd.DataFrame, highest: float) -> pd.DataFrame:
     bins = ((margin[low].rank(method="first") - 1) * _BINS // low.sum()).reindex(rows.index, fill_value=_BINS)
     table = []
     for place, part in rows.groupby(bins):
-        share = mean_interval(part, "exact", RESAMPLES)
+        share = mean_interval(part, "exact")
         named = {"margin": float(margin[part.index].median()), "share": len(part) / len(rows)}
         named |= {"predicted": float(part["predicted"].mean()), "above": place == _BINS}
         table.append({**named, "exact": share.estimate, "low": share.low, "high": share.high})
@@ -203,7 +203,7 @@ def _places(queries: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:
 def _described(part: pd.DataFrame) -> Summary:
     means: dict[str, Any] = {}
     for name in _MEANS:
-        means |= mean_interval(part, name, RESAMPLES).if_varied().columns(name)
+        means |= mean_interval(part, name, share=name != "response").if_varied().columns(name)
     disagreement = part.assign(disagreement=1 - part["agreement"].astype(np.float64))
     spearman = rank_correlation_interval(disagreement, "separation", "disagreement", RESAMPLES)
     means |= spearman.columns("spearman")

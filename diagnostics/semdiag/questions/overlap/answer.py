@@ -10,7 +10,6 @@ from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.measuring.table import ALL
 
-_RESAMPLES = 500
 _COLUMNS = [
     "model", "what", "layer", "other_layer", "pairs", "queries", "samples", "jaccard", "low", "high", "chance",
 ]  # fmt: skip
@@ -47,7 +46,7 @@ def _of_model(pairs: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[str, Any]:
-    interval = mean_interval(rows, "jaccard", _RESAMPLES).if_varied()
+    interval = mean_interval(rows, "jaccard").if_varied()
     places = ["layer", "head", "other_layer", "other_head"]
     return {
         "what": what, "layer": layer, "other_layer": other, "pairs": len(rows[places].drop_duplicates()),

@@ -10,7 +10,9 @@ import semdiag
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.survey import survey
+from semdiag.questions.k_sweep.measure import top_scores
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep_tables
+from semdiag_models import InputError
 
 LETTERS, SAMPLES = 7, 9
 PLAN = KSweepPlan(rerun=True, ks=(2, 4), kinds=("topk", "random"))
@@ -119,3 +121,33 @@ def test_scores_that_are_not_finite_are_told_and_nothing_is_swept(model, ids):
     assert found.sweep.empty
     assert any("its attention scores are not finite" in text for text in found.remarks["text"])
     assert model.seen == [SAMPLES]
+
+
+@pytest.mark.parametrize("batch_size", [9, 2])
+def test_too_many_queries_are_thinned_by_chance_and_nothing_is_refused(model, batch_size, monkeypatch):
+    """SmolLM2 was refused in mid-pass beyond 15,250 queries; the advice, --max-k, was overruled by --k."""
+    ids = torch.randint(LETTERS, (60, 40), generator=torch.Generator().manual_seed(1))
+    whole = semdiag.k_sweep(model, ids, batch_size=batch_size, max_k=30)
+    monkeypatch.setattr(top_scores, "_MOST_NUMBERS", 60_000)
+    found = semdiag.k_sweep(model, ids, batch_size=batch_size, max_k=30)
+    said = [text for text in found.remarks["text"] if "too many to hold" in text]
+    assert len(said) == 1
+    assert said[0].startswith("one in 4 queries and keys of the sweep by k was drawn (seed 0)")
+    pooled = (x.sweep[x.sweep["layer"] == -1] for x in (found, whole))
+    some, every = (x.set_index(["quantity", "k"]).sort_index() for x in pooled)
+    assert set(some.index) == set(every.index)
+    assert every["queries"]["mass", 5] / some["queries"]["mass", 5] == pytest.approx(4, rel=0.15)
+    # Some 550 of 2,400 queries: a mean's standard error is at most 1/24 of the spread, as for a sample of 576.
+    for name in ("mass", "ratio", "load", "dispersion"):
+        spread = every["p95"][name, 5] - every["p5"][name, 5]
+        assert some["mean"][name, 5] == pytest.approx(every["mean"][name, 5], abs=0.16 * spread)
+    other = semdiag.k_sweep(model, ids, batch_size=7, max_k=30)
+    pd.testing.assert_frame_equal(found.sweep, other.sweep)
+
+
+def test_queries_are_drawn_from_python_too(model, ids):
+    found = semdiag.k_sweep(model, ids, queries=4, seed=3)
+    assert found.models["share"].tolist() == [0.4]
+    assert len(found.sweep_estimates) > 0
+    with pytest.raises(InputError, match="needs every query"):
+        semdiag.mask_stability(model, ids, queries=4)

@@ -88,7 +88,6 @@ def row_quantities(z, loads):
         yield k, "ratio", delta / whole if whole and drops else math.nan
         yield k, "separation", gap
         yield k, "mass", sum(math.exp(z[j]) for j in kept) / total if drops else math.nan
-        yield k, "share", k / len(order) if drops else math.nan
         yield k, "ln_sound", sound
         yield k, "ln_paper", paper_heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
         yield k, "sound_better", float(sound < full)
@@ -166,7 +165,7 @@ def test_of_a_model_that_is_run_again_everything_is_over_the_keys_that_its_own_m
     assert set(tables["sweep"]["k"]) == set(range(own))
     with torch.no_grad(), watch_attention(encoder, calls.append):
         encoder(tokens)
-    mass, share, range_kept = {1: [], 2: []}, {1: [], 2: []}, []
+    mass, range_kept = {1: [], 2: []}, []
     for call in calls:
         scores = call.scores(torch.float64)
         for b, h, i in call.counted.nonzero().tolist():
@@ -175,10 +174,8 @@ def test_of_a_model_that_is_run_again_everything_is_over_the_keys_that_its_own_m
             for k in (1, 2):
                 if len(z) > k:
                     mass[k].append(float(z.softmax(0)[:k].sum()))
-                    share[k].append(k / len(z))
     for k in (1, 2):
         assert pooled["mass", k] == pytest.approx(np.mean(mass[k]), rel=1e-9)
-        assert pooled["share", k] == pytest.approx(np.mean(share[k]), rel=1e-9)
     assert pooled["dispersion", 0] == pytest.approx(np.mean(range_kept), rel=1e-9)
 
 

@@ -144,7 +144,7 @@ def test_tables_and_json_hold_the_changes_beside_the_weight(wild_encoder, padded
     for model, given, known in ((wild_encoder("full"), padded_tokens, True), (Causal(), (x,), False)):
         plan = KSweepPlan(3, rerun=True, ks=(1, 2))
         findings = Findings(semdiag.k_sweep(model, *given, plan=plan))
-        print_k_sweep(findings)
+        print_k_sweep(findings, every=True)
         shown = capsys.readouterr().out
         assert shown.count("Δ head  ") == 2  # headings
         assert shown.count("Δ stream") == (2 if known else 1)  # in two tables, or in the reason why not

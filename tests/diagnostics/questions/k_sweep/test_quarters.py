@@ -17,10 +17,11 @@ from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.survey import survey
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions.k_sweep.answer.quarters import quarter_table, smallest_enough
+from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.figures.kinds_by_length import kinds_by_length
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
-from semdiag.questions.k_sweep.measure.quarters import packed, quarter_of, quarter_sums
-from semdiag.questions.k_sweep.words import needed_words, place_lines
+from semdiag.questions.k_sweep.measure.quarters import packed, part_of, quarter_sums
+from semdiag.questions.k_sweep.words import needed_words, place_lines, verdict_lines
 from semdiag_models import InputError
 
 LETTERS, LENGTH, SAMPLES = 7, 24, 12
@@ -35,7 +36,7 @@ class Causal(nn.Module):
         self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, LETTERS)
 
     def forward(self, input_ids):
-        x = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]
+        x = self.tokens(input_ids) + self.places.weight[torch.arange(input_ids.shape[1]) % (4 * LENGTH)]
         q, k, v = (3 * part for part in self.qkv(x)[:, None].chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(x + mixed[:, 0])
@@ -75,9 +76,9 @@ def changes(model, ids, k):
 
 def test_quarters_count_positions_and_no_padding():
     counted = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0]]).bool()
-    assert quarter_of(counted).tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 0]]
+    assert part_of(counted).tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 0]]
     for n in range(4, 40):
-        sizes = np.bincount(quarter_of(torch.ones(1, n).bool())[0])[1:]
+        sizes = np.bincount(part_of(torch.ones(1, n).bool())[0])[1:]
         assert sizes.sum() == n
         assert sizes.max() - sizes.min() <= 1
 
@@ -197,3 +198,27 @@ def test_a_short_sample_leaves_the_others_of_its_batch_their_quarters():
         (0, 1): 0.0 + 1.0, (0, 2): 2.0, (0, 3): 3.0, (0, 4): 4.0,
         (2, 1): 10.0 + 11.0, (2, 2): 12.0, (2, 3): 13.0, (2, 4): 14.0,
     }  # fmt: skip
+
+
+def test_one_long_document_has_intervals_over_chunks_within_it(model):
+    """4,095 targets of one document had no interval. Sums over its parts are those of its positions, by hand."""
+    ids = torch.randint(LETTERS, (1, 700), generator=torch.Generator().manual_seed(2))
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
+    conditions = Conditions(plans=(KSweepPlan(rerun=True, ks=(6,), kinds=("topk",)),), dtype="float64")
+    findings = Findings(survey([loaded], conditions))
+    rows = findings.measurements.rerun
+    top = rows[rows["mask"] == "topk"]
+    assert (top["chunk"].unique().tolist(), top["part"].tolist()) == ([128], [0, 1, 2, 3, 4])
+    assert top["predictions"].sum() == 700
+    with torch.no_grad(), sparsify(model, TopK(6)):
+        loss = F.cross_entropy(model(ids)[0, :-1], ids[0, 1:], reduction="none")
+    part = 5 * torch.arange(699) // 700
+    for at, found in enumerate(top["loss"]):
+        assert found == pytest.approx(float(loss[part == at].double().sum()), rel=1e-9)
+    row = change_table(findings).query("mask == 'topk'").iloc[0]
+    assert (row["samples"], row["units"]) == (1, 5)
+    assert row["low"] < row["change"] < row["high"]
+    said = " ".join(verdict_lines(findings, "own:model"))
+    assert "Intervals are over 5 chunks of 128 tokens or more within 1 sample: they are about more text of" in said
+    five = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids[:, :600].view(5, 120)])
+    assert set(survey([five], conditions).rerun["chunk"]) == {0}

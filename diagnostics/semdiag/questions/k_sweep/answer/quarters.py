@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.questions.k_sweep.answer.rerun import tolerance_of
+from semdiag.questions.k_sweep.answer.rerun import change_interval, tolerance_of
 from semdiag.questions.k_sweep.measure.kinds import KINDS
 from semdiag.questions.k_sweep.measure.passes import NO_MASK
 from semdiag.questions.k_sweep.measure.quarters import QUARTERS
@@ -50,7 +49,7 @@ def quarter_table(findings: Findings) -> pd.DataFrame:
                 at = list(range(1, QUARTERS + 1)) if quarter == WHOLE else [quarter]
                 sums = (these[measure][at] - before[measure][at]).sum(axis=1)
                 counts = these[unit][at].sum(axis=1)
-                interval = sum_ratio_interval(sums.to_numpy(), counts.to_numpy()).if_varied()
+                interval = change_interval(sums.to_numpy(), counts.to_numpy(), tolerance_of(findings, measure))
                 rows.append(
                     {
                         **common,

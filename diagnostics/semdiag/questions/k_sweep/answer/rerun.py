@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 import scipy
+from numpy.typing import NDArray
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import FEWEST, Interval, sum_ratio_interval
@@ -16,131 +17,123 @@ from semdiag.questions.k_sweep.measure.kinds import TOP_K
 from semdiag.questions.k_sweep.measure.passes import NO_MASK
 from semdiag.questions.k_sweep.measure.rerun import HARM, MOST_HARMED, TOLERANCES, measure_of
 
-_OF_THE_SWEEP = ("share", "mass", "mass_without_first", "head_change", "stream_change")
+ROUNDING = 5e-5  # anything smaller may be rounding: nats, or relative
+SEEN = 0.1  # of the tolerance: a smaller change of a sample is as good as none
+_OF_THE_SWEEP = ("mass", "mass_without_first", "head_change", "stream_change")
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """Return the changes by each mask of each rerun, with 95% intervals over samples.
-
-    Args:
-        findings: with reruns.
+    """Return the changes by each mask of each rerun, with 95% intervals over samples, or chunks of few ones.
 
     Returns:
-        model, mask, k, samples, measure, classes (of the output's distribution); before (the loss without a
-        mask, per target); change, low, high of the measure (no interval where all samples change alike); harmed:
-        the share of samples that change by more than HARM times the tolerance, harmed_high: the exact binomial
-        upper end of that share at 95%, worst: the largest change of a sample; change, low and high of divergence
-        (nats per position) and changed (share of predictions); accuracy; kept: the share of all keys that stays;
-        share, mass, mass_without_first, head_change and stream_change (means of the sweep, of queries with more
-        than k keys; of top-k).
+        model, mask, k, samples, units (samples, or their chunks), chunk (its fewest tokens; 0: whole samples),
+        measure, classes (of the output's distribution); before (the loss without a mask, per target); change, low,
+        high of the measure (no interval: see :func:`change_interval`); tolerance; seen, seen_high: the share of
+        units that change by more than a tenth of it, with the one-sided 95% limit of that of unseen inputs;
+        harmed, harmed_high: the share of units that change by more than HARM times it, likewise; least
+        and worst: the smallest and the largest change of a unit; change, low and high of divergence (nats per
+        position) and changed (share of predictions); accuracy; kept: the share of
+        all keys that stays; mass, mass_without_first, head_change and
+        stream_change (means of the sweep, of queries with more than k keys; of top-k).
     """
     rows: list[dict[str, Any]] = []
     sweep = findings.measurements.sweep
     for model, again in findings.measurements.rerun.groupby("model", sort=False):
         means = sweep[(sweep["model"] == model) & (sweep["layer"] == ALL)].set_index(["quantity", "k"])["mean"]
-        base = again[again["mask"] == NO_MASK].set_index("sample")
+        base = again[again["mask"] == NO_MASK].set_index(["sample", "part"])
         measure = measure_of(again)
         limit = tolerance_of(findings, measure)
         for place, rows_of_mask in again.groupby(["mask", "k"], sort=False):
-            (mask, k), own = cast("tuple[str, int]", place), rows_of_mask.set_index("sample")
+            (mask, k), own = cast("tuple[str, int]", place), rows_of_mask.set_index(["sample", "part"])
             before = base.loc[own.index]
-            row: dict[str, Any] = {
-                "model": model,
-                "mask": mask,
-                "k": int(k),
-                "samples": len(own),
-                "measure": measure,
-            }
-            row["classes"] = int(own["classes"].max())
+            samples, chunk = own.index.get_level_values(0).nunique(), int(own["chunk"].max())
+            row: dict[str, Any] = {"model": model, "mask": mask, "k": int(k), "samples": samples}
+            row |= {"units": len(own), "chunk": chunk, "measure": measure, "classes": int(own["classes"].max())}
             row["before"] = _ratio(before["loss"], before["targets"])
-            change = _change(measure, own, before)
-            row |= {"change": change.estimate, "low": change.low, "high": change.high}
-            row |= harm(*_sums(measure, own, before), HARM * limit)
-            row |= _over(own["divergence"], own["predictions"]).columns("divergence")
-            row |= _over(own["changed"], own["predictions"]).columns("changed")
+            sums, counts = _sums(measure, own, before)
+            change = change_interval(sums, counts, limit)
+            row |= {"change": change.estimate, "low": change.low, "high": change.high, "tolerance": limit}
+            row |= _shares(sums, counts, limit)
+            for name, share in (("divergence", False), ("changed", True)):
+                values = own[name].to_numpy(np.float64), own["predictions"].to_numpy(np.float64)
+                row |= sum_ratio_interval(*values, share=share).columns(name)
             row["accuracy"] = _ratio(own["correct"], own["targets"])
             for name in _OF_THE_SWEEP:
                 known = mask == TOP_K and (name, k) in means.index
                 row[name] = float(means[name, k]) if known else math.nan
             row["kept"] = _ratio(own["kept"], own["keys"])
             rows.append(row)
-    return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k"])
+    return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k", "kept"])
 
 
-def _change(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> Interval:
-    """Return the mean change; without an interval if all samples change alike, as they show no variation."""
-    return _over(*_sums(measure, own, before)).if_varied()
+def _sums(
+    measure: str, own: pd.DataFrame, before: pd.DataFrame
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the summed change of each unit, and the number of its terms."""
+    output = measure == "output_change"
+    sums = own[measure] if output else own[measure] - before[measure]
+    counts = own[measure].notna() if output else own["targets" if measure == "loss" else "predictions"]
+    return sums.to_numpy(np.float64), counts.to_numpy(np.float64)
 
 
-def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> "tuple[pd.Series[Any], pd.Series[Any]]":
-    """Return the summed change of each sample, and the number of its units."""
-    if measure == "output_change":
-        return own[measure], own[measure].notna()
-    return own[measure] - before[measure], own["targets" if measure == "loss" else "predictions"]
+def change_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], tolerance: float) -> Interval:
+    """Return a mean change; without an interval where all units change alike, or none by a tenth of the tolerance.
+
+    Where no unit shows a change, an interval would say that there is none: if one in twenty inputs changes, 24
+    show none in a third of all draws. Then the limit of the share of such inputs is all that is known.
+    """
+    interval = sum_ratio_interval(sums, counts).if_varied()
+    seen = _seen(sums[counts > 0] / counts[counts > 0], tolerance).any()
+    return interval if seen else Interval(interval.estimate, math.nan, math.nan)
 
 
-def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict[str, float]:
-    """Return the share of samples that change by more than a limit, with its interval for unseen inputs.
+def _seen(changes: NDArray[np.float64], tolerance: float) -> NDArray[np.bool_]:
+    """Return which changes are seen; one that is no number is."""
+    return ~(np.abs(changes) <= SEEN * tolerance)
 
-    harmed_high = the share p at which so few harmed samples, or fewer, have probability 0.05.
+
+def _shares(sums: NDArray[np.float64], counts: NDArray[np.float64], tolerance: float) -> dict[str, float]:
+    """Return the shares of units that change, and that are harmed, with their limits; and the extreme changes."""
+    changes = sums[counts > 0] / counts[counts > 0]
+    some = {"seen": _seen(changes, tolerance), "harmed": ~(changes <= HARM * tolerance)}
+    ends = {"least": float(changes.min()), "worst": float(changes.max())} if len(changes) else {}
+    shares = {name: x for n, these in some.items() for name, x in share_below(n, these).items()}
+    return shares | {"least": math.nan, "worst": math.nan} | ends
+
+
+def share_below(name: str, some: NDArray[np.bool_]) -> dict[str, float]:
+    """Return a share under a name, and as ``name_high`` its one-sided 95% limit for unseen inputs.
+
+    The limit is the share p at which so few, or fewer, have probability 0.05.
 
     Source: Clopper and Pearson 1934, one-sided. Deviation: none.
 
-    Args:
-        sums: changes of samples.
-        counts: the number of terms of each sum; samples with 0 are left out.
-        limit: of the change of one sample.
-
-    Returns:
-        harmed, harmed_high, worst; NaN without samples. A NaN change counts as harm.
-
     Example:
-        >>> {name: round(x, 4) for name, x in harm(pd.Series([0.0] * 500), pd.Series([1] * 500), 0.1).items()}
-        {'harmed': 0.0, 'harmed_high': 0.006, 'worst': 0.0}
+        >>> {key: round(x, 4) for key, x in share_below("harmed", np.zeros(500, bool)).items()}
+        {'harmed': 0.0, 'harmed_high': 0.006}
     """
-    some = counts.to_numpy(np.float64) > 0
-    changes = sums.to_numpy(np.float64)[some] / counts.to_numpy(np.float64)[some]
-    n, above = len(changes), int((~(changes <= limit)).sum())
+    n, above = len(some), int(some.sum())
     if not n:
-        return dict.fromkeys(("harmed", "harmed_high", "worst"), math.nan)
+        return {name: math.nan, f"{name}_high": math.nan}
     high = 1.0 if above == n else float(scipy.stats.beta.ppf(0.95, above + 1, n - above))
-    return {"harmed": above / n, "harmed_high": high, "worst": float(changes.max())}
+    return {name: above / n, f"{name}_high": high}
 
 
 def tolerance_of(findings: Findings, measure: str) -> float:
-    """Return the largest change of a measure that counts as none: the user's limit, else the default.
-
-    Args:
-        findings: of any number of models.
-        measure: loss, divergence or output_change.
-    """
+    """Return the largest change of a measure that counts as none: the user's limit, else the default."""
     return float(findings.measurements.provenance.get("tolerance") or TOLERANCES[measure])
 
 
 def within(row: Mapping[str, Any], limit: float) -> bool:
-    """Return whether a mean change's upper end (or the common change of identical samples) is within a limit.
-
-    Args:
-        row: of :func:`change_table`.
-        limit: largest change that counts as none.
-    """
-    alike = math.isnan(row["high"]) and row["samples"] >= FEWEST and row["worst"] == row["change"]
-    return bool(row["high"] <= limit or (alike and row["change"] <= limit))
+    """Return whether a mean change's upper end is within a limit; without one, the change of every unit."""
+    alone = math.isnan(row["high"]) and row["units"] >= FEWEST
+    return bool(row["high"] <= limit or (alone and row["worst"] <= limit))
 
 
 def costs(row: Mapping[str, Any], limit: float) -> bool:
-    """Return whether a mean change's lower end (or the common change of identical samples) is above a limit.
-
-    Args:
-        row: of :func:`change_table`.
-        limit: largest change that counts as none.
-    """
-    alike = math.isnan(row["low"]) and row["samples"] >= FEWEST and row["worst"] == row["change"]
-    return bool(row["low"] > limit or (alike and row["change"] > limit))
-
-
-def _over(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> Interval:
-    return sum_ratio_interval(sums.to_numpy(np.float64), counts.to_numpy(np.float64))
+    """Return whether a mean change's lower end is above a limit; without one, the change of every unit."""
+    alone = math.isnan(row["low"]) and row["units"] >= FEWEST
+    return bool(row["low"] > limit or (alone and row["least"] > limit))
 
 
 def _ratio(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> float:
@@ -148,12 +141,7 @@ def _ratio(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> float:
 
 
 def budget_content(findings: Findings, model: str) -> dict[str, Any]:
-    """Return a model's budgets in the form of a budget file: docs/commands/k-sweep.md.
-
-    Args:
-        findings: with budgets.
-        model: a model's path.
-    """
+    """Return a model's budgets in the form of a budget file: docs/commands/k-sweep.md."""
     measurements = findings.measurements
     own = measurements.budgets[measurements.budgets["model"] == model]
     again = findings(change_table)

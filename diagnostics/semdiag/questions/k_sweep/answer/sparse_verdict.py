@@ -1,41 +1,106 @@
 """Is sparse attention enough, and with which k? Plausible, not without loss, or cannot tell."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from semdiag.capturing.attention_kinds import DENSE, SCORED
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import percent
+from semdiag.measuring.findings.number_words import limit_of_share, percent
 from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import records
 from semdiag.measuring.table import ALL
 from semdiag.presenting.glance import Answer, Glance
-from semdiag.questions.k_sweep.answer.rerun import change_table, costs, tolerance_of, within
+from semdiag.questions.k_sweep.answer.rerun import ROUNDING, SEEN, change_table, costs, tolerance_of, within
 from semdiag.questions.k_sweep.measure.kinds import RANDOM, TOP_K
-from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, MOST_HARMED
+from semdiag.questions.k_sweep.measure.rerun import HARM, LEAST_SAMPLES, MOST_HARMED, measure_of
 
 MASS = 0.95  # of the attention weight, where nothing else is known
-NEAR_UNIFORM = 0.95  # entropy of half of the queries' weights, in that of uniform weights
-MOST_KEYS = 0.5  # share of the keys above which a mask is hardly sparse
-_COSTS = {"loss": "costs {} of loss", "perplexity": "costs {} perplexity"}
-_CHANGES = {
-    "perplexity": "changes perplexity by {}",
-    "loss": "changes the loss by {}",
-    "divergence": "changes the output distribution by {} (KL divergence)",
-    "output_change": "changes the outputs by {} of their norm",
-}
-ROUNDING = 5e-5  # nats: anything smaller may be rounding
+MOST_KEYS = 0.5  # share of all keys above which a mask is hardly sparse
 _DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
-_OF_MASKS = "fixed_mask", "own_mask"  # reasons why a model with its own mask cannot be judged
-_BY_WEIGHT = "not_rerun", "other_kinds"  # reasons that leave only the weights to go by
-ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons that are shown with the estimate
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
+_WORDS = {  # what changes; a cost; another change; the end of a limit
+    "perplexity": ("perplexity", "costs {} perplexity", "changes perplexity by {}", "of perplexity"),
+    "loss": ("the loss", "costs {} of loss", "changes the loss by {}", "of loss"),
+    "divergence": (
+        "the output distribution (KL divergence)", "", "changes the output distribution by {} (KL divergence)",
+        "of KL divergence",
+    ),
+    "output_change": (
+        "the outputs (of their norm)", "", "changes the outputs by {} of their norm", "of the outputs' norm",
+    ),
+}  # fmt: skip
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How changes of a measure are written: in per cent of perplexity, in nats, or as shares of a norm."""
+
+    measure: str = ""
+    perplexity: bool = False
+
+    @property
+    def _words(self) -> tuple[str, str, str, str]:
+        return _WORDS["perplexity" if self.perplexity else self.measure]
+
+    @property
+    def what(self) -> str:
+        """Return what it is that changes: "perplexity", "the loss", "the outputs (of their norm)"."""
+        return self._words[0]
+
+    def amount(self, value: float, unit: bool = False) -> str:
+        """Return a change: "+1.4%", "× 7.4", "+0.31 nats"."""
+        if not math.isfinite(value):
+            return "no finite number"
+        if self.measure == "output_change":
+            return f"{value:.1%}"
+        value = 0.0 if abs(value) < ROUNDING else value
+        if self.perplexity and value > _DOUBLED:
+            return f"× {math.exp(min(value, 700)):.3g}"
+        if self.perplexity:
+            return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
+        return f"{value:+.3g}{' nats' * unit}"
+
+    def limit(self, value: float, named: bool = False) -> str:
+        """Return a limit, with what it is a change of if ``named``: "1%", "0.01 nats of loss"."""
+        return self.amount(value, True).removeprefix("+") + f" {self._words[3]}" * named
+
+    def cost(self, row: Row) -> str:
+        """Return what a mask costs, and how sure that is: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)"."""
+        low, change, high = (float(row[name]) for name in ("low", "change", "high"))
+        known = math.isfinite(low)
+        if self.perplexity and _DOUBLED < change < math.inf and known:
+            low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
+            return f"multiplies perplexity by {change:.3g} (95% interval {low:.3g} to {high:.3g})"
+        cost, other = self._words[1:3]
+        costs = bool(cost) and ROUNDING <= change < math.inf
+
+        def said(value: float, unit: bool) -> str:
+            return self.amount(value, unit).removeprefix("+" * costs)
+
+        interval = f"95% interval {said(low, False)} to {said(high, self.perplexity)}"
+        text = (cost if costs else other).format(said(change, True))
+        return f"{text} ({interval if known else self.without_interval(row)})"
+
+    def without_interval(self, row: Row) -> str:
+        """Return what is known of a mean change that has no interval."""
+        if row["seen"] == 0:
+            seen = f"0 of {units_of(row)} changed by more than {self.limit(SEEN * row['tolerance'])}"
+            return f"{seen}; {limit_of_share(row['seen_high'])}"
+        alike = row["units"] >= FEWEST and row["least"] == row["worst"]
+        return "all samples alike" if alike else "no interval"
+
+
+def units_of(row: Row) -> str:
+    """Return what an interval is over: "24 samples", "32 chunks of 128 tokens"."""
+    chunk = f"chunk{'s' * (row['units'] != 1)} of {row['chunk']} tokens or more"
+    return f"{row['units']:,} {chunk}" if row["chunk"] else counted(row["units"], "sample")
 
 
 @dataclass(frozen=True)
@@ -44,49 +109,47 @@ class SparseVerdict:
 
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
-        reason: why there is no answer, as a keyword: near_uniform, chance, control, few_samples, harmed,
-            uncertain, not_sparse, not_rerun, other_kinds (run, but not with top-k), not_finite, drops_nothing,
-            fixed_mask, own_mask, not_measured; empty if there is one.
-        k: what the answer is about: the smallest k from which on the loss stays; if there is none, the largest
-            that certainly costs, of all or of those at most half of the keys (uncertain: of the latter); or the
-            smallest that keeps 95% of the weight; None: none of these.
-        share: mean of k divided by the number of keys of its queries.
+        sentence: the answer in a sentence.
+        k: the k that decides: the smallest from which on the loss stays, the largest that costs or of which
+            nothing can be told; without a run the smallest that keeps 95% of the weight; None: none of these.
+        cost: what k changes, in words; empty where that says nothing.
+        kept: share of all keys that k keeps.
         mass: mean attention weight that k keeps of queries with more than k keys; NaN above the sweep's largest k.
         queries: such queries.
         left_out: queries with at most k keys, of which nothing is dropped.
-        measure: what changes: loss (nats per target), divergence (nats per position) or output_change (relative);
-            empty without a rerun.
-        perplexity: whether the loss is that of the next token, so that exp(change) is a factor
-            of perplexity.
-        change: its change at k, and its interval over samples.
+        measure: what changes: loss (nats per target), divergence (nats per position) or output_change (relative).
+        perplexity: whether the loss is that of the next token, so that exp(change) is a factor of perplexity.
+        tolerance: largest change that counts as none.
+        change: the change at k, and its interval over samples.
         low: end of the interval.
         high: end of the interval.
         before: the loss without a mask.
         harmed: the share of samples that change by more than HARM times the tolerance.
-        harmed_high: upper confidence limit of that share.
-        tolerance: largest change that counts as none.
+        harmed_high: one-sided limit of that share.
         samples: that were run.
-        costly: the largest k of at most half of the keys, where it costs and k does not; None: not so.
     """
 
     answer: str
-    reason: str = ""
+    sentence: str
     k: int | None = None
-    share: float = math.nan
+    cost: str = ""
+    kept: float = math.nan
     mass: float = math.nan
     queries: int = 0
     left_out: int = 0
     measure: str = ""
     perplexity: bool = False
+    tolerance: float = math.nan
     change: float = math.nan
     low: float = math.nan
     high: float = math.nan
     before: float = math.nan
     harmed: float = math.nan
     harmed_high: float = math.nan
-    tolerance: float = math.nan
     samples: int = 0
-    costly: "SparseVerdict | None" = None
+
+
+_OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high", "samples"
 
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
@@ -95,217 +158,98 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     Plausible: there is a k, at most half of the keys, from which on, at every k that was run, the upper end of the
     change's interval is within the tolerance, and no more than 1% of the inputs can change by more than ten times
     the tolerance (at 95%: it takes 299 samples). Not without loss: at the largest k that is at most half of the
-    keys the lower end is above the tolerance. No answer: these samples decide neither; the loss is no better than
-    chance; as many random keys do as little harm; the change that decides is not finite; the attention is near
-    uniform and no loss shows that its largest scores matter; the model was not run with masks, or only with masks
-    that drop nothing; or its mask ranks no scores.
-
-    Args:
-        findings: with a sweep, and better with a rerun.
-        model: a model's path.
+    keys the lower end is above the tolerance. Cannot tell: these samples decide neither, as many random keys do as
+    little harm, the loss is no better than chance, or no mask of top-k that drops keys was run.
     """
-    measurements = findings.measurements
-    facts = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    own = measurements.sweep[(measurements.sweep["model"] == model) & (measurements.sweep["layer"] == ALL)]
-    if own.empty:
-        return SparseVerdict("cannot tell", "not_measured" if facts["attention"] in SCORED else "fixed_mask")
-    pooled = own.set_index(["quantity", "k"])
-    even = float(pooled["p50"].get(("evenness", 0), math.nan))
+    sweep = findings.measurements.sweep
+    own = sweep[(sweep["model"] == model) & (sweep["layer"] == ALL) & (sweep["quantity"] == "mass")].set_index("k")
     again = findings(change_table)
     again = again[again["model"] == model]
-    top = records(again[again["mask"] == TOP_K].sort_values("k"))
-    ks = own[own["quantity"] == "mass"]
-    mass = dict(zip(ks["k"].tolist(), ks["mean"].tolist(), strict=True))
-    if not top and facts["attention"] not in DENSE:  # the model itself computes no weights of all its scores
-        return SparseVerdict("cannot tell", "own_mask")
+    top = records(again[(again["mask"] == TOP_K) & (again["kept"] < 1)].sort_values("k"))
     if not top:
-        enough = [k for k, kept in mass.items() if kept >= MASS]
-        reason = "not_rerun" if again.empty else "other_kinds"
-        verdict = SparseVerdict("cannot tell", reason, k=min(enough, default=None))
-    else:
-        dropping = [row for row in top if not math.isnan(row["share"])]
-        if not dropping:
-            return SparseVerdict("cannot tell", "drops_nothing", k=int(top[0]["k"]))
-        verdict = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
-        perplexity = verdict.measure == "loss" and next_token(findings, model)
-        verdict = replace(verdict, perplexity=perplexity)
-        if verdict.costly is not None:
-            share = float(pooled["mean"].get(("share", verdict.costly.k), math.nan))
-            verdict = replace(verdict, costly=replace(verdict.costly, share=share, perplexity=perplexity))
-    if verdict.k is not None:
-        known = "mass" if verdict.k in mass else "share"
-        queries, left_out = (int(pooled[name][known, verdict.k]) for name in ("queries", "undefined"))
-        share, kept = float(pooled["mean"].get(("share", verdict.k), math.nan)), mass.get(verdict.k, math.nan)
-        verdict = replace(verdict, share=share, mass=kept, queries=queries - left_out, left_out=left_out)
-    # If as many random keys raise the loss and the largest do not, that decides, however even the weights are.
-    if even >= NEAR_UNIFORM and (verdict.measure != "loss" or verdict.answer == "cannot tell"):
-        return replace(verdict, answer="cannot tell", reason="near_uniform", costly=None)
-    return verdict
-
-
-def sparse_glance(findings: Findings) -> Glance:
-    """Return whether sparse attention suffices: for one model its k, for several how many need how few keys."""
-    verdicts = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
-    judged = [each for each in verdicts if not each.reason]
-    plausible = [each for each in judged if each.answer == "plausible"]
-    if len(verdicts) == 1 and verdicts[0].reason in ESTIMATED:
-        return Glance(
-            Answer.OPEN, f"k = {verdicts[0].k}", f"per query{keys_share(verdicts[0])} {cost_words(verdicts[0])}"
-        )
-    if not judged:
-        return _glance_of_weights(verdicts)
-    costs = Answer.COSTS if all(each.measure == "loss" for each in judged) else Answer.CHANGES
-    answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else costs
-    if len(verdicts) == 1:
-        (one,) = judged
-        weight = "" if math.isnan(one.mass) else f" and keeps {percent(one.mass)}% of the weight"
-        return Glance(answer, f"k = {one.k}", f"per query ({one.share:.0%} of the keys) {cost_words(one)}{weight}")
-    words = "that were run with masks need at most half of their keys"
-    words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
-    words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""
-    return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
-
-
-def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
-    """Return how many keys hold most of the weight, if no model was judged by a rerun."""
-    weighed = [each for each in verdicts if each.reason in _BY_WEIGHT and each.k is not None]
-    if not weighed:
-        return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models can be judged")
-    dense = sum(each.reason not in _OF_MASKS for each in verdicts)
-    many = f", in {len(weighed)} of {dense} models that keep every key" if len(verdicts) > 1 else ""
-    queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
-    without = f" ({left_out:,} with no more are left out)" * (left_out > 0)
-    return Glance(
-        Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
-        f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys{without}{many}; "
-        "to measure what a mask costs: semdiag k-sweep MODEL --rerun",
+        return _by_weight(findings, model, own, ran=len(again) > 0)
+    unit = unit_of(findings, model)
+    limit = tolerance_of(findings, unit.measure)
+    answer, row, words = _judged(top, again, limit, unit)
+    k, mass, queries, left_out = int(row["k"]), math.nan, 0, 0
+    if k in own.index:
+        mass, left_out = float(own["mean"][k]), int(own["undefined"][k])
+        queries = int(own["queries"][k]) - left_out
+    estimated = words.startswith("k =") or answer != Answer.OPEN
+    weight = f", keeps {percent(mass, 1)}% of the weight" if answer == Answer.PLAUSIBLE and mass == mass else ""
+    head = "" if answer == Answer.OPEN and estimated else f"{answer}: "
+    return SparseVerdict(
+        answer, f"{head}{words}{weight}.", k, unit.cost(row) if estimated else "", mass=mass, queries=queries,
+        left_out=left_out, measure=unit.measure, perplexity=unit.perplexity, tolerance=limit,
+        **{name: row[name] for name in _OF_THE_ROW},
     )  # fmt: skip
 
 
-def keys_share(verdict: SparseVerdict) -> str:
-    """Return `` (48% of the keys)``; an empty string if unknown."""
-    return f" ({verdict.share:.0%} of the keys)" if not math.isnan(verdict.share) else ""
+def _by_weight(findings: Findings, model: str, mass: pd.DataFrame, ran: bool) -> SparseVerdict:
+    """Return what the sweep says of a model that was not run with masks of top-k that drop keys."""
+    attention = findings.measurements.models.set_index("model")["attention"][model]
+    if ran or mass.empty or attention not in DENSE:
+        return SparseVerdict(Answer.OPEN, "cannot tell: no mask of top-k that drops keys was run.")
+    enough = mass[mass["mean"] >= MASS]
+    if enough.empty:
+        k, kept, queries, left_out = None, math.nan, 0, 0
+        weight = f"no k up to the largest measured keeps {MASS:.0%} of the weight"
+    else:
+        k, row = int(str(enough.index[0])), enough.iloc[0]
+        kept, left_out = float(row["mean"]), int(row["undefined"])
+        queries, weight = int(row["queries"]) - left_out, f"k = {k} keeps {percent(kept, 1)}% of the weight"
+    run = f"to measure what a mask costs: semdiag k-sweep {model} --rerun"
+    sentence = f"cannot tell before it is run with masks: {weight}; {run}."
+    return SparseVerdict(Answer.OPEN, sentence, k, mass=kept, queries=queries, left_out=left_out)
 
 
-def cost_words(verdict: SparseVerdict) -> str:
-    """Return what a mask costs, with the interval: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)".
-
-    Args:
-        verdict: with a change.
-    """
-    if verdict.perplexity and _DOUBLED < verdict.change < math.inf and math.isfinite(verdict.low):
-        low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (verdict.low, verdict.change, verdict.high))
-        return f"multiplies perplexity by {change} (95% interval {low} to {high})"
-    measure = "perplexity" if verdict.perplexity else verdict.measure
-    costs = measure in _COSTS and verdict.change >= ROUNDING
-    text = (_COSTS if costs else _CHANGES)[measure].format(_cost_amount(verdict, verdict.change, True, costs))
-    alike = max(abs(verdict.low), abs(verdict.high)) < ROUNDING
-    if not math.isfinite(verdict.low) or alike:
-        return f"{text} ({'all samples alike' if verdict.samples >= FEWEST else 'no interval'})"
-    low, high = (
-        _cost_amount(verdict, verdict.low, False, costs),
-        _cost_amount(verdict, verdict.high, verdict.perplexity, costs),
-    )
-    return f"{text} (95% interval {low} to {high})"
-
-
-def _cost_amount(verdict: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
-    """Return an amount; a cost has no plus sign."""
-    text = amount(verdict, value, unit)
-    return text.removeprefix("+") if costs else text
-
-
-def limit_words(verdict: SparseVerdict, value: float) -> str:
-    """Return a limit in the unit of a verdict: "0.01 nats", "1%".
-
-    Args:
-        verdict: whose unit.
-        value: in nats, or relative.
-    """
-    return amount(verdict, value, True).removeprefix("+")
-
-
-def amount(verdict: SparseVerdict, value: float, unit: bool = False) -> str:
-    """Return a change in the unit of a verdict.
-
-    Args:
-        verdict: whose unit.
-        value: in nats, or relative.
-        unit: whether to name it.
-    """
-    if not math.isfinite(value):
-        return "no finite number"
-    if verdict.measure == "output_change":
-        return f"{value:.1%}"
-    value = 0.0 if abs(value) < ROUNDING else value
-    if verdict.perplexity and value > _DOUBLED:
-        return f"× {math.exp(min(value, 700)):.3g}"
-    if verdict.perplexity:
-        return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
-    return f"{value:+.3g}{' nats' * unit}"
-
-
-def _range(ks: "list[int | None]") -> str:
-    low, high = min(filter(None, ks)), max(filter(None, ks))
-    return f"{low}" if low == high else f"{low}–{high}"
-
-
-def next_token(findings: Findings, model: str) -> bool:
-    """Return whether a causal model has several targets in a sample: its next tokens.
-
-    Args:
-        findings: with a rerun.
-        model: its path.
-    """
-    measurements = findings.measurements
-    facts = measurements.models.set_index("model").loc[model]
-    own = measurements.rerun[measurements.rerun["model"] == model]
-    return bool(facts["attention"] == "causal" and own["targets"].max() > 1)
-
-
-def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
-    """Judge from the reruns alone; k in ascending order."""
-    measure = top[0]["measure"]
-    row, costly, answer, reason = _by_changes(top, limit)
-    control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
-    classes = int(row["classes"])
-    if measure == "loss" and classes > 1 and _CHANCE * math.log(classes) <= row["before"] < math.inf:
-        answer, reason = "cannot tell", "chance"
-    elif answer != "not without loss" and len(control) and within(control.iloc[0], limit):
-        answer, reason = "cannot tell", "control"
-    verdict = _of_row(row, answer, reason, limit)
-    return verdict if reason or costly is None else replace(verdict, costly=_of_row(costly, answer, reason, limit))
-
-
-def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
-    """Return a sentence on one k."""
-    names = "change", "low", "high", "before", "harmed", "harmed_high"
-    numbers: dict[str, Any] = {name: float(row[name]) for name in names}
-    samples = int(row["samples"])
-    return SparseVerdict(
-        answer, reason, int(row["k"]), measure=row["measure"], tolerance=limit, samples=samples, **numbers
-    )
-
-
-def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str]:
-    """Return the row that decides by the masks' changes, the costly row below, the answer, a reason if none."""
+def _judged(top: list[Row], again: pd.DataFrame, limit: float, unit: Unit) -> tuple[Answer, Row, str]:
+    """Return the answer of reruns, the row that decides, and the words of both; k in ascending order."""
     stays = _from(top, lambda row: within(row, limit))
     safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
-    sparse = [row for row in top if row["share"] <= MOST_KEYS]
-    if safe is not None and safe["share"] <= MOST_KEYS:
-        return safe, None, "plausible", ""
-    if stays is not None and stays["share"] <= MOST_KEYS:
-        return stays, None, "cannot tell", "few_samples" if stays["samples"] < LEAST_SAMPLES else "harmed"
-    if stays and not sparse:
-        return stays, None, "cannot tell", "not_sparse"
+    sparse = [row for row in top if row["kept"] <= MOST_KEYS]
     last = sparse[-1] if sparse else top[-1]
-    for row in (top[-1], last):
-        if not math.isfinite(row["change"]):
-            return row, None, "cannot tell", "not_finite"
-    if not costs(last, limit):
-        return last, None, "cannot tell", "uncertain"
-    shown = top[-1] if costs(top[-1], limit) else last
-    return stays or shown, last if stays and sparse else None, "not without loss", ""
+    answer, row, more = Answer.OPEN, last, ""
+    if safe is not None and safe["kept"] <= MOST_KEYS:
+        answer, row = Answer.PLAUSIBLE, safe
+    elif stays is not None and stays["kept"] <= MOST_KEYS:
+        row, many = stays, stays["units"]
+        more = f"{round(stays['harmed'] * many)} of {units_of(stays)} change by more than "
+        more += f"{unit.limit(HARM * limit, True)}, and {limit_of_share(stays['harmed_high'])}"
+        more += f": {LEAST_SAMPLES} samples can tell" * (many < LEAST_SAMPLES)
+    elif stays is not None and not sparse:
+        row, more = stays, "no k of at most half of the keys was run"
+    elif not all(math.isfinite(each["change"]) for each in (top[-1], last)):
+        row = next(each for each in (top[-1], last) if not math.isfinite(each["change"]))
+        more = "cannot tell from outputs that are no finite numbers"
+    elif not costs(last, limit):
+        needed = _samples_needed(last, limit)
+        more = f"{units_of(last)} cannot tell whether by more than {unit.limit(limit)}"
+        more += f"; about {needed:,} would" if needed and not last["chunk"] else ""
+    else:
+        answer = Answer.COSTS if unit.measure == "loss" else Answer.CHANGES
+        row = last if stays is not None or not costs(top[-1], limit) else top[-1]
+        more = (
+            ""
+            if stays is None
+            else f"within {unit.limit(limit)} needs {stays['k']} ({stays['kept']:.0%} of the keys)"
+        )
+    control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
+    if (
+        unit.measure == "loss"
+        and row["classes"] > 1
+        and _CHANCE * math.log(row["classes"]) <= row["before"] < math.inf
+    ):
+        return Answer.OPEN, row, "the model predicts no better than chance (untrained?)"
+    if answer not in (Answer.COSTS, Answer.CHANGES) and len(control) and within(control.iloc[0], limit):
+        return (
+            Answer.OPEN,
+            row,
+            "as many random keys do as little harm: what is measured does not depend on the attention",
+        )
+    even = "even " * (answer in (Answer.COSTS, Answer.CHANGES) and not more)
+    words = f"{even}k = {row['k']} per query ({row['kept']:.0%} of the keys) {unit.cost(row)}"
+    return answer, row, words + f"; {more}" * bool(more)
 
 
 def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
@@ -318,15 +262,65 @@ def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
     return smallest
 
 
-def samples_needed(verdict: SparseVerdict) -> int | None:
-    """Estimate how many samples decide whether a change is within the tolerance; None if that is unknown.
+def _samples_needed(row: Row, limit: float) -> int | None:
+    """Estimate how many samples decide whether a change is within a limit; None if that is unknown.
 
-    n · (half of the interval's width / distance from the tolerance)², and at least LEAST_SAMPLES.
-
-    Args:
-        verdict: one that leaves it open.
+    n · (half of the interval's width / distance from the limit)², and at least LEAST_SAMPLES.
     """
-    half, distance = (verdict.high - verdict.low) / 2, abs(verdict.tolerance - verdict.change)
+    half, distance = (row["high"] - row["low"]) / 2, abs(limit - row["change"])
     if not (half > 0 and distance > 0):
         return LEAST_SAMPLES if math.isnan(half) else None
-    return max(LEAST_SAMPLES, math.ceil(verdict.samples * (half / distance) ** 2))
+    return max(LEAST_SAMPLES, math.ceil(row["units"] * (half / distance) ** 2))
+
+
+def sparse_glance(findings: Findings) -> Glance:
+    """Return whether sparse attention suffices: for one model its k, for several how many need how few keys."""
+    verdicts = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
+    if len(verdicts) == 1 and verdicts[0].cost:
+        (one,) = verdicts
+        weight = "" if math.isnan(one.mass) else f" and keeps {percent(one.mass)}% of the weight"
+        words = f"per query ({one.kept:.0%} of the keys) {one.cost}{weight * (one.answer != Answer.OPEN)}"
+        return Glance(Answer(one.answer), f"k = {one.k}", words)
+    judged = [each for each in verdicts if each.answer != Answer.OPEN]
+    if not judged:
+        return _glance_of_weights(verdicts)
+    plausible = [each for each in judged if each.answer == Answer.PLAUSIBLE]
+    costs = Answer.COSTS if all(each.measure == "loss" for each in judged) else Answer.CHANGES
+    answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else costs
+    words = "that were run with masks need at most half of their keys"
+    words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
+    words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""
+    return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
+
+
+def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
+    """Return how many keys hold most of the weight, if no model was judged by a rerun."""
+    weighed = [each for each in verdicts if not each.samples and each.k is not None]
+    if not weighed:
+        return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models can be judged")
+    many = f", in {len(weighed)} of {len(verdicts)} models" if len(verdicts) > 1 else ""
+    queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
+    without = f" ({left_out:,} with no more are left out)" * (left_out > 0)
+    return Glance(
+        Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
+        f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys{without}{many}; "
+        "to measure what a mask costs: semdiag k-sweep MODEL --rerun",
+    )  # fmt: skip
+
+
+def _range(ks: "list[int | None]") -> str:
+    low, high = min(filter(None, ks)), max(filter(None, ks))
+    return f"{low}" if low == high else f"{low}–{high}"
+
+
+def unit_of(findings: Findings, model: str) -> Unit:
+    """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
+    measurements = findings.measurements
+    own = measurements.rerun[measurements.rerun["model"] == model]
+    measure = measure_of(own)
+    if own.empty:  # its texts alone were cut into lengths
+        quarters = measurements.rerun_quarters
+        measure = "loss" if quarters.loc[quarters["model"] == model, "targets"].sum() else "divergence"
+    causal = measurements.models.set_index("model")["attention"][model] == "causal"
+    targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
+    return Unit(measure, bool(measure == "loss" and causal and targets > 1))

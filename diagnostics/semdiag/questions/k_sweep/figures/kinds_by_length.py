@@ -7,7 +7,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import finished, palette, panel_grid, paper_style
 from semdiag.questions.k_sweep.answer.quarters import WHOLE, quarter_table
-from semdiag.questions.k_sweep.answer.sparse_verdict import next_token
+from semdiag.questions.k_sweep.answer.sparse_verdict import unit_of
 from semdiag.questions.k_sweep.figures.kinds_of_masks import draw_changes, scale_changes
 from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM
 
@@ -35,7 +35,7 @@ def kinds_by_length(findings: Findings) -> Figure:
     model = str(table["model"].iloc[0])
     own = table[(table["model"] == model) & table["mask"].isin(KINDS)].replace([np.inf, -np.inf], np.nan)
     shown = [kind for kind in KINDS if kind in set(own["mask"])]
-    factor = own["measure"].iloc[0] == "loss" and next_token(findings, model)
+    factor = unit_of(findings, model).perplexity
     lengths = sorted(own["length"].unique())
     colors = dict(zip(lengths, palette(len(lengths)), strict=True))
     figure, axes = panel_grid(2 * len(shown), height=2.8, columns=2, sharey=False)

@@ -19,7 +19,7 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
 )
 from semdiag.questions.k_sweep.answer.rerun import change_table, tolerance_of
-from semdiag.questions.k_sweep.answer.sparse_verdict import next_token
+from semdiag.questions.k_sweep.answer.sparse_verdict import unit_of
 from semdiag.questions.k_sweep.figures.loss_change import TITLES, change_axis
 from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
 
@@ -49,7 +49,7 @@ def kinds_of_masks(findings: Findings) -> Figure:
     colors = dict(zip(shown, palette(len(shown)), strict=True)) | {RANDOM: FAINT}
     for ax, model in zip(axes, several, strict=True):
         own = again[again["model"] == model].sort_values("kept").replace([np.inf, -np.inf], np.nan)
-        factor = own["measure"].iloc[0] == "loss" and next_token(findings, str(model))
+        factor = unit_of(findings, str(model)).perplexity
         for kind in (kind for kind in shown if kind in set(own["mask"])):
             line = ":" if kind == RANDOM else "-"
             draw_changes(
@@ -63,8 +63,7 @@ def kinds_of_masks(findings: Findings) -> Figure:
     return finished(
         figure,
         "Bars: 95% intervals over samples. Dashed: the largest change that counts as none. Shares are of the keys "
-        "of all queries together, those with few keys included; in words, they are means over the queries that "
-        "drop keys.",
+        "of all queries together, those with few keys included.",
     )
 
 

@@ -80,7 +80,7 @@ def loss_change(findings: Findings) -> Figure:
     for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be NaN
         ax.set_xlim(drawn[0].get_xlim())
     top = again[again["mask"] == "topk"]
-    unknown = sorted({int(k) for k in top.loc[top["mass"].isna() & top["share"].notna(), "k"]})
+    unknown = sorted({int(k) for k in top.loc[top["mass"].isna() & (top["kept"] < 1), "k"]})
     ends = f"; unknown at {', '.join(map(str, unknown))}, above the sweep's largest k (--max-k)" if unknown else ""
     return finished(
         figure,

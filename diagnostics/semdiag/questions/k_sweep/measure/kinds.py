@@ -17,9 +17,6 @@ KINDS = {
     "block-16": "the blocks of 16 keys with the largest mean score, k keys in all",
     "block-32": "the blocks of 32 keys with the largest mean score, k keys in all",
     "block-64": "the blocks of 64 keys with the largest mean score, k keys in all",
-    "block-16-best": "the blocks of 16 keys that hold the largest scores, k keys in all",
-    "block-32-best": "the blocks of 32 keys that hold the largest scores, k keys in all",
-    "block-64-best": "the blocks of 64 keys that hold the largest scores, k keys in all",
     "window": f"the nearest keys and the first {SINKS}, k in all",
     "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
     RANDOM: "k keys drawn at random, a control",
@@ -45,9 +42,8 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
     if kind == "window":
         return Window(k, SINKS) if k > SINKS else None
     if kind.startswith("block-"):
-        size, *best = kind.removeprefix("block-").split("-")
-        block = int(size)
-        return TopK(k // block, block=block, by="best" if best else "mean") if k >= block else None
+        block = int(kind.removeprefix("block-"))
+        return TopK(k // block, block=block, by="mean") if k >= block else None
     shared = {"topk-group": ("group", 1), "topk-layer": ("layer", 1), "topk-4-layers": ("layer", 4)}
     how, every = shared.get(kind, ("head", 1))
     return TopK(k, shared=how, every=every)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from semdiag.measuring.calls.random_numbers import RandomNumbers
 from semdiag.measuring.calls.running import in_evaluation
 from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
 from semdiag.questions.k_sweep.measure.answers import Answers, Reader
-from semdiag.questions.k_sweep.measure.quarters import QUARTERS, quarter_sums
+from semdiag.questions.k_sweep.measure.quarters import QUARTERS, chunk_sums, quarter_sums
 from semdiag_models import InputError
 
 NO_MASK = "none"
@@ -42,6 +42,7 @@ class RerunOrder:
     dtype: torch.dtype | None
     plain: bool = True
     state: Tensor | None = None
+    chunk: int = 0  # positions of the parts of which samples have a row each; 0: one row a sample
 
 
 Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
@@ -101,7 +102,7 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
 
         def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
             quarters = passes.quarters.setdefault(at, [])
-            passes.rows[at] = list(_rows(name, k, first, before, after, counts, quarters.append))
+            passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk, quarters.append))
 
         first, reader = 0, None
         for number, given in enumerate(order.batches):
@@ -153,18 +154,20 @@ def _rows(
     before: Answers,
     after: Answers,
     counts: dict[str, float],
+    chunk: int,
     quarters: Callable[[dict[str, Any]], None],
 ) -> Iterator[dict[str, Any]]:
-    """One row per sample; those of its quarters are handed out."""
+    """Yield a row per sample, or per part of one; those of its quarters are handed out."""
     counted, terms = before.counted, position_terms(before, after)
-    values = {"output_change": output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
-    classes = before.classes
-    listed = {name: x.tolist() for name, x in values.items()}
+    chunk *= before.distribution
+    parts, sums = chunk_sums(counted, terms, chunk)
+    changes, listed = output_change(before, after).tolist(), {name: x.tolist() for name, x in sums.items()}
     counts = {"kept": math.nan, "keys": math.nan} | counts
-    for at in range(len(counted)):
-        row = {name: x[at] for name, x in listed.items()}
-        place = {"mask": mask, "k": k, "sample": first + at, "classes": classes}
-        yield {**place, **counts, **row}
+    for at, many in enumerate(parts.tolist()):
+        place = {"mask": mask, "k": k, "sample": first + at, "chunk": chunk, "classes": before.classes}
+        place |= {"output_change": changes[at]} | {name: count / many for name, count in counts.items()}
+        for part in range(many):
+            yield {**place, "part": part, **{name: x[at][part] for name, x in listed.items()}}
     if not before.distribution:
         return
     parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}

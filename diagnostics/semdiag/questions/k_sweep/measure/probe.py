@@ -118,7 +118,7 @@ def k_sweep(
         :func:`~semdiag.measuring.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
         δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores; all three over queries
         with more than k keys, the others are counted as undefined), mass_without_first (without the first key
-        on both sides), share (k in their keys; also of larger k that are run), head_change and, of our own
+        on both sides), head_change and, of our own
         encoders, stream_change (of a head's output and of the stream: docs/theory.md#truncation; at some k), load,
         ln_sound and ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below
         that of full attention); after a rerun accuracy and same_prediction (means over all targets and positions,
@@ -179,7 +179,7 @@ def k_sweep_tables(
         the plan asks for them.
 
     Raises:
-        InputError: if K is not below the largest number of keys, or there are too many queries for K; on a rerun,
+        InputError: if K is not below the largest number of keys; on a rerun,
             what :func:`~semdiag.questions.k_sweep.measure.rerun.rerun` and
             :func:`~semdiag.questions.k_sweep.measure.budget_search.search` raise.
     """
@@ -200,6 +200,9 @@ def k_sweep_tables(
     collected, draws = seen.scores, seen.scores.draws
     for text in draws.remarks:
         remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
+    if collected.share < 1:
+        one = f"one in {round(1 / collected.share)} queries and keys of the sweep by k was drawn (seed {seed})"
+        remark(f"{one}: all are too many to hold; extremes are those of the drawn ones", "k-sweep-thinned")
     ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
@@ -214,7 +217,7 @@ def k_sweep_tables(
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in collected.estimates())
         tables["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
-    parts = [collected.table(ks), *([pd.DataFrame(reruns)] if reruns else [])]
+    parts = [collected.table(), *([pd.DataFrame(reruns)] if reruns else [])]
     tables["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
     return tables
 

@@ -34,24 +34,37 @@ QUARTERS_TABLE = Table(
 )
 
 
-def quarter_of(counted: Tensor) -> Tensor:
-    """Return the quarter of each position among its sample's counted positions.
+def part_of(counted: Tensor, parts: Tensor | int = QUARTERS) -> Tensor:
+    """Return the part of each position (B, P) among its sample's counted positions, 1 to ``parts``; 0: none.
 
-    q = ⌊4 · r / n⌋ + 1, with r the number of counted positions before it, and n of all.
-
-    Args:
-        counted: (B, P) bool.
-
-    Returns:
-        (B, P) int64, 1 to 4; 0 where a position does not count.
+    ⌊parts · r / n⌋ + 1, with r the number of counted positions before it, and n of all.
 
     Example:
-        >>> quarter_of(torch.tensor([[False, True, True, True, True]])).tolist()
+        >>> part_of(torch.tensor([[False, True, True, True, True]])).tolist()
         [[0, 1, 2, 3, 4]]
     """
     before = counted.long().cumsum(1) - 1
     among = counted.sum(1, keepdim=True).clamp(min=1)
-    return ((QUARTERS * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
+    return ((parts * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
+
+
+def chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return into how many parts of at least ``chunk`` positions samples are cut, and sums over each.
+
+    Args:
+        counted: (B, P) bool; positions that do not count belong to the first part.
+        terms: (B, P) each.
+        chunk: positions; 0: samples stay whole.
+
+    Returns:
+        (B,) numbers of parts; sums (B, most parts) by name.
+    """
+    if not chunk:
+        return counted.new_ones(len(counted), dtype=torch.int64), {n: x.sum(1)[:, None] for n, x in terms.items()}
+    parts = counted.sum(1).div(chunk, rounding_mode="floor").clamp(min=1)
+    place = part_of(counted, parts[:, None]).clamp(min=1) - 1
+    sums = {n: x.new_zeros(len(x), int(parts.max())).scatter_add_(1, place, x) for n, x in terms.items()}
+    return parts, sums
 
 
 def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -65,7 +78,7 @@ def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple
         Quarter, position of a sample in the batch, and its sums by name; nothing of one with fewer than four
         positions.
     """
-    place = quarter_of(counted)
+    place = part_of(counted)
     enough = (counted.sum(1) >= QUARTERS).nonzero()[:, 0].tolist()
     for quarter in range(1, QUARTERS + 1):
         sums = {name: x.where(place == quarter, 0).sum(1).tolist() for name, x in terms.items()}

@@ -14,6 +14,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.mask_rules import Keep
 from semdiag.measuring.calls.random_numbers import DRAWS
+from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.table import Table
 from semdiag.questions.k_sweep.measure.passes import NO_MASK, Passes, RerunOrder, carry_out, passes
 from semdiag_models import InputError
@@ -21,7 +22,8 @@ from semdiag_models import InputError
 RERUN_TABLE = Table(
     "rerun",
     (
-        "One row per mask, k and sample of a model that was run with it. mask: none, a kind of sparse attention, "
+        "One row per mask, k and sample of a model that was run with it; of fewer than five samples one per part "
+        "of a sample, of at least chunk tokens each (0: whole samples). mask: none, a kind of sparse attention, "
         "or a budget's name (k = -1). kept of keys: over all queries, heads and layers of its batch, a sample's "
         "part (NaN without a mask). Sums over the sample's targets (loss, nats; correct) and over its "
         "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
@@ -32,7 +34,7 @@ RERUN_TABLE = Table(
         "model": "str",
         "mask": "str",
         "k": "int64",
-        "sample": "int32",
+        **dict.fromkeys(("sample", "part", "chunk"), "int32"),
         **dict.fromkeys(("targets", "correct", "predictions", "changed", "classes"), "int64"),
         **dict.fromkeys(("loss", "divergence", "output_change", "kept", "keys"), "float64"),
     },
@@ -43,6 +45,7 @@ TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
 HARM = 10  # times the tolerance: a sample that changes by more is harmed
 MOST_HARMED = 0.01  # share of the inputs that may be, where a mask is said to do
 LEAST_SAMPLES = 299  # of fewer, if none is harmed, a share above this cannot be excluded: 0.99^299 ≤ 0.05
+CHUNK = 128  # positions of the parts over which intervals are, where there are fewer samples than FEWEST
 Masks = Sequence[tuple[str, int, Keep]]
 
 
@@ -108,8 +111,8 @@ def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
         k: number of keys.
     """
     measure, mean = mean_change(again, mask, k)
-    rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index("sample")
-    before = again[again["mask"] == NO_MASK].set_index("sample").loc[rows.index]
+    rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index(["sample", "part"])
+    before = again[again["mask"] == NO_MASK].set_index(["sample", "part"]).loc[rows.index]
     unit = {"loss": "targets", "divergence": "predictions"}.get(measure)
     weights = rows[unit] if unit else pd.Series(1, rows.index)
     rest = rows[measure] - before[measure] - mean * weights
@@ -155,10 +158,13 @@ def rerun(
         InputError: if the model cannot be run, some of its attention cannot be masked, or its output is of an
             unknown kind.
     """
+    samples = sum(map(batching.samples_of, batches))
     if labels is not None:
-        _check_labels(labels, sum(map(batching.samples_of, batches)))
+        _check_labels(labels, samples)
     numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
-    order = RerunOrder(loaded, batches, labels, numbered, optional, device, dtype)
+    order = RerunOrder(
+        loaded, batches, labels, numbered, optional, device, dtype, chunk=CHUNK * (samples < FEWEST)
+    )
     passed = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
     if passed.padded:
         remark(

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,11 @@ from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.percentiles import percentile_columns
 from semdiag.measuring.table import ALL
 from semdiag.questions.k_sweep.measure.output_changes import Streams, output_changes, output_ks
-from semdiag_models import InputError
 
 _CHANGES = ("head_change", "stream_change")
 _ESTIMATED = ("dispersion", "ratio", "separation", "mass", "mass_without_first", *_CHANGES)
-_MOST_NUMBERS = 350_000_000  # held at once: 1.4 GB
+_MOST_NUMBERS = 200_000_000  # held at once: 0.8 GB
+_OF_KEYS = "load", "luck_of_key"  # what is held of each key; all else is held of each query
 
 
 @dataclass
@@ -43,9 +42,11 @@ class TopScores:
         own_keys: whether the keys are those that the model's own mask keeps, and not all that it chooses among.
         run: the k that the model is run with.
         streams: of the model.
-        numbers: top scores and changes held.
+        share: of queries and keys that is held; halved, by chance, whenever they are too many.
+        held: numbers held.
         most_keys: the most that a query has.
         samples: their numbers; each batch is to be begun.
+        dice: generators of luck, by layer and head; they follow the queries, whatever the batches.
     """
 
     largest: int
@@ -56,24 +57,15 @@ class TopScores:
     run: tuple[int, ...] = ()
     streams: Streams = field(default_factory=Streams)
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
-    numbers: int = 0
+    share: float = 1.0
+    held: int = 0
     most_keys: int = 0
     samples: SampleNumbers = field(default_factory=SampleNumbers)
+    dice: dict[tuple[int, int], tuple[np.random.Generator, ...]] = field(default_factory=dict)
 
     def add(self, call: AttentionCall) -> None:
-        """Keep what a call says.
-
-        Raises:
-            InputError: if that is more than can be held.
-        """
+        """Keep what a call says of its queries and keys, or of a share of them where all are too many."""
         places, ks = self.draws.places(call), self._output_ks
-        of_each = self.largest + 1 + len(_CHANGES) * len(ks)
-        self.numbers += (call.q[..., 0] if places is None else places).numel() * of_each
-        if self.numbers > _MOST_NUMBERS:
-            raise InputError(
-                f"More than {_MOST_NUMBERS:,} top scores are too many to hold. Use fewer samples, --queries or "
-                "a smaller --max-k."
-            )
         if self.own_keys and call.selected is not None:
             call = replace(call, allowed=allowed_keys(call.part()), causal=False, first_query=0)
         stream = self.streams.of(call) if call.selected is None or self.own_keys else None
@@ -90,7 +82,7 @@ class TopScores:
                 "range": (statistics.maximum - statistics.minimum)[:, head][own],
                 "keys": statistics.keys[:, head][own],
                 "log_sum_exp": statistics.log_sum_exp[:, head][own],
-                "load": statistics.top_load[:, :, head][:, keys[:, head]],
+                "load": statistics.top_load[:, :, head][:, keys[:, head]].int(),
                 **{name: values[:, head][own].movedim(0, -1) for name, values in changes.items()},
             }
             if places is not None:
@@ -98,7 +90,26 @@ class TopScores:
                 stratum = torch.arange(own.shape[1], device=own.device).expand_as(own) // PER_STRATUM
                 part |= {"sample": sample[own], "stratum": stratum[own]}
             held = {name: values.contiguous().cpu().numpy() for name, values in part.items()}
-            self.parts.setdefault((call.layer, head), []).append(held)
+            place = call.layer, head
+            dice = self.dice.setdefault(
+                place, (_dice(self.draws.seed, *place, 0), _dice(self.draws.seed, *place, 1))
+            )
+            for name, like, rng in zip(("luck", "luck_of_key"), ("keys", "load"), dice, strict=True):
+                held[name] = rng.random(held[like].shape[-1], dtype=np.float32)
+            held = self._thinned(held)
+            self.held += sum(values.size for values in held.values())
+            self.parts.setdefault(place, []).append(held)
+        while self.held > _MOST_NUMBERS:
+            self.share /= 2
+            self.parts = {place: [self._thinned(part) for part in parts] for place, parts in self.parts.items()}
+            self.held = sum(x.size for parts in self.parts.values() for part in parts for x in part.values())
+
+    def _thinned(self, part: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the share of a part's queries and keys that is held."""
+        if self.share == 1:
+            return part
+        queries, keys = (part[name] < self.share for name in ("luck", "luck_of_key"))
+        return {name: values[..., keys if name in _OF_KEYS else queries] for name, values in part.items()}
 
     @property
     def _output_ks(self) -> tuple[int, ...]:
@@ -132,20 +143,15 @@ class TopScores:
                     row = {"k": k, "quantity": quantity, "statistic": estimate.statistic, "target": target}
                     yield {**row, "estimate": estimate.estimate, "low": low, "high": high}
 
-    def table(self, further: Sequence[int] = ()) -> pd.DataFrame:
-        """Return the table without the column model: all quantities for each k, by head, then pooled.
-
-        Args:
-            further: other k, of which only the share of the keys is told.
-        """
+    def table(self) -> pd.DataFrame:
+        """Return the table without the column model: all quantities for each k, by head, then pooled."""
         places = self._places()
         together = _joined(places.values())
         labels = [*places, (ALL, ALL)]
         sizes, loads = ([p[name].shape[-1] for p in places.values()] for name in ("keys", "load"))
         columns: list[dict[str, NDArray[Any]]] = []
         names: list[tuple[int, str]] = []
-        shares = ((k, "share", _share(together["keys"], k)) for k in further if k > self._swept[-1])
-        for k, quantity, values in chain(_quantities(together, self._swept, self._output_ks), shares):
+        for k, quantity, values in _quantities(together, self._swept, self._output_ks):
             own = _by_place(values.astype(np.float64, copy=False), loads if quantity == "load" else sizes)
             columns.append(percentile_columns(own, pooled=True))
             names.append((k, quantity))
@@ -154,6 +160,10 @@ class TopScores:
         layers, heads = np.array(labels).repeat(len(names), 0).T
         ks, quantities = (np.tile(np.array(each), len(labels)) for each in zip(*names, strict=True))
         return table.assign(layer=layers, head=heads, k=ks, quantity=quantities)
+
+
+def _dice(*seed: int) -> np.random.Generator:
+    return np.random.default_rng([number + 1 for number in seed])  # layers may be unknown, -1
 
 
 def _by_place(values: NDArray[np.float64], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
@@ -201,16 +211,10 @@ def _quantities(
         for name in _CHANGES:
             if name in place and k in output_ks:
                 yield k, name, np.where(drops, place[name][output_ks.index(k)], np.nan)
-        yield k, "share", _share(keys, k)
         yield k, "load", place["load"][k - 1]
         yield k, "ln_sound", sound
         yield k, "ln_paper", log_paper_heavy_hitter(*row).numpy()
         yield k, "sound_better", (sound < full).astype(np.float64)
-
-
-def _share(keys: NDArray[Any], k: int) -> NDArray[np.float64]:
-    """Return k in the keys of each query that has more."""
-    return np.where(keys > k, k / keys, np.nan)
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:
