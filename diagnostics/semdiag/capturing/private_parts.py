@@ -1,7 +1,7 @@
 """The private parts of torch and transformers on which watches and masks rely, each with a probe.
 
-A part that no longer does what it did would give wrong numbers in silence: :func:`broken_parts` names it, a mask is
-refused, and a watch says it in its audit. Parts whose loss raises an error at once (an import, a missing attribute
+A part that changed would give wrong numbers in silence: :func:`broken_parts` names it, a mask is refused, and a
+watch says it in its audit. Parts whose loss raises an error at once (an import, a missing attribute
 inside a guarded look) need no probe.
 """
 
@@ -57,14 +57,19 @@ def _own_gradients() -> bool:
 
 def _checkpoints() -> bool:
     """Return whether both kinds of activation checkpoints are seen from inside, and only from there."""
-    run, seen = inspect.unwrap(torch.utils.checkpoint.checkpoint), [checkpointed()]  # the wrapper imports a compiler
+    run, seen = (
+        inspect.unwrap(torch.utils.checkpoint.checkpoint),
+        [checkpointed()],
+    )  # the wrapper imports a compiler
     x = torch.zeros(1, device="cpu", requires_grad=True)
 
     def inside(x: Tensor) -> Tensor:
         seen.append(checkpointed())
         return x.clone()
 
-    kinds = (True, False) if "torch._dynamo" in sys.modules else (True,)  # the other imports it, which takes seconds
+    kinds = (
+        (True, False) if "torch._dynamo" in sys.modules else (True,)
+    )  # the other imports it, which takes seconds
     with OWN_GRADIENTS.held():
         for reentrant in kinds:
             run(inside, x, use_reentrant=reentrant, preserve_rng_state=False)
@@ -275,13 +280,18 @@ def broken_parts(model: nn.Module) -> list[str]:
 
 def remarks_on(broken: Iterable[str]) -> list[Remark]:
     """Return a remark on each broken part."""
-    return [Remark("", f"{_said(part)}: what is measured may be wrong or incomplete", "private-part") for part in broken]
+    return [
+        Remark("", f"{_said(part)}: what is measured may be wrong or incomplete", "private-part")
+        for part in broken
+    ]
 
 
 def refusal(broken: Iterable[str]) -> str:
     """Return why a mask is refused."""
     text = "; ".join(map(_said, broken))
-    return f"{text}: masks or their gradients could be wrong. Install a version of torch and transformers that works."
+    return (
+        f"{text}: masks or their gradients could be wrong. Install a version of torch and transformers that works."
+    )
 
 
 def _said(part: str) -> str:

@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 from semdiag.capturing.recording import is_plain
 
 MAY_BE_ATTENTION = "a custom operator, which may be attention: it cannot be inspected"
-MAY_BE_KERNEL = "a kernel of torch that this version of semdiag does not know may be attention: it cannot be inspected"
+MAY_BE_KERNEL = (
+    "a kernel of torch that this version of semdiag does not know may be attention: it cannot be inspected"
+)
 _KNOWN = re.compile(
     "aten|prims?|debugprims|rngprims|_native|_?quantized|quantization|sparse|mkl|mkldnn|mkldnn_prepacked|onednn|_?c10d.*"
     "|symm_mem|_dtensor|profiler|debug_mode_ops|static_runtime|inductor.*|export|torchvision|torchaudio|semdiag"
@@ -79,8 +81,8 @@ def may_attend(
     It may be if its name says so. It also may be if the first three input tensors that depend on the model's input
     are shaped like q (…, D), k (…, D) and v (…, Dv), with k and v equal in all other axes, and if one output is
     shaped like q but as wide as v, and none like k. They need four axes, or three if the module's name says
-    attention or the schema names q, k and v, because residual streams have three. Norms, rotary embeddings and gates take one or two such tensors
-    and never match.
+    attention or the schema names q, k and v, because residual streams have three. Norms, rotary embeddings and
+    gates take one or two such tensors and never match.
 
     Args:
         name: of the operator, without its namespace.

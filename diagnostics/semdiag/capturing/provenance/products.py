@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall

@@ -317,6 +317,7 @@ class Monitor:
             warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
         if self._seen is not None:
             self._faults.name_missed(self._audit)
+            self._faults.name_private(self._audit)
         self._last = heads or self._last
         alarms = self._watch.look(heads)
         self.alarms += alarms
