@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from semdiag.capturing.recording import is_plain
 
 MAY_BE_ATTENTION = "a custom operator, which may be attention: it cannot be inspected"
-MAY_BE_KERNEL = (
+MAY_BE_KERNEL = "a kernel of torch that is unknown here and may be attention: it cannot be inspected"
     "a kernel of torch that this version of semdiag does not know may be attention: it cannot be inspected"
 )
 _KNOWN = re.compile(
