@@ -12,8 +12,6 @@ from semdiag.capturing.recording import is_plain
 
 MAY_BE_ATTENTION = "a custom operator, which may be attention: it cannot be inspected"
 MAY_BE_KERNEL = "a kernel of torch that is unknown here and may be attention: it cannot be inspected"
-    "a kernel of torch that this version of semdiag does not know may be attention: it cannot be inspected"
-)
 _KNOWN = re.compile(
     "aten|prims?|debugprims|rngprims|_native|_?quantized|quantization|sparse|mkl|mkldnn|mkldnn_prepacked|onednn|_?c10d.*"
     "|symm_mem|_dtensor|profiler|debug_mode_ops|static_runtime|inductor.*|export|torchvision|torchaudio|semdiag"
