@@ -34,7 +34,7 @@ def names_attention(schema: Any) -> bool:
 def is_suspect(func: Any) -> bool:
     """Return whether the schema of one of torch's own operators, of which nothing else is known, fits attention."""
     schema = func._schema
-    read = [argument for argument in schema.arguments if "Tensor" in str(argument.type) and not argument.is_out]
+    read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
     mixes = len(read) >= 3 and torch.Tag.pointwise not in func.tags
     return mixes or names_attention(schema) or _ATTENTION.search(schema.name) is not None
 
