@@ -24,10 +24,11 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.hooks import take_off as take_off_hooks
 from semdiag.capturing.overlapping import SharedChange, put_below, put_below_dispatch, put_on, take_off
+from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag.capturing.recording import Recorder, Watched
 from semdiag.capturing.threads import Entered, followed
-from semdiag_models import AttentionCore
+from semdiag_models import AttentionCore, InputError
 
 _NATIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")
@@ -72,7 +73,11 @@ def watch_attention(
         The audit: which modules have attention, what was captured and what was not. It fills while the model
         runs; the modules of a model of semdiag_models are known from the start.
     """
+    broken = broken_parts(model)
+    if broken and mask is not None:
+        raise InputError(refusal(broken))
     recorder = Recorder(Watched(model, consume, mask))
+    recorder.audit.remarks.update(remarks_on(broken))
     hooked = hooked_alone(model)  # then modes would see nothing, and cost 20 µs per operation
     lent: set[int] = set()
     here = _Modes(recorder, lent)

@@ -37,7 +37,7 @@ WARNINGS = frozenset(
     (
         "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "loss-of-logits", "nan-logits",
         "no-overlap", "no-secants", "no-secants-there", "no-mask-stability-there", "outputs-compared",
-        "padding-compared", "queries-drawn", "random-forward", "texts-cut", "weights-differ",
+        "padding-compared", "private-part", "queries-drawn", "random-forward", "texts-cut", "weights-differ",
         "weights-not-loaded",
     )
 )  # fmt: skip

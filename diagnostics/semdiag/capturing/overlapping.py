@@ -3,12 +3,11 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch
-from torch.utils._python_dispatch import _push_mode as _push_dispatch
 
 
 class SharedChange:
@@ -54,81 +53,92 @@ class SharedChange:
                 self._lock.release()
 
 
+@contextmanager
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function, inside, by one that gets the original before its arguments."""
+    own, original = name in vars(owner), getattr(owner, name)
+    here = partial(by, original)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return here(*args, **kwargs)
+
+    try:
+        setattr(owner, name, replacement)
+        yield
+    finally:
+        if vars(owner).get(name) is replacement:  # else someone replaced it since, and calls ours
+            setattr(owner, name, original) if own else delattr(owner, name)
+
+
 def take_off(mode: TorchFunctionMode) -> bool:
     """Remove a function mode from this thread's stack, wherever it is; the others keep their order.
 
     Returns:
         Whether it was there: it may have been entered in another thread.
     """
-    above: list[TorchFunctionMode] = []
-    while torch._C._len_torch_function_stack():
-        top = _pop_mode()  # type: ignore[no-untyped-call]
-        if top is mode:
-            break
-        above.append(top)
-    else:
-        top = None
-    for other in reversed(above):
-        _push_mode(other)  # type: ignore[no-untyped-call]
-    return top is mode
+    return _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, None)  # type: ignore[no-untyped-call]
 
 
 def take_off_dispatch(mode: TorchDispatchMode) -> bool:
-    """Remove a dispatch mode from this thread's stack unless it is on top, where it leaves by itself.
-
-    Returns:
-        Whether it was not on top.
-    """
-    stack = _get_current_dispatch_mode_stack()
-    if stack and stack[-1] is mode:
-        return False
-    above: list[TorchDispatchMode] = []
-    while mode in stack and (top := _pop_dispatch()) is not mode:
-        above.append(top)
-    for name in vars(mode):
-        if name.startswith("old_") and name.endswith("_flags") and (kept := getattr(mode, name)):
-            flag = kept.pop()  # state to restore; the mode above must restore it now
-            if above and getattr(above[-1], name, None):
-                getattr(above[-1], name)[-1] = flag
-    for other in reversed(above):
-        _push_dispatch(other)
-    return True
+    """Remove a dispatch mode from this thread's stack, wherever it is; return whether it was there."""
+    return _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack(), mode, None)
 
 
 def put_on(mode: TorchFunctionMode) -> None:
     """Put a removed function mode back onto this thread's stack."""
-    _push_mode(mode)  # type: ignore[no-untyped-call]
+    TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None:
-    """Move a function mode from the top of this thread's stack below others: it then sees what they call.
+    """Move a function mode in this thread's stack below others: it then sees what they call.
 
     Args:
-        mode: just entered.
+        mode: entered.
         others: whether a mode must be above it.
     """
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    lowest = next((i for i, other in enumerate(stack) if others(other)), len(stack))
-    above = [_pop_mode() for _ in stack[lowest:]]  # type: ignore[no-untyped-call]
-    for other in above[:1] + above[:0:-1]:
-        _push_mode(other)  # type: ignore[no-untyped-call]
+    _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, others)  # type: ignore[no-untyped-call]
 
 
 def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]) -> None:
-    """Move a dispatch mode from the top of this thread's stack below others.
+    """Move a dispatch mode in this thread's stack below others, as :func:`put_below` does."""
+    _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack(), mode, others)
 
-    Args:
-        mode: just entered.
-        others: whether a mode must be above it.
+
+def modes_here() -> list[object]:
+    """Return the function and the dispatch modes of this thread, each from the lowest on."""
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [*functions, *_get_current_dispatch_mode_stack()]
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run, inside, without the modes of this thread."""
+    stacks = (
+        (TorchFunctionMode, _get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
+        (TorchDispatchMode, _get_current_dispatch_mode_stack()),
+    )
+    kinds: list[tuple[Any, Any]] = [(kind, mode) for kind, stack in stacks for mode in stack]
+    for kind, mode in reversed(kinds):
+        kind.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        for kind, mode in kinds:
+            kind.__enter__(mode)
+
+
+def _reordered(kind: Any, stack: list[Any], mode: object, others: Callable[[object], bool] | None) -> bool:
+    """Move a mode below others, or take it off; return whether it was in the stack.
+
+    Modes leave and enter through their base class, which saves and restores the state below each.
     """
-    stack = _get_current_dispatch_mode_stack()
-    lowest = next((i for i, other in enumerate(stack) if others(other)), len(stack))
-    if lowest == len(stack):
-        return
-    for name in vars(mode):
-        if name.startswith("old_") and name.endswith("_flags") and (kept := getattr(mode, name)):
-            upper = getattr(stack[lowest], name)  # each restores the state below it
-            kept[-1], upper[-1] = upper[-1], kept[-1]
-    above = [_pop_dispatch() for _ in stack[lowest:]]
-    for other in above[:1] + above[:0:-1]:
-        _push_dispatch(other)
+    if mode not in stack:
+        return False
+    own = stack.index(mode)
+    lowest = own if others is None else next((i for i, other in enumerate(stack[:own]) if others(other)), own)
+    if others is None or lowest < own:
+        for other in reversed(stack[lowest:]):
+            kind.__exit__(other, None, None, None)
+        for other in [mode] * (others is not None) + [other for other in stack[lowest:] if other is not mode]:
+            kind.__enter__(other)
+    return True

@@ -1,20 +1,23 @@
-"""Detect functions with a backward pass of their own."""
+"""Detect functions with a backward pass of their own, and activation checkpoints."""
 
+import functools
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionMeta
 
-from semdiag.capturing.overlapping import SharedChange
+from semdiag.capturing.overlapping import SharedChange, replaced
 
 
 class _Running(threading.local):
     def __init__(self) -> None:  # called again in each thread
         self.names: list[str] = []
+        self.begun: type | None = None
 
 
 _RUNNING = _Running()
@@ -25,28 +28,45 @@ def own_backward() -> str | None:
     return _RUNNING.names[0] if _RUNNING.names else None
 
 
-@contextmanager
-def _recorded_applies() -> Iterator[None]:
-    """Make every ``Function.apply`` record its function, including one fetched from its class before."""
+def checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint runs this forward pass and will run it again."""
+    if not torch.is_grad_enabled() and own_backward() is None:
+        return False
+    frame, home = sys._getframe(1), vars(torch.utils.checkpoint)
+    while frame is not None and frame.f_globals is not home:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
-    def apply(cls: type[_SingleLevelFunction], *args: Any, **kwargs: Any) -> Any:
-        run = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+
+def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
+    """Look up an attribute of a Function; ``apply`` gets a ``forward`` that is recorded.
+
+    However ``apply`` was referenced, torch makes a node of ``_backward_cls`` under the caller's gradient mode, and
+    then looks up ``forward`` to run it.
+    """
+    found = original(cls, name)
+    if name == "_backward_cls":
+        _RUNNING.begun = cls if torch.is_grad_enabled() else None
+    elif name == "forward" and _RUNNING.begun is cls:
+        _RUNNING.begun = None
+        return _recorded(cls.__name__, found)
+    return found
+
+
+def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # else a function mode sees every access
-            tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+            tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
         if not tracked:
-            return run(*args, **kwargs)
-        _RUNNING.names.append(cls.__name__)
+            return forward(*args, **kwargs)
+        _RUNNING.names.append(name)
         try:
-            return run(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
             _RUNNING.names.pop()
 
-    try:
-        setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
-        yield
-    finally:
-        if "apply" in vars(_SingleLevelFunction):
-            delattr(_SingleLevelFunction, "apply")
+    return run
 
 
-OWN_GRADIENTS = SharedChange(_recorded_applies)
+OWN_GRADIENTS = SharedChange(lambda: replaced(FunctionMeta, "__getattribute__", _found))

@@ -302,10 +302,20 @@ def outside_all_modes(device: str) -> Iterator[None]:
         yield
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_transform(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of a torch.func transform, without values of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def _unusable(call: AttentionCall) -> str | None:
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         return "recomputed in the backward pass (checkpointing): close the context before backward"
-    if torch._C._functorch.is_functorch_wrapped_tensor(call.q):
+    if in_transform(call.q):
         return TRANSFORMED
     return None if math.prod(call.q.shape[:3]) and call.k.shape[2] else NOTHING
 

@@ -1,6 +1,5 @@
 """Put real masks into any model: all attention that capture sees keeps only the keys that a rule selects."""
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.hooks import take_off
 from semdiag.capturing.kept_keys import SharedChoices, allowed_keys, counted, narrowed
 from semdiag.capturing.mask_rules import Keep, RandomK, TopK, TopP, Window, check_keep, rule_for
-from semdiag.capturing.own_gradients import OWN_GRADIENTS, own_backward
+from semdiag.capturing.own_gradients import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
 from semdiag.capturing.recording import outside_all_modes
@@ -187,7 +186,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     parts = {id(module): name for name, module in model.named_modules()}
 
     def mask(call: AttentionCall) -> Tensor | None:
-        if _checkpointed():
+        if checkpointed():
             raise InputError(
                 f"{call.module} runs under activation checkpointing, which would run it again in the backward "
                 "pass, possibly without the mask. Turn checkpointing off (Hugging Face models: "
@@ -250,14 +249,3 @@ def _check(masked: Masked, partial: bool) -> None:
             "Some of the model's attention cannot be masked, or a mask would hit something else. "
             f"{'; '.join(missed)}. partial=True masks the rest, which answers a different question."
         )
-
-
-def _checkpointed() -> bool:
-    """Return whether torch.utils.checkpoint runs this forward pass and will run it again."""
-    frame, gradients = sys._getframe(1), torch.is_grad_enabled()
-    home = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
-    while frame is not None and home is not None:
-        if frame.f_code.co_filename == home and (gradients or frame.f_code.co_name == "forward"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -5,14 +5,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from semdiag.capturing.overlapping import SharedChange
+from semdiag.capturing.overlapping import SharedChange, replaced
 
 Entered = Callable[[], AbstractContextManager[None]]
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")  # their threads outlive the functions that they run
+_GIVING = ("apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered")
 _WATCHES: list[Callable[[], Entered | None]] = []
 _HERE = threading.local()
 
@@ -60,9 +60,13 @@ def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def is_of_pool(thread: threading.Thread) -> bool:
+    """Return whether a thread belongs to a pool."""
+    return getattr(getattr(thread, "_target", None), "__module__", None) in _POOLS
+
+
 def _started(start: Callable[..., Any], thread: threading.Thread) -> Any:
-    target = getattr(thread, "_target", None)
-    run = thread.run if getattr(target, "__module__", None) in _POOLS else _carried(thread.run)
+    run = thread.run if is_of_pool(thread) else _carried(thread.run)
     if run != thread.run:
         thread.run = run  # type: ignore[method-assign]
     return start(thread)
@@ -79,30 +83,14 @@ def _raw(start: Callable[..., Any], function: Callable[..., Any], *args: Any) ->
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    own, original = name in vars(owner), getattr(owner, name)
-    here = partial(by, original)
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return here(*args, **kwargs)
-
-    try:
-        setattr(owner, name, replacement)
-        yield
-    finally:
-        if vars(owner).get(name) is replacement:  # else someone replaced it since, and calls ours
-            setattr(owner, name, original) if own else delattr(owner, name)
-
-
-@contextmanager
 def _starts() -> Iterator[None]:
     """Make every way to give a function to a thread ask the watches first."""
     with ExitStack() as stack:
-        stack.enter_context(_replaced(threading.Thread, "start", _started))
-        stack.enter_context(_replaced(_thread, "start_new_thread", _raw))
-        stack.enter_context(_replaced(ThreadPoolExecutor, "submit", _given))
-        for name in ("apply_async", "_map_async", "imap", "imap_unordered"):
-            stack.enter_context(_replaced(ThreadPool, name, _given))
+        stack.enter_context(replaced(threading.Thread, "start", _started))
+        stack.enter_context(replaced(_thread, "start_new_thread", _raw))
+        stack.enter_context(replaced(ThreadPoolExecutor, "submit", _given))
+        for name in _GIVING:
+            stack.enter_context(replaced(ThreadPool, name, _given))
         yield
 
 

@@ -180,3 +180,41 @@ def test_torchs_own_operators_are_none():
     known = {"aten", "prims", "quantized", "mkldnn", "onednn", "c10d", "_c10d_functional", "profiler", "inductor"}
     assert {"semdiag_tests"} <= {space for space in spaces if is_foreign(space)}
     assert not any(map(is_foreign, (known & spaces) | {"torchvision", "semdiag"}))
+
+
+torch_library = torch.library.Library("aten", "FRAGMENT")
+
+
+def kernel(schema):
+    name = schema.partition("(")[0]
+    torch_library.define(schema)
+
+    def run(q, k=None, v=None):
+        with _disable_current_modes():
+            return F.scaled_dot_product_attention(q, q if k is None else k, q if v is None else v)
+
+    torch_library.impl(name, run, "CompositeExplicitAutograd")
+    return getattr(torch.ops.aten, name)
+
+
+KERNELS = {
+    "by its shapes": (kernel("_semdiag_fused(Tensor x, Tensor y, Tensor z) -> Tensor"), True),
+    "by its schema": (kernel("_semdiag_named(Tensor query, Tensor key, Tensor value) -> Tensor"), False),
+    "by its name": (kernel("_semdiag_attn(Tensor x) -> Tensor"), True),
+    "by one packed tensor": (kernel("_semdiag_packed(Tensor qkv) -> Tensor"), True),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_new_kernel_of_torch_is_named_and_not_masked(name):
+    run, heads = KERNELS[name]
+    one = len(run.default._schema.arguments) == 1
+    model = nn.Sequential(Layer(lambda self, q, k, v: run(q) if one else run(q, k, v), heads))
+    x = torch.randn(2, 5, WIDTH)
+    with torch.no_grad(), watch_attention(model, lambda call: None) as audit:
+        model(x)
+    [(skipped, times)] = audit.skipped.items()
+    assert (skipped.operation, times) == (run.default._schema.name, 1)
+    assert "kernel of torch" in skipped.reason
+    with torch.no_grad(), pytest.raises(InputError, match="cannot be masked"), sparsify(model, TopK(2)):
+        model(x)

@@ -5,8 +5,8 @@ Tolerance: sums of fewer than 64 products round by 64 · 2^-53 of the largest; 1
 
 import pytest
 import torch
-from torch import nn
-from torch.autograd.function import _SingleLevelFunction
+from torch import Tensor, nn
+from torch.autograd.function import FunctionMeta, once_differentiable
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.sparsify import TopK, sparsify
@@ -72,12 +72,40 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+class Once(Recomputing):
+    backward = staticmethod(once_differentiable(Recomputing.backward))
+
+
+class Inner(torch.autograd.Function):
+    """Which runs another inside, with gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        with torch.enable_grad():
+            return Doubled.apply(attend(q, k, v)).detach() / 2
+
+    backward = Recomputing.backward
+
+
+@torch.library.custom_op("semdiag_tests::attending", mutates_args=())
+def attending(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v).clone()
+
+
+attending.register_autograd(
+    lambda ctx, grad: Recomputing.backward(ctx, grad),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 taken = Recomputing.apply  # before any context is open
 REFUSED = {
     "by its class": (lambda *qkv: Recomputing.apply(*qkv), "Recomputing"),
     "taken before": (taken, "Recomputing"),
     "with a context that is set up": (lambda *qkv: WithSetup.apply(*qkv), "WithSetup"),
     "inside another": (lambda *qkv: Outer.apply(*qkv), "Outer"),
+    "around another": (lambda *qkv: Inner.apply(*qkv), "Inner"),
+    "differentiable once": (lambda *qkv: Once.apply(*qkv), "Once"),
+    "a custom operator": (attending, r"GeneratedBackwardFor\w+"),
 }
 
 
@@ -102,7 +130,7 @@ def test_a_backward_pass_that_knows_no_mask_is_refused(name):
     refused = pytest.raises(InputError, match=rf"^0 attends in {said}, an autograd\.Function.*without {said}")
     with refused, sparsify(model, TopK(2)):
         model(x)
-    assert "apply" not in vars(_SingleLevelFunction)
+    assert "__getattribute__" not in vars(FunctionMeta)
     with torch.no_grad(), sparsify(model, TopK(2)) as masked:
         out = model(x)
     assert masked.calls == 1
@@ -111,6 +139,17 @@ def test_a_backward_pass_that_knows_no_mask_is_refused(name):
         parameter.requires_grad_(False)
     with sparsify(model, TopK(2)):
         torch.testing.assert_close(model(x), out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("run", [attend, taken], ids=["plainly", "in a Function"])
+def test_in_a_checkpoint_it_is_refused_whatever_its_functions_are_called(reentrant, run, monkeypatch):
+    forward = torch.utils.checkpoint.CheckpointFunction.forward
+    renamed = forward.__code__.replace(co_name="run", co_filename="elsewhere.py")
+    monkeypatch.setattr(forward, "__code__", renamed)
+    model, x = layer(lambda *qkv: torch.utils.checkpoint.checkpoint(run, *qkv, use_reentrant=reentrant))
+    with pytest.raises(InputError, match="activation checkpointing"), sparsify(model, TopK(2)):
+        model(x)
 
 
 def test_without_it_the_gradients_are_those_of_the_masked_model():

@@ -1,4 +1,4 @@
-"""Operators of other libraries, which cannot be inspected below Python: which of them may be attention."""
+"""Operators that are unknown and cannot be inspected below Python: which of them may be attention."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -11,16 +11,32 @@ from torch.utils._pytree import tree_leaves
 from semdiag.capturing.recording import is_plain
 
 MAY_BE_ATTENTION = "a custom operator, which may be attention: it cannot be inspected"
+MAY_BE_KERNEL = "a kernel of torch that is unknown here and may be attention: it cannot be inspected"
 _KNOWN = re.compile(
     "aten|prims?|debugprims|rngprims|_native|_?quantized|quantization|sparse|mkl|mkldnn|mkldnn_prepacked|onednn|_?c10d.*"
     "|symm_mem|_dtensor|profiler|debug_mode_ops|static_runtime|inductor.*|export|torchvision|torchaudio|semdiag"
 )
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
+_NAMED = ({"q", "k", "v"}, {"query", "key", "value"}, {"queries", "keys", "values"})
 
 
 def is_foreign(namespace: str) -> bool:
     """Return whether operators of a namespace are neither torch's nor ours."""
     return _KNOWN.fullmatch(namespace) is None
+
+
+def names_attention(schema: Any) -> bool:
+    """Return whether a schema names queries, keys and values."""
+    names = {argument.name for argument in schema.arguments}
+    return any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
+
+
+def is_suspect(func: Any) -> bool:
+    """Return whether the schema of one of torch's own operators, of which nothing else is known, fits attention."""
+    schema = func._schema
+    read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+    mixes = len(read) >= 3 and torch.Tag.pointwise not in func.tags
+    return mixes or names_attention(schema) or _ATTENTION.search(schema.name) is not None
 
 
 def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
@@ -51,15 +67,20 @@ def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def may_attend(
-    name: str, module: str, given: Iterable[Tensor], out: Iterable[Tensor], fixed: Callable[[Tensor], bool]
+    name: str,
+    module: str,
+    given: Iterable[Tensor],
+    out: Iterable[Tensor],
+    fixed: Callable[[Tensor], bool],
+    named: bool = False,
 ) -> bool:
     """Return whether an operator of which we see only inputs and outputs may be attention.
 
     It may be if its name says so. It also may be if the first three input tensors that depend on the model's input
     are shaped like q (…, D), k (…, D) and v (…, Dv), with k and v equal in all other axes, and if one output is
     shaped like q but as wide as v, and none like k. They need four axes, or three if the module's name says
-    attention, because residual streams have three. Norms, rotary embeddings and gates take one or two such tensors
-    and never match.
+    attention or the schema names q, k and v, because residual streams have three. Norms, rotary embeddings and
+    gates take one or two such tensors and never match.
 
     Args:
         name: of the operator, without its namespace.
@@ -67,6 +88,7 @@ def may_attend(
         given: tensors that it was given.
         out: tensors that it returned or wrote to.
         fixed: whether a tensor is computed from parameters alone.
+        named: whether its schema names queries, keys and values.
     """
     moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
     made = [t for t in out if is_plain(t) and t.is_floating_point()]
@@ -75,9 +97,9 @@ def may_attend(
     if _ATTENTION.search(name):
         return True
     if len(moving) < 3:
-        return False
+        return named and len(moving) == 1
     q, k, v = (tuple(t.shape) for t in moving[:3])
-    axes = 3 if _ATTENTION.search(module.rpartition(".")[2]) else 4
+    axes = 3 if named or _ATTENTION.search(module.rpartition(".")[2]) else 4
     if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
         return False
     shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import HigherOrderOperator
 
-from semdiag.capturing.provenance.foreign_operators import is_foreign
+from semdiag.capturing.provenance.foreign_operators import is_foreign, is_suspect, names_attention
 from semdiag.capturing.provenance.products import PRODUCTS
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES
 from semdiag.capturing.provenance.tags import tensors
@@ -23,11 +23,13 @@ class Plan(NamedTuple):
 
     Attributes:
         name: without namespace and overload.
-        kind: fused, softmax, product, exponential, noise, foreign, higher order or other.
+        kind: fused, softmax, product, exponential, noise, foreign, suspect (torch's, and fits attention), higher
+            order or other.
         writes: position and name of the arguments that it writes to.
         composite: whether it only calls other operations.
         runs_others: whether it may call operations that can be watched.
         full: its name with the namespace.
+        named: whether it is suspect because its schema names queries, keys and values.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Plan(NamedTuple):
     composite: bool
     runs_others: bool
     full: str
+    named: bool
 
 
 @lru_cache(4096)
@@ -47,10 +50,11 @@ def plan_of(func: Any) -> Plan:
     namespace, _, name = full.rpartition("::")
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
     kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
-    if kind == "other" and schema is not None and is_foreign(namespace):
-        kind = "foreign"
+    if kind == "other" and schema is not None:
+        kind = "foreign" if is_foreign(namespace) else "suspect" if is_suspect(func) else kind
+    named = kind == "suspect" and names_attention(schema)
     composite = schema is not None and has_kernel(func, COMPOSITE.name)
-    return Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full)
+    return Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full, named)
 
 
 def is_looked_for(func: Any) -> bool:

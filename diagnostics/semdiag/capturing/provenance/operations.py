@@ -17,7 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.overlapping import take_off_dispatch
-from semdiag.capturing.provenance.foreign_operators import MAY_BE_ATTENTION, may_attend, python_kernel
+from semdiag.capturing.provenance.foreign_operators import (
+    MAY_BE_ATTENTION,
+    MAY_BE_KERNEL,
+    may_attend,
+    python_kernel,
+)
 from semdiag.capturing.provenance.higher_order import MAY_HIDE, has_known_bodies, may_hide, under_modes
 from semdiag.capturing.provenance.merged_blocks import SUMS, MergedBlocks
 from semdiag.capturing.provenance.operation_plans import (
@@ -34,7 +39,7 @@ from semdiag.capturing.provenance.propagation import propagate
 from semdiag.capturing.provenance.softmaxes import SOFTMAXES, Softmaxes
 from semdiag.capturing.provenance.tags import History, Scores, Tags, tensors
 from semdiag.capturing.provenance.weighted_values import fused_call
-from semdiag.capturing.recording import NOTHING, Recorder, outside_all_modes
+from semdiag.capturing.recording import NOTHING, Recorder, in_backward, outside_all_modes
 
 _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
 _STORED = (torch.strided, torch.jagged)  # layouts whose storage lets us trace entries
@@ -72,7 +77,7 @@ class OperationWatch(TorchDispatchMode):
         """Run the operation and look at it."""
         kwargs = kwargs or {}
         recorder = self._recorder
-        if torch._C._current_graph_task_id() != -1:  # a backward pass
+        if in_backward():
             return func(*args, **kwargs)
         plan = plan_of(func)
         if plan.runs_others and (run := self._runner(func, plan, args, kwargs)) is not None:
@@ -94,8 +99,7 @@ class OperationWatch(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         """Leave, even if modes that were entered later are still active."""
-        if not take_off_dispatch(self):
-            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        take_off_dispatch(self)
 
     def writes(self, tensor: Tensor) -> int:
         """Return how many operations have written to a tensor's storage so far."""
@@ -259,12 +263,13 @@ class OperationWatch(TorchDispatchMode):
     def _foreign(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """Handle an operator of another library: it may be attention, but cannot be inspected."""
+        """Handle an unknown operator: it may be attention, but cannot be inspected."""
         recorder = self._recorder
         if recorder.running:
             written = [args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes]
-            if may_attend(plan.name, recorder.module, given, tensors((result, *written)), self._tags.fixed):
-                recorder.skip(plan.full, MAY_BE_ATTENTION)
+            made = tensors((result, *written))
+            if may_attend(plan.name, recorder.module, given, made, self._tags.fixed, plan.named):
+                recorder.skip(plan.full, MAY_BE_ATTENTION if plan.kind == "foreign" else MAY_BE_KERNEL)
         propagate(self._tags, plan.name, args, given, result)
 
     def _fused(
@@ -289,6 +294,7 @@ class OperationWatch(TorchDispatchMode):
         "softmax": _softmax,
         "exponential": _exponential,
         "foreign": _foreign,
+        "suspect": _foreign,
         "fused": _fused,
     }
 

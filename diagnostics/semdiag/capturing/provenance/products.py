@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
@@ -15,7 +14,7 @@ from semdiag.capturing.provenance.softmax_provenance import MECHANISM
 from semdiag.capturing.provenance.softmaxes import Softmaxes
 from semdiag.capturing.provenance.tags import Product, Scores, Softmax, Tags, Weights, tensors
 from semdiag.capturing.provenance.weighted_values import UnfollowedError, WeightedProduct, attention_of
-from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
+from semdiag.capturing.recording import Recorder, in_transform, is_plain, outside_all_modes
 
 PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "dot")
 _ADDED = ("baddbmm", "addmm", "addbmm", "addmv")
@@ -237,7 +236,7 @@ def _history(softmax: Softmax) -> ScoreHistory | None:
     if softmax.history is None or not softmax.history[1]():
         return None
     history = softmax.history[0]
-    return None if torch._C._functorch.is_functorch_wrapped_tensor(history.q) else history
+    return None if in_transform(history.q) else history
 
 
 def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:

@@ -318,6 +318,7 @@ class Monitor:
             self._faults.warn_once("no attention", f"No attention was captured in step {step}.")
         if self._seen is not None:
             self._faults.name_missed(self._audit)
+            self._faults.name_private(self._audit)
         self._last = heads or self._last
         alarms = self._watch.look(heads)
         self.alarms += alarms

@@ -3,6 +3,7 @@
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -60,6 +61,10 @@ class Faults:
         for remark in audit.remarks.keys() - self._noted:
             self._noted.add(remark)
             warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.")
+
+    def name_private(self, audit: Audit) -> None:
+        """Warn once of each private part of torch that changed."""
+        self.name_remarks(Audit(remarks=Counter(r for r in audit.remarks if r.code == "private-part")))
 
     def name_missed(self, audit: Audit) -> None:
         """Warn once of attention that has no rows, and why."""
