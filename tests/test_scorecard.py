@@ -1,16 +1,24 @@
 """The scorecard of the paper's claims says what the records and the other pages say."""
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import language
+import lipschitz_pairs
 import numpy as np
 import pandas as pd
 import pytest
 import robustness
+import speed_by_mask
+import torch
+from scipy import stats
 
 from semdiag_models.sweeps.grid import read_sweep
 from semdiag_models.sweeps.records import read_history
+from semdiag_models.tasks.listops import ListOps
+from semdiag_models.tasks.shortcuts import shortcut
+from semdiag_models.tasks.tree_sampling import CLOSER, FIRST_OPENER
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
@@ -70,11 +78,12 @@ def test_ratios_of_dispersion_are_those_of_the_findings():
 
 PHRASES = {
     ("The smaller the dispersion", "docs/study.md"): "−0.47 to 0.37; −0.26 (−0.56 to 0.05)",
-    ("Masks are separated", "docs/findings.md"): "85%; 29%; 92%; 51%",
-    ("The conditions of Corollary 1", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
+    ("Masks are separated", "docs/findings.md"): "92, 93 and 94% (51, 55 and 56%)",
+    ("The conditions of Corollary 1 hold", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
+    ("The loss has a smaller", "docs/findings.md"): "10⁴ to 10³⁹ times the gradient",
     ("The bounds are true", "docs/findings.md"): "5 of 101,000 pairs of rows",
     ("Fixed sparse masks", "docs/findings.md"): "10 of 12 pairs",
-    ("Fixed sparse masks", "docs/study.md"): "1.65 to 1.73",
+    ("Fixed sparse masks", "docs/study.md"): "1.65 to 1.73; 0.29; 0.80",
     ("Approximate selections", "docs/study.md"): "1.32 (0.94 to 1.87); 0.98 (0.61 to 1.58); 0.79 (0.40 to 1.55)",
     ("Empirical Lipschitz", "docs/findings.md"): "0 of 10 pairs",
 }
@@ -95,38 +104,193 @@ def test_what_explains_the_speed_is_what_the_frozen_study_found():
         assert share in source
 
 
-def best_held_out(task, attention):
-    return [
-        max(history["holdout_accuracy"])
-        for run in read_sweep(ROOT / "experiments" / "length-40.toml")
-        if (run.training.task, run.model.attention_label) == (task, attention)
-        and (history := read_history(ROOT / "experiments" / "length-40", run)) is not None
-    ]
+def recorded(tasks, attention):
+    """Histories of the runs of the paper's size, by task and seed, the shipped references among them."""
+    found = {}
+    for run in read_sweep(ROOT / "experiments" / "length-40.toml"):
+        if run.training.task in tasks and run.model.attention_label == attention:
+            history = read_history(ROOT / "experiments" / "length-40", run)
+            found[run.training.task, run.training.seed] = pd.DataFrame(history)
+    for folder in (ROOT / "checkpoints").glob(f"*-{attention}-seed-*"):
+        task, _, seed = folder.name.partition(f"-{attention}-seed-")
+        if task in tasks:
+            found[task, int(seed)] = pd.read_csv(folder / "history.csv")
+    return found
+
+
+LEARNED = "even-pairs", "missing-duplicate", "stack-manipulation"
+SEEDS = 153476998, 205084180, 235510766
 
 
 def test_held_out_accuracies_differ_by_what_is_said():
-    """Of the records; the shipped references, which are on the page of findings, differ by no more."""
-    said = float(re.search(r"within ([\d.]+) points", row("It generalises")[1]).group(1))
-    gaps = []
-    for task in ("even-pairs", "missing-duplicate", "stack-manipulation"):
-        pairs = zip(best_held_out(task, "topk-5"), best_held_out(task, "full"), strict=False)
-        gaps += [100 * abs(a - b) for a, b in pairs]
-    assert len(gaps) >= 5
-    assert max(gaps) <= said + 0.05
+    """In the last epochs, and in the best ones."""
+    top, full = (recorded(LEARNED, attention) for attention in ("topk-5", "full"))
+    assert top.keys() == full.keys()
+    assert len(top) == 9
+    last = [100 * abs(top[p]["holdout_accuracy"].iloc[-1] - full[p]["holdout_accuracy"].iloc[-1]) for p in top]
+    best = [100 * abs(top[p]["holdout_accuracy"].max() - full[p]["holdout_accuracy"].max()) for p in top]
+    said = row("It generalises")[1]
+    assert f"within {max(last):.1f} points of full attention's in all nine pairs" in said
+    assert f"within {max(best):.1f} if" in said
+
+
+@pytest.mark.parametrize("task", LEARNED)
+def test_epochs_to_a_held_out_accuracy_are_those_of_the_records(task):
+    words = []
+    for attention in ("topk-5", "full"):
+        runs = recorded([task], attention)
+        reached = [
+            int(h.loc[h["holdout_accuracy"] >= 0.95, "epoch"].min()) for h in (runs[task, s] for s in SEEDS)
+        ]
+        words.append(", ".join(map(str, reached)))
+    assert f"{words[0]} against {words[1]} on {task}" in row("It reaches a held-out accuracy sooner")[1]
+
+
+def test_full_attention_comes_as_far_as_is_said():
+    tasks = [*LEARNED, "cycle-navigation", "modular-arithmetic", "solve-equation", "parity"]
+    runs = {**recorded(tasks, "full"), ("listops", SEEDS[0]): pd.read_csv(LISTOPS / "full" / "history.csv")}
+    largest = {place: 100 * history["train_accuracy"].max() for place, history in runs.items()}
+    said = row("Full attention, too")[1]
+    assert f"{min(largest.values()):.1f}% or more in all of {len(runs)} runs on {len(tasks) + 1} tasks" in said
+    of = {task: max(value for (own, _), value in largest.items() if own == task) for task, _ in runs}
+    assert f"{of['even-pairs']:.1f}% on even-pairs and missing-duplicate, {of['listops']:.1f}% on ListOps" in said
+    assert of["missing-duplicate"] > 99.95
+
+
+def test_the_seven_small_tasks_are_told_with_what_makes_their_mean():
+    ratios = speed_by_mask.ratios(pd.read_csv(ROOT / "reports" / "speed" / "outcomes.csv"))
+    by_task = ratios.groupby(["attention", "task"])["ratio"].mean().unstack("task")
+    top = np.exp(by_task.loc["topk-5"])
+    median = f"{top.median():.2f} of full attention's"
+    assert median in row("Top-k attention converges")[1]
+    assert median in (ROOT / "README.md").read_text(encoding="utf-8")
+    without = np.exp(by_task.loc["topk-5"].drop("even-pairs").mean())
+    assert f"without it {without:.2f}" in row("Approximate selections")[1]
+    slower = (by_task.loc["block-5-global-1"] > 0).sum()
+    p = stats.binomtest(int(slower), 7).pvalue
+    said = row("Fixed sparse masks")[1]
+    assert slower == 7
+    assert f"on all seven (exact sign test p = {p:.3f}), banded-5 on six" in said
+    assert (by_task.loc["banded-5-global-1"] > 0).sum() == 6
+
+
+def test_dispersion_has_the_signs_that_are_said_task_by_task():
+    rho = pd.read_csv(ROOT / "reports" / "speed" / "by_task.csv").set_index("task")["dispersion"]
+    advantage = "+{:.2f} on even-pairs and +{:.2f} on missing-duplicate".format(*rho[list(LEARNED[:2])])
+    others = rho.drop(list(LEARNED[:2]))
+    assert (others < 0).all()
+    said = row("The smaller the dispersion")[1]
+    assert advantage in said
+    assert f"−{-others.min():.2f} to −{-others.max():.2f} on the other five" in said
+
+
+def test_masks_that_stay_are_those_of_the_reference_report():
+    table = pd.read_csv(ROOT / "reports" / "reference" / "data" / "mask_stability.csv")
+    own = table[(table["layer"] == "all") & (table["level"] == 0.01)].sort_values(["task", "seed"])
+    findings = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    for attention in ("topk", "full"):
+        runs = own[own["attention"] == attention]
+        shares = [[f"{100 * x:.0f}" for x in runs[name]] for name in ("exact", "certified")]
+        stay, sure = (f"{', '.join(values[:2])} and {values[2]}%" for values in shares)
+        for page in (row("Masks are separated")[1], findings):
+            assert stay in page
+            assert sure in page
+
+
+def test_secants_at_matched_loss_are_of_tasks_without_an_advantage():
+    ratios = pd.read_csv(ROOT / "reports" / "lipschitz" / "ratios.csv")
+    matched = ratios[(ratios["stage"] == "matched loss") & ~lipschitz_pairs.unmatched(ratios)]
+    pairs = matched.drop_duplicates(["task", "seed"])
+    assert len(pairs) == 10
+    assert pairs["task"].nunique() == 4
+    assert not pairs["task"].isin(LEARNED[:2]).any()
+    assert "missing-duplicate" not in set(ratios["task"])
+    summary = pd.read_csv(ROOT / "reports" / "lipschitz" / "summary.csv").query("stage == 'matched loss'")
+    for radius in (1 / 64, 1 / 4, 1):
+        found = summary[(summary["percentile"] == 50) & (summary["radius"] == radius)].iloc[0]
+        assert (
+            "{:.1f} ({:.1f} to {:.1f})".format(*found[["ratio", "low", "high"]]) in row("Empirical Lipschitz")[1]
+        )
+
+
+LISTOPS = ROOT / "experiments" / "listops"
+
+
+def first(run, column, level):
+    """The first epoch at which a loss is as low, or an accuracy as high."""
+    reached = run[column] <= level if column.endswith("loss") else run[column] >= level
+    return int(run.loc[reached, "epoch"].min())
 
 
 def test_listops_says_what_the_two_runs_say():
     measured = row("On ListOps")[1]
-    runs = {
-        name: pd.read_csv(ROOT / "experiments" / "listops" / name / "history.csv") for name in ("topk", "full")
-    }
-    epochs = [int(run.loc[run["train_accuracy"] >= 0.95, "epoch"].min()) for run in runs.values()]
-    best = [100 * run["holdout_accuracy"].max() for run in runs.values()]
-    assert (
-        "95% training accuracy in epoch {} with top-5, in epoch {} with full attention".format(*epochs) in measured
-    )
+    page = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
+    runs = [pd.read_csv(LISTOPS / name / "history.csv") for name in ("topk", "full")]
+    epochs = [first(run, "train_accuracy", 0.95) for run in runs]
+    best = [f"{100 * run['holdout_accuracy'].max():.1f}%" for run in runs]
+    least = [run["holdout_loss"].min() for run in runs]
+    assert "epoch {} with top-5, in epoch {} with full attention".format(*epochs) in measured
     assert f"{epochs[1] / epochs[0]:.2f} times as fast" in measured
-    assert "the best held-out accuracy is {:.1f}% and {:.1f}%".format(*best) in measured
+    assert f"the best held-out accuracy is {' and '.join(best)}" in measured
+    sooner = [first(run, "holdout_accuracy", 0.34) for run in runs]
+    losses = [first(run, "holdout_loss", 1.76) for run in runs]
+    assert "34% is held out in epoch {} against {}".format(*sooner) in measured
+    assert "1.76 is reached in epoch {} against {}".format(*losses) in measured
+    assert "the smallest is {:.3f} against {:.3f}".format(*least) in measured
+    for name, numbers in (
+        ("95% training accuracy", epochs),
+        ("34% held-out accuracy", sooner),
+        ("35% held-out accuracy", [first(run, "holdout_accuracy", 0.35) for run in runs]),
+        ("held-out cross-entropy of 1.76", losses),
+    ):
+        assert "| {} | epoch {} | epoch {} |".format(name, *numbers) in page
+    ends = [
+        f"{low:.3f}, epoch {int(run.loc[run['holdout_loss'].idxmin(), 'epoch'])}"
+        for low, run in zip(least, runs, strict=True)
+    ]
+    assert f"| smallest held-out cross-entropy | {' | '.join(ends)} |" in page
+
+
+def root_and_digits(tokens):
+    """The root's operator, what its own digits tell of the answer, and how many lists are beside them."""
+    depth, lists, digits = 0, 0, []
+    for token in tokens[1:]:
+        if token == CLOSER:
+            depth -= 1
+            lists += depth == 0
+            if depth < 0:
+                break
+        elif token >= FIRST_OPENER:
+            depth += 1
+        elif depth == 0:
+            digits.append(token)
+    digits.sort()
+    told = {"[MIN": digits[:1], "[MAX": digits[-1:], "[MED": [len(digits), *digits[len(digits) // 2 :][:1]]}
+    return tokens[0], lists, *told.get(ListOps.symbols[tokens[0]], [])
+
+
+@pytest.mark.slow
+def test_rules_on_few_tokens_of_listops_reach_what_the_page_says():
+    """Tables of counts, found on 10,000 samples and tried on 10,000: a standard error of 0.5% at most."""
+    page = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
+    generator = torch.Generator().manual_seed(2**33)
+    drawn = [[part.tolist() for part in ListOps().sample(10_000, 599, generator)] for _ in range(2)]
+    rules = {
+        "the commonest label": lambda tokens: 0,
+        "the first token, the root's operator": lambda tokens: tokens[0],
+        "the root's operator, its digits and number of lists": root_and_digits,
+    }
+    for name, rule in rules.items():
+        counts = defaultdict(lambda: np.full(10, 0.5))
+        for tokens, label in zip(*drawn[0], strict=True):
+            counts[rule(tokens)][label] += 1
+        chances = [counts[rule(tokens)] / counts[rule(tokens)].sum() for tokens in drawn[1][0]]
+        right = np.mean([p.argmax() == label for p, label in zip(chances, drawn[1][1], strict=True)])
+        loss = -np.mean([np.log(p[label]) for p, label in zip(chances, drawn[1][1], strict=True)])
+        assert f"| {name} | {right:.0%} | {loss:.2f} |" in page
+    assert f"| {shortcut(ListOps(), 599).accuracy:.0%} | |" in page
+    pads = (torch.tensor(drawn[1][0]) == ListOps().pad_id).double().mean()
+    assert f"{pads:.0%} of the positions" in page
 
 
 def test_language_says_what_its_records_say():
@@ -173,7 +337,17 @@ def test_robustness_says_what_its_records_say():
         assert line.endswith(f"| {said} | {same} | {clear} | {answer} |"), (said, same, clear, answer)
         if attention == "topk-5":
             assert f"{said} on {task}" in measured
+            if task == "stack-manipulation":
+                half = others[others["level"] == "learning rate 0.05"].iloc[0]
+                ends = "{:.3f} ({:.3f} to {:.3f})".format(*half[["advantage", "low", "high"]])
+                assert (same, len(others), ends) == (6, 12, "0.058 (0.022 to 0.094)")
+                assert f"six of twelve levels have the other sign, half the rate clearly, {ends}" in measured
     shrunk = table[(table["task"] == "missing-duplicate") & (table["attention"] == "topk-5")].set_index("level")
     for level in ("norm post", "dropout 0.1"):
         ends = shrunk.loc[level, ["advantage", "low", "high"]]
         assert "{:.2f} ({:.2f} to {:.2f})".format(*ends).replace("-", "−") in page
+
+
+def test_the_front_page_counts_the_claims():
+    words = {19: "Nineteen", 20: "Twenty", 21: "Twenty-one"}
+    assert f"[**{words[len(ROWS)]} claims of the paper" in (ROOT / "README.md").read_text(encoding="utf-8")

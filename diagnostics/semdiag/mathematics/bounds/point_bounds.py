@@ -67,7 +67,9 @@ def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         >>> covariances(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), x, x).flatten()
         tensor([1., 0.])
     """
-    together = torch.einsum("...ij,...jm,...jn->...imn", weights, left, right)
+    # One product over the keys: that of three factors at once would hold queries × keys × m numbers.
+    products = (left[..., :, None] * right[..., None, :]).flatten(-2)
+    together = (weights @ products).unflatten(-1, (left.shape[-1], right.shape[-1]))
     return together - torch.einsum("...im,...in->...imn", weights @ left, weights @ right)
 
 

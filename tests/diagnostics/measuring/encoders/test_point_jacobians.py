@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.block_calls import watch_blocks
 from semdiag.mathematics.bounds.block_bounds import log_input_constant
-from semdiag.mathematics.bounds.point_bounds import attention_columns, attention_reach
+from semdiag.mathematics.bounds.point_bounds import attention_columns, attention_reach, covariances
 from semdiag.measuring.encoders.network_constants import network_forms
 from semdiag.measuring.encoders.point_jacobians import blocks_at_points, log_exact_constant, log_point_constant
 from semdiag.measuring.encoders.traces import trace_inputs
@@ -66,3 +67,28 @@ def test_every_derivative_of_the_attention_is_within_its_reach(kind, wild_encode
         for token in range(int(counted.sum())):
             exact = torch.linalg.matrix_norm(attention_columns(at.attention, token), 2)
             assert (exact <= reach[:, token] * (1 + 1e-12) + 1e-12).all()
+
+
+class Sizes(TorchDispatchMode):
+    """Remember the largest tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_covariances_of_long_inputs_hold_no_queries_by_keys_by_width():
+    """Of ListOps that were 184 MB a head and layer, and most of the time of bounds; the values are by a loop."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(2, 50, 60, generator=generator, dtype=torch.float64).softmax(-1)
+    x, y = (torch.randn(2, 60, n, generator=generator, dtype=torch.float64) for n in (6, 5))
+    with Sizes() as sizes:
+        found = covariances(p, x, y)
+    assert sizes.largest <= p.numel()
+    for head in range(2):
+        for query, weights in enumerate(p[head]):
+            apart = x[head] - weights @ x[head]
+            torch.testing.assert_close(found[head, query], (weights[:, None] * apart).T @ y[head])
