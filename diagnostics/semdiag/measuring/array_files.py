@@ -37,8 +37,7 @@ def array_names(path: Path) -> list[str]:
         if path.suffix == ".npz":
             return [str(name) for name in np.load(file, allow_pickle=False).files]
         if path.suffix == ".safetensors":
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            return [name for name in header if name != "__metadata__"]
+            return [name for name in read_header(path, file) if name != "__metadata__"]
         import pyarrow as pa
         import pyarrow.parquet as pq
 

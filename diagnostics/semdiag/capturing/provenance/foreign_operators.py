@@ -32,7 +32,7 @@ def names_attention(schema: Any) -> bool:
 
 
 def is_suspect(func: Any) -> bool:
-    """Return whether the schema of one of torch's own operators, of which nothing else is known, fits attention."""
+    """Return whether the schema of one of torch's own operators, otherwise unknown, fits attention."""
     schema = func._schema
     read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
     mixes = len(read) >= 3 and torch.Tag.pointwise not in func.tags
