@@ -14,24 +14,7 @@ except ImportError:
 
 
 class MonitorCallback(TrainerCallback):
-    """A :class:`~semdiag.Monitor` for the Trainer of transformers.
-
-    It starts with the training and stops with it, after an exception when the next one starts. ``every`` counts
-    optimiser steps (``state.global_step``). Where
-    gradients are accumulated, only the first forward call of a step is looked at. Evaluation is left out.
-
-    Args:
-        every: optimiser steps from one look to the next.
-        options: of the monitor: ``path``, ``alarm``, ``on_alarm``, ``log``, ``rows``, ``k``, …
-
-    Attributes:
-        monitor: of the running or the last training; None before it.
-
-    Example:
-        >>> callback = MonitorCallback(every=50, alarm={"max_logit": 50})
-        >>> callback.monitor is None
-        True
-    """
+    """A :class:`~semdiag.Monitor` for the Trainer of transformers."""
 
     def __init__(self, every: int = 200, **options: Any) -> None:
         self.monitor: Monitor | None = None

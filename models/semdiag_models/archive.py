@@ -20,18 +20,7 @@ class CodeError(Exception):
 
 
 def check_archive(file: BinaryIO) -> str | None:
-    """Refuse what would break torch's reader: compressed members, deep nesting, storages larger than their member.
-
-    Args:
-        file: at its beginning; left there.
-
-    Returns:
-        None; or the name of the first member with a wrong checksum, which torch ignores.
-
-    Raises:
-        DamagedError: if it is no such archive.
-        CodeError: if its pickle contains anything but data.
-    """
+    """Refuse what would break torch's reader: compressed members, deep nesting, storages larger than their member."""
     try:
         with zipfile.ZipFile(file) as archive:
             wrong = _check_members(archive, file)
@@ -88,14 +77,7 @@ def _content(file: BinaryIO, header: int, size: int) -> bytes:
 
 
 def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
-    """Follow a pickle without building anything.
-
-    On the stack lie depths, and the values of what a storage's name is made of.
-
-    Raises:
-        DamagedError: if it is damaged, nested too deeply, or names a storage larger than its member.
-        CodeError: if it names a global too long for any of torch's.
-    """
+    """Follow a pickle without building anything."""
     stack: list[tuple[int, Any]] = []
     marks: list[int] = []
     memo: dict[Any, tuple[int, Any]] = {}

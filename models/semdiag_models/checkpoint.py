@@ -28,31 +28,20 @@ FORMAT = "semdiag/1"
 
 @dataclass
 class Checkpoint:
-    """One snapshot of one run.
+    """One snapshot of one run."""
 
-    Attributes:
-        model: the architecture.
-        training: data and optimisation of the run.
-        state: parameters by name.
-        epoch: finished epochs; 0 is the initialisation.
-        history: one list per column (``epoch``, ``train_accuracy``, …), one entry per finished epoch.
-        rng: states of the random generators after that epoch, by device; empty in snapshots that cannot be resumed
-            from.
-        provenance: versions, command, device, threads.
-        optimizer_state: the optimiser's state, by parameter and quantity; empty for plain SGD and in snapshots
-            that cannot be resumed from.
-        recorded_weights: the hash of the parameters as recorded in the file; empty if there is none.
-    """
-
-    model: ModelConfig
-    training: TrainingConfig
-    state: dict[str, Tensor]
-    epoch: int
+    model: ModelConfig  # the architecture
+    training: TrainingConfig  # data and optimisation of the run
+    state: dict[str, Tensor]  # parameters by name
+    epoch: int  # finished epochs; 0 is the initialisation
+    # one list per column (``epoch``, ``train_accuracy``, …), one entry per finished epoch
     history: dict[str, list[float]]
+    # states of the random generators after that epoch, by device; empty in snapshots that cannot be resumed from
     rng: dict[str, Tensor] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)  # versions, command, device, threads
+    # the optimiser's state, by parameter and quantity
     optimizer_state: OptimizerState = field(default_factory=dict)
-    recorded_weights: str = field(default="", compare=False)
+    recorded_weights: str = field(default="", compare=False)  # the hash of the parameters as recorded in the file
 
     def build(self) -> Encoder:
         """Return the encoder with these parameters, in evaluation mode."""
@@ -62,15 +51,7 @@ class Checkpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write atomically: a temporary file in the same folder, fsync, rename.
-
-    Args:
-        path: the file to create or replace.
-        checkpoint: what to write.
-
-    Raises:
-        OSError: if the folder cannot be written to; an existing file is then unchanged.
-    """
+    """Write atomically: a temporary file in the same folder, fsync, rename."""
     content = {
         "format": FORMAT,
         "config": {"model": checkpoint.model.to_dict(), "training": checkpoint.training.to_dict()},
@@ -93,18 +74,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The checkpoint, parameters on the CPU, shapes checked against the configuration.
-
-    Raises:
-        InputError: if the file is missing, no checkpoint, damaged, contains code, or does not fit its
-            configuration.
-    """
+    """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it."""
     content, *_ = _read(path)
     if not is_checkpoint(content):
         raise InputError(
@@ -115,34 +85,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_plain(path: Path) -> Any:
-    """Read tensors and plain containers from a file; code in it is refused and never run.
-
-    Args:
-        path: a file written by ``torch.save``.
-
-    Returns:
-        What the file holds.
-
-    Raises:
-        InputError: if the file is missing, unreadable, damaged, or holds anything but data; the message
-            names the refused global.
-    """
+    """Read tensors and plain containers from a file; code in it is refused and never run."""
     return read_hashed(path, hashed=False)[0]
 
 
 def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
-    """Read a file as :func:`read_plain` does, and hash it while it is open.
-
-    Args:
-        path: a file written by ``torch.save``.
-        hashed: whether to compute the hash.
-
-    Returns:
-        The content, and its SHA-256; empty if not wanted.
-
-    Raises:
-        InputError: as :func:`read_plain`.
-    """
+    """Read a file as :func:`read_plain` does, and hash it while it is open."""
     content, wrong, digest = _read(path, hashed)
     if wrong is not None:  # torch can write files without checksums
         warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
@@ -155,11 +103,7 @@ def is_checkpoint(content: Any) -> bool:
 
 
 def _read(path: Path, hashed: bool = False) -> tuple[Any, str | None, str]:
-    """Return a file's content, its first member with a wrong checksum, and its hash.
-
-    Raises:
-        InputError: as :func:`read_plain`; also for such a member in a file of ours.
-    """
+    """Return a file's content, its first member with a wrong checksum, and its hash."""
     content, wrong, digest = _loaded(path, hashed)
     if wrong is not None and is_checkpoint(content):
         raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
@@ -209,18 +153,7 @@ def sha256(path: Path) -> str:
 
 
 def weights_sha256(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the weights alone: every tensor's name, dtype, shape and bytes, sorted by name.
-
-    Args:
-        state: tensors by name.
-
-    Returns:
-        64 hexadecimal digits, independent of fields that later versions add to the configuration.
-
-    Example:
-        >>> weights_sha256({"w": torch.zeros(2)})[:8]
-        'f03e39f8'
-    """
+    """Return the SHA-256 of the weights alone: every tensor's name, dtype, shape and bytes, sorted by name."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -230,16 +163,7 @@ def weights_sha256(state: Mapping[str, Tensor]) -> str:
 
 
 def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
-    """Refuse parameters that do not fit the model.
-
-    Args:
-        path: named in the message.
-        model: what the parameters are for.
-        state: parameters by name.
-
-    Raises:
-        InputError: for the first parameter that is missing, extra, of the wrong shape or not plain numbers.
-    """
+    """Refuse parameters that do not fit the model."""
     expected = model.state_dict()
     odd = [
         *(name for name in expected if name not in state),
@@ -262,15 +186,7 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
 
 
 def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
-    """Build a checkpoint from a file's content, trusting nothing in it.
-
-    Args:
-        path: named in messages.
-        content: from :func:`read_plain`.
-
-    Raises:
-        InputError: if it is damaged or does not fit its own configuration.
-    """
+    """Build a checkpoint from a file's content, trusting nothing in it."""
     content = {"rng": {}, "provenance": {}, "optimizer_state": {}, **content}
     _check_entries(path, content)
     try:

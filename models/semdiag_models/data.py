@@ -19,38 +19,14 @@ class Split(NamedTuple):
 
 
 def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[Split, Split]:
-    """Regenerate a run's training and held-out samples from its seed.
-
-    Both are drawn from one generator, training first, so all kinds of attention see the same data for a seed.
-
-    Args:
-        config: task, length, sizes and seed.
-        padded_length: positions of the model; samples are padded to it on the right.
-        pad_id: token id of PAD.
-
-    Returns:
-        Training and held-out split, on the CPU; with fresh samples, the training split of the first epoch.
-
-    Raises:
-        InputError: if the task is unknown or has no string of that length, or the text has changed.
-    """
+    """Regenerate a run's training and held-out samples from its seed."""
     generator = torch.Generator().manual_seed(config.seed)
     train, holdout = _draw(config, config.holdout_samples, generator, pad_id)
     return _padded(*train, padded_length, pad_id), _padded(*holdout, padded_length, pad_id)
 
 
 def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: int) -> Split:
-    """Draw an epoch's training samples from seed and epoch alone, so that a resumed run sees the same ones.
-
-    Args:
-        config: task, length, sizes and seed.
-        epoch: from 0; the samples of epoch 0 are those of :func:`draw_data`.
-        padded_length: positions of the model.
-        pad_id: token id of PAD.
-
-    Returns:
-        The samples, on the CPU; they may include held-out ones.
-    """
+    """Draw an epoch's training samples from seed and epoch alone, so that a resumed run sees the same ones."""
     if epoch == 0:
         return draw_data(config, padded_length, pad_id)[0]
     words = np.random.SeedSequence([config.seed, epoch]).generate_state(1, np.uint64)

@@ -12,22 +12,7 @@ BEST = "cuda", "mps", "cpu"  # of which auto takes the first that is there
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device that the user named.
-
-    Args:
-        name: ``cpu``, ``cuda``, ``mps``, another accelerator available to torch, such as ``xpu``, or ``auto`` for
-            the first available of CUDA, MPS and CPU (others may lack float64).
-
-    Returns:
-        The device.
-
-    Raises:
-        InputError: if the name is unknown or the device is not available.
-
-    Example:
-        >>> find_device("cpu")
-        device(type='cpu')
-    """
+    """Return the device that the user named."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if torch.accelerator.is_available() and (other := torch.accelerator.current_accelerator()):
         there.setdefault(other.type, True)

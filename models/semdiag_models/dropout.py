@@ -9,24 +9,7 @@ from torch import Tensor
 
 
 def dropped_positions(n: int, p: float) -> Tensor:
-    """Return the indices, among n, at which independent coins with probability p say "drop".
-
-    The gaps between drops are geometric, so drawing the gaps gives exactly the law of n independent coins, with
-    about n·p draws.
-
-    Args:
-        n: number of elements.
-        p: drop probability, in (0, 1).
-
-    Returns:
-        Increasing int64 indices in ``0 … n - 1``, from the global CPU generator.
-
-    Example:
-        >>> generator_state = torch.manual_seed(0)
-        >>> drops = dropped_positions(100_000, 0.01)
-        >>> 900 < len(drops) < 1100
-        True
-    """
+    """Return the indices, among n, at which independent coins with probability p say "drop"."""
     enough = int(n * p + 10 * math.sqrt(n * p) + 20)
     positions = torch.empty(enough, dtype=torch.int64).geometric_(p).cumsum(0).sub_(1)
     while positions[-1] < n - 1:  # ten standard deviations away, but exactness requires it
@@ -36,19 +19,7 @@ def dropped_positions(n: int, p: float) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Zero each element with probability p and divide the others by 1 - p, while training.
-
-    On the CPU about ten times faster than :func:`torch.nn.functional.dropout` at the paper's p = 0.01;
-    elsewhere that function is called.
-
-    Args:
-        x: any shape, floating point.
-        p: drop probability, in [0, 1).
-        training: if false, x is returned unchanged.
-
-    Returns:
-        A tensor of x's shape.
-    """
+    """Zero each element with probability p and divide the others by 1 - p, while training."""
     if not training or p == 0:
         return x
     if x.device.type != "cpu":

@@ -23,16 +23,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "
 
 
 class AttentionCore(nn.Module):
-    """Softmax attention over selected keys. The single hook point: its inputs determine the attention.
-
-    ``register_forward_hook`` on it sees (q, k, v, scale, valid, selected); scores are ``scale · q kᵀ``. Queries
-    within ``everywhere`` attend to all valid keys whatever is selected.
-
-    Args:
-        p: dropout probability of the attention weights.
-        everywhere: number of queries at the start, and at the end, that attend to all valid keys.
-        straight_through: whether training uses :func:`straight_through_attention`.
-    """
+    """Softmax attention over selected keys. The single hook point: its inputs determine the attention."""
 
     def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0), straight_through: bool = False) -> None:
         super().__init__()
@@ -41,19 +32,7 @@ class AttentionCore(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
     ) -> Tensor:
-        """Mix the values.
-
-        Args:
-            q: queries (B, H, L, D).
-            k: keys (B, H, L, D).
-            v: values (B, H, L, D).
-            scale: factor on the scores.
-            valid: (B, L) bool, false for PAD; None if there is none.
-            selected: (B, H, L, K) key positions, -1 for none; None if all valid keys are selected.
-
-        Returns:
-            Mixed values (B, H, L, D).
-        """
+        """Mix the values."""
         p = self.p if self.training else 0.0
         if selected is None:
             return dense_attention(q, k, v, scale, valid, p)
@@ -74,13 +53,7 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with biases; every head is ``head_width`` wide.
-
-    Args:
-        config: the architecture.
-        layer: number of the block; random attention keeps different keys in every block, and LSH attention hashes
-            differently.
-    """
+    """Multi-head attention with biases; every head is ``head_width`` wide."""
 
     centroids: Tensor | None
 
@@ -125,10 +98,7 @@ class Attention(nn.Module):
         return mixed
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Return the positions of the keys that each query attends to, from :func:`select_keys`.
-
-        In training, the centroids of routing attention then follow the queries and keys.
-        """
+        """Return the positions of the keys that each query attends to, from :func:`select_keys`."""
         core, by = self.core, self._selected_by(q)
         selected = select_keys(self.kind, self.k, q, k, self.scale, valid, core.everywhere, apart=core.apart, **by)
         if self.training and self.centroids is not None:
@@ -153,14 +123,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
-
-    Post-norm: norm(x + drop(attention(x))), then norm(x + drop(mlp(x))). The norms have no parameters.
-
-    Args:
-        config: the architecture.
-        layer: position of the block, from 0.
-    """
+    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -189,24 +152,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The classifier of the paper's experiments.
-
-    Source: paper, section on experiments, as its released code runs. Deviation: the first norm has eps 1e-5
-    like the others (``first_norm_eps``), dropout is off in evaluation, PAD is left out (``pad_as_token``).
-    With ``norm="post"`` the blocks are those of the paper's equations.
-
-    CLS comes before the input; the global tokens come after it, at the positions after the longest input, so that
-    padding does not move them; they count in mean pooling, as in the released code. In banded and block-local
-    attention, CLS is also a global token; elsewhere (except for ``cls_as_key``) it is a token like any other.
-
-    Args:
-        config: the architecture.
-
-    Example:
-        >>> model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=8, attention="topk", k=2)).eval()
-        >>> model(torch.tensor([[0, 1, 1, 0]])).shape
-        torch.Size([1, 2])
-    """
+    """The classifier of the paper's experiments."""
 
     positions: Tensor
 
@@ -240,45 +186,20 @@ class Encoder(nn.Module):
                 parameter[: 2 * layer.heads * layer.head_width].mul_(factor)
 
     def with_exact_positions(self) -> Self:
-        """Replace the trainer's positions by positions that are the same on every processor.
-
-        Training computes them in float32, whose sine depends on the processor; at length 40 they are off by up to
-        2e-6. These are computed in float64 and rounded once, so that in float64 a trained model is the same
-        function everywhere.
-
-        Returns:
-            The encoder itself.
-        """
+        """Replace the trainer's positions by positions that are the same on every processor."""
         length, width = self.positions.shape
         self.positions.copy_(sinusoids(length, width, torch.float64))
         return self
 
     def with_draws(self, seed: int) -> Self:
-        """Make redrawn attention keep the same random keys in every evaluation, so that it can be measured.
-
-        Training and other kinds of attention are unaffected.
-
-        Args:
-            seed: of the keys.
-
-        Returns:
-            The encoder itself.
-        """
+        """Make redrawn attention keep the same random keys in every evaluation, so that it can be measured."""
         if ATTENTIONS[self.config.attention].keeps == "redrawn":
             for layer in range(self.config.blocks):
                 self.attention(layer).draw_seed = seed
         return self
 
     def forward(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
-        """Classify.
-
-        Args:
-            tokens: (B, L) int64 token ids, L at most ``config.length``.
-            padded: whether PAD may occur among them; None checks (which waits for a GPU).
-
-        Returns:
-            Logits (B, classes).
-        """
+        """Classify."""
         valid = self.valid(tokens, padded)
         x = self.embed(tokens)
         for block in self.blocks:
@@ -291,19 +212,7 @@ class Encoder(nn.Module):
         return logits
 
     def sequence(self, tokens: Tensor) -> Tensor:
-        """Return the ids of all tokens that attention sees: CLS, the input, the global tokens.
-
-        Args:
-            tokens: (B, L) int64 token ids.
-
-        Returns:
-            (B, L + extra tokens) int64; ``tokens`` itself if there are no extra ones.
-
-        Example:
-            >>> config = ModelConfig(3, 2, 8, "block", k=2, global_tokens=2, pooling="cls")
-            >>> Encoder(config).sequence(torch.tensor([[0, 1, 1, 2]]))
-            tensor([[5, 0, 1, 1, 2, 3, 4]])
-        """
+        """Return the ids of all tokens that attention sees: CLS, the input, the global tokens."""
         c = self.config
         if not c.extra_tokens:
             return tokens
@@ -325,15 +234,7 @@ class Encoder(nn.Module):
         return self.positions[: length + self.config.extra_tokens]
 
     def valid(self, tokens: Tensor, padded: bool | None = None) -> Tensor | None:
-        """Return which tokens of :meth:`sequence` count.
-
-        Args:
-            tokens: (B, L) int64 token ids.
-            padded: whether PAD may occur among them; None checks.
-
-        Returns:
-            (B, L + extra tokens) bool, false for PAD that does not count; None if there is none.
-        """
+        """Return which tokens of :meth:`sequence` count."""
         c = self.config
         if c.pad_as_token or padded is False:
             return None

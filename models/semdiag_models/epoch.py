@@ -18,19 +18,7 @@ if TYPE_CHECKING:
 def train_epoch(
     trainers: "Sequence[Trainer]", states: list[RandomState] | None, after_batch: "Callable[[Trainer], None]"
 ) -> list[float]:
-    """Train an epoch, of one trainer or several at once.
-
-    Args:
-        trainers: equal except for seed and attention, at the same epoch.
-        states: of the random generators, one per trainer, advanced by draws; None means the global ones.
-        after_batch: called for each trainer after a step.
-
-    Returns:
-        Each trainer's sum of losses; a trainer whose sum is not finite keeps its previous parameters.
-
-    Raises:
-        InputError: if the trainers' models differ in more than attention.
-    """
+    """Train an epoch, of one trainer or several at once."""
     first = trainers[0]
     stack = first.stack if states is None and first.stack else Stack([t.encoder for t in trainers], states)
     stack.load()

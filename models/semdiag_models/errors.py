@@ -12,20 +12,7 @@ class InputError(ValueError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """Return the error for a name that is not in a registry.
-
-    Args:
-        kind: of things in the registry, in the singular ("task").
-        name: the user's.
-        known: the registry's names.
-
-    Returns:
-        An error that suggests the nearest name and lists all of them.
-
-    Example:
-        >>> print(unknown_name("task", "evenpairs", ["even-pairs", "parity"]))
-        Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: even-pairs, parity.
-    """
+    """Return the error for a name that is not in a registry."""
     known = list(known)
     near = get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -11,15 +11,7 @@ _ALIGNMENT = 16  # elements: parameters begin at multiples of 64 bytes
 
 
 class FlatParameters:
-    """Parameters of encoders as views of one buffer, and their gradients as views of another.
-
-    Args:
-        encoders: with parameters of the same names and shapes.
-
-    Attributes:
-        parameters: (S, P), filled by :meth:`load` and copied back by :meth:`store`.
-        gradients: (S, P).
-    """
+    """Parameters of encoders as views of one buffer, and their gradients as views of another."""
 
     def __init__(self, encoders: Sequence[Encoder]) -> None:
         self.encoders = list(encoders)

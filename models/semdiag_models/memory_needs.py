@@ -10,14 +10,7 @@ _COPIES = 2, 5  # copies of the parameters: with gradients; in hand-derived step
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return the number of an encoder's parameters.
-
-    Example:
-        >>> from semdiag_models import Encoder
-        >>> config = ModelConfig(3, 2, 40, heads=2, global_tokens=1, attention="banded", k=5)
-        >>> parameter_count(config) == sum(parameter.numel() for parameter in Encoder(config).parameters())
-        True
-    """
+    """Return the number of an encoder's parameters."""
     width, inner, mlp = model.width, model.heads * model.head_width, model.mlp_width
     attention = width * 3 * inner + 3 * inner + inner * width + width
     block = attention + width * mlp + mlp + mlp * width + width
@@ -26,21 +19,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
-    """Return a lower bound of the main memory for training, in bytes.
-
-    It counts parameters with gradients and the optimiser's two moments, positions, samples, and what one batch's
-    backward pass needs from every block. It counts nothing else, so that nothing that fits is refused.
-
-    Args:
-        model: architecture.
-        training: data and optimisation.
-        on_cpu: whether steps run on the CPU; else only parameters, positions and samples are counted.
-
-    Example:
-        >>> training = TrainingConfig("even-pairs", 40, epochs=1)
-        >>> training_memory(ModelConfig(3, 2, 40, width=100_000), training) > 2**32
-        True
-    """
+    """Return a lower bound of the main memory for training, in bytes."""
     length = model.length + model.extra_tokens
     by_hand = on_cpu and training.precision == "float32" and not training.compiled
     copies = _COPIES[by_hand] if on_cpu else 1

@@ -46,15 +46,7 @@ _LEAST_DROPOUT = 1e-9  # gaps between drops must fit 64 bits
 
 @dataclass(frozen=True)
 class ModelConfig(Record):
-    """Architecture of the encoder.
-
-    Raises:
-        InputError: if a value is invalid; the message says what would work.
-
-    Example:
-        >>> ModelConfig(vocabulary_size=3, classes=2, length=40, attention="topk", k=5).k
-        5
-    """
+    """Architecture of the encoder."""
 
     vocabulary_size: int  # token ids of inputs, including PAD (the last one)
     classes: int
@@ -197,23 +189,13 @@ class ModelConfig(Record):
 
     @property
     def keys_kept(self) -> int | None:
-        """Number of keys that an ordinary query keeps: k, plus CLS and the global tokens in local attention.
-
-        Example:
-            >>> ModelConfig(3, 2, 40, "banded", k=5, global_tokens=1).keys_kept
-            6
-        """
+        """Number of keys that an ordinary query keeps: k, plus CLS and the global tokens in local attention."""
         of_all = self.global_tokens + self.cls_tokens * self.cls_as_key if self.attention in LOCAL else 0
         return None if self.k is None else self.k + of_all
 
     @property
     def attention_label(self) -> str:
-        """Attention, k and all else that distinguishes masks, in one word: ``topk-5``, ``banded-5-global-1``.
-
-        Example:
-            >>> ModelConfig(3, 2, 40, "lsh", k=5, hash_rounds=2, hashes="asymmetric").attention_label
-            'lsh-5-rounds-2-asymmetric'
-        """
+        """Attention, k and all else that distinguishes masks, in one word: ``topk-5``, ``banded-5-global-1``."""
         usual = {name: getattr(type(self), name) for name in _IN_THE_LABEL} | self._usual_numbers()
         words = [self.attention, *([] if self.k is None else [str(self.k)])]
         for name, word in _IN_THE_LABEL.items():

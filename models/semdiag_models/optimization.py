@@ -45,16 +45,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module) -> Opt
 
 
 def restore_optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module, state: OptimizerState) -> None:
-    """Restore the optimiser's state.
-
-    Args:
-        optimizer: of the encoder's parameters.
-        encoder: the model.
-        state: from :func:`optimizer_state`; read from a file, so not trusted.
-
-    Raises:
-        InputError: if it does not belong to these parameters.
-    """
+    """Restore the optimiser's state."""
     parameters = dict(encoder.named_parameters())
     for name, values in state.items():
         parameter = parameters.get(name)
@@ -74,15 +65,7 @@ def restore_optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse a precision that the device does not have.
-
-    Args:
-        precision: a key of ``PRECISIONS``.
-        device: of the training steps.
-
-    Raises:
-        InputError: if it is tf32 and the device is not CUDA.
-    """
+    """Refuse a precision that the device does not have."""
     if precision == "tf32" and device.type != "cuda":
         raise InputError(f"tf32 is a precision of CUDA devices, not of {device.type}. Use float32 or bf16.")
 
@@ -94,11 +77,7 @@ def forward_precision(precision: str, device: torch.device) -> AbstractContextMa
 
 @contextmanager
 def product_precision(precision: str) -> Iterator[None]:
-    """Allow TF32 in matrix products, forward and backward, if the precision says so; restored on leaving.
-
-    Args:
-        precision: a key of ``PRECISIONS``.
-    """
+    """Allow TF32 in matrix products, forward and backward, if the precision says so; restored on leaving."""
     if precision != "tf32":  # some versions of torch warn even on reading
         yield
         return
@@ -111,24 +90,12 @@ def product_precision(precision: str) -> Iterator[None]:
 
 
 def compile_steps(encoder: nn.Module, device: torch.device) -> Callable[..., Tensor]:
-    """Return the encoder's forward pass through :func:`torch.compile`, which also compiles the backward pass.
-
-    On CUDA the steps are recorded as CUDA graphs (``mode="reduce-overhead"``).
-    """
+    """Return the encoder's forward pass through :func:`torch.compile`, which also compiles the backward pass."""
     return torch.compile(encoder, mode="reduce-overhead" if device.type == "cuda" else None)
 
 
 def frozen_rows(encoder: Encoder, training: TrainingConfig) -> dict[str, int]:
-    """Return the frozen parameters by name, with the number of their first rows that are frozen.
-
-    W_q, W_k and W_v are stacked in one matrix, as are their biases: ``qk`` is its first two thirds.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(3, 2, 8, blocks=1, heads=2, head_width=4))
-        >>> frozen_rows(encoder, TrainingConfig("parity", 8, 1, frozen=("qk",)))
-        {'blocks.0.attention.qkv.weight': 16, 'blocks.0.attention.qkv.bias': 16}
-    """
+    """Return the frozen parameters by name, with the number of their first rows that are frozen."""
     if "qk" not in training.frozen:
         return {}
     c = encoder.config
@@ -137,13 +104,7 @@ def frozen_rows(encoder: Encoder, training: TrainingConfig) -> dict[str, int]:
 
 
 class Frozen:
-    """Parts of parameters that steps do not move: no update, no weight decay, no optimiser state.
-
-    Their gradient counts as 0, also in the norm for clipping.
-
-    Args:
-        places: parameters, with the frozen part of each.
-    """
+    """Parts of parameters that steps do not move: no update, no weight decay, no optimiser state."""
 
     def __init__(self, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
         self._places = list(places)

@@ -17,24 +17,7 @@ class OddTensorError(Exception):
 
 
 def check_plain(content: Any) -> None:
-    """Refuse tensors that are not plain dense memory, and containers that cannot be traversed.
-
-    Such containers contain themselves, or each other too often: in a pickle of a few hundred bytes, each may
-    contain the previous one many times.
-
-    Args:
-        content: of a file.
-
-    Raises:
-        OddTensorError: naming the kind of tensor.
-        DamagedError: for containers.
-
-    Example:
-        >>> check_plain({"a": [torch.zeros(2), 1]})
-        >>> check_plain([torch.zeros(2, device="meta")])
-        Traceback (most recent call last):
-        semdiag_models.plain_content.OddTensorError: meta
-    """
+    """Refuse tensors that are not plain dense memory, and containers that cannot be traversed."""
     _Follower().follow(content, _DEEPEST)
 
 

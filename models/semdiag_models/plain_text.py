@@ -9,55 +9,23 @@ _COMPUTED = re.compile("['\\s]*[=+\\-@\uff1d\uff0b\uff0d\uff20]|'*[\t\r\n]")
 
 
 def visible(text: str) -> str:
-    r"""Replace control characters and direction marks in a text by escapes.
-
-    Args:
-        text: any.
-
-    Example:
-        >>> print(visible("a title" + chr(27) + "[31m"))
-        a title\x1b[31m
-    """
+    r"""Replace control characters and direction marks in a text by escapes."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def visible_json(text: str) -> str:
-    r"""Escape what :func:`visible` escapes in a JSON text, as JSON does; its values stay the same.
-
-    Example:
-        >>> print(visible_json('{"a": "' + chr(0x202e) + 'δ"}'))
-        {"a": "\\u202eδ"}
-    """
+    r"""Escape what :func:`visible` escapes in a JSON text, as JSON does; its values stay the same."""
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def csv_cell(text: str) -> str:
-    r"""Return a text for a cell of a CSV file: never a formula, without control characters.
-
-    What a spreadsheet would compute gets an apostrophe in front, as one would type it there. A text that is a
-    number stays unchanged. Pass texts only; numbers are for the CSV writer.
-
-    Args:
-        text: of the cell, before the writer quotes it.
-
-    Example:
-        >>> [csv_cell(text) for text in ("=1+1", "'=1", "-0.5", "-inf", "a-b")]
-        ["'=1+1", "''=1", '-0.5', '-inf', 'a-b']
-    """
+    r"""Return a text for a cell of a CSV file: never a formula, without control characters."""
     text = visible(text)
     return f"'{text}" if _COMPUTED.match(text) and not _is_number(text) else text
 
 
 def from_csv_cell(cell: str) -> str:
-    """Undo :func:`csv_cell`; control characters stay escapes.
-
-    Args:
-        cell: from a CSV reader.
-
-    Example:
-        >>> [from_csv_cell(csv_cell(text)) for text in ("=1+1", "'=1", "-0.5", "it's")]
-        ['=1+1', "'=1", '-0.5', "it's"]
-    """
+    """Undo :func:`csv_cell`; control characters stay escapes."""
     return cell[1:] if cell.startswith("'") and _COMPUTED.match(cell[1:]) else cell
 
 

@@ -7,20 +7,7 @@ from torch import Tensor
 
 
 def sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return positions: sines in even channels, cosines in odd ones, base 10000.
-
-    Args:
-        length: L.
-        width: d, even.
-        dtype: None means torch's default.
-
-    Returns:
-        (L, d).
-
-    Example:
-        >>> sinusoids(2, 2).tolist()[0]
-        [0.0, 1.0]
-    """
+    """Return positions: sines in even channels, cosines in odd ones, base 10000."""
     if torch.empty(()).is_meta:
         return torch.empty(length, width, dtype=dtype)
     channels = torch.arange(0, width, 2, dtype=dtype)

@@ -1,9 +1,4 @@
-"""Matrix products in single precision through oneDNN.
-
-On x86, torch leaves such products to MKL. On Intel's processors, and on others without 512-bit vectors, MKL is at
-least as fast as oneDNN. On other vendors' processors with such vectors, MKL does not use them and takes up to
-twice as long as oneDNN, which comes with torch, too. Both round like float32.
-"""
+"""Matrix products in single precision through oneDNN."""
 
 import platform
 from pathlib import Path
@@ -18,11 +13,7 @@ _LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # None if t
 
 
 def made_by_intel(file: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the processor is Intel's.
-
-    Args:
-        file: Linux's description of it; on other systems Python's is used.
-    """
+    """Return whether the processor is Intel's."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
             said = lines.read(4096)
@@ -44,12 +35,7 @@ _PAYS = _pays()
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Return whether :func:`linear` can be called, and pays: large matrices in float32 on a processor.
-
-    Args:
-        x: (..., N, D).
-        weight: (..., M, D).
-    """
+    """Return whether :func:`linear` can be called, and pays: large matrices in float32 on a processor."""
     return (
         _PAYS
         and x.shape[-2] * weight.shape[-2] * x.shape[-1] >= _WORTHWHILE
@@ -62,24 +48,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute onto + x Wᵀ + b, without autograd.
-
-    Args:
-        x: (N, D) float32 on the CPU, see :func:`takes`; or S of them, (S, N, D).
-        weight: (M, D); or (S, M, D).
-        bias: (M,), or (S, M); None means 0.
-        onto: (N, M), or (S, N, M); None means 0.
-        out: (S, N, M), memory for S products; a single product gets new memory.
-
-    Returns:
-        (N, M), or (S, N, M).
-
-    Example:
-        >>> import torch
-        >>> linear(torch.ones(2, 3), torch.eye(3), torch.ones(3))
-        tensor([[2., 2., 2.],
-                [2., 2., 2.]])
-    """
+    """Compute onto + x Wᵀ + b, without autograd."""
     if x.ndim == 3:
         out = x.new_empty(*x.shape[:2], weight.shape[1]) if out is None else out
         nothing = [None] * len(x)

@@ -20,15 +20,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def restore_random_state(states: RandomState) -> None:
-    """Restore the global generators of the available devices.
-
-    Args:
-        states: from :func:`random_state`.
-
-    Raises:
-        RuntimeError: if a state is damaged.
-        TypeError: if it is not a tensor of bytes.
-    """
+    """Restore the global generators of the available devices."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -38,13 +30,7 @@ def restore_random_state(states: RandomState) -> None:
 
 @contextmanager
 def drawing_from(states: list[RandomState] | None, part: int, device: torch.device) -> Iterator[None]:
-    """Draw, inside, from one of several states, which advances; the global generators are restored.
-
-    Args:
-        states: one per encoder; None means the global generators.
-        part: index of the state.
-        device: of the draws.
-    """
+    """Draw, inside, from one of several states, which advances; the global generators are restored."""
     if states is None:
         yield
         return

@@ -22,15 +22,7 @@ _LARGEST_NUMBER = 10**300  # fits a floating-point number
 
 
 def open_file(path: Path, largest: int | None = None) -> BufferedReader:
-    """Open a regular file for reading; nothing else, because a pipe would block and a device never end.
-
-    Args:
-        path: the file.
-        largest: bytes allowed; None means the share of memory that a file may take.
-
-    Raises:
-        InputError: if it is missing, unreadable, no regular file, or larger.
-    """
+    """Open a regular file for reading; nothing else, because a pipe would block and a device never end."""
     try:
         # Non-blocking: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -68,11 +60,7 @@ def _made_up(descriptor: int, size: int) -> bool:
 
 
 def check_packed(path: Path, size: int, packed: int) -> None:
-    """Refuse what unpacks to more than memory, or to far more than any honest content is packed into.
-
-    Raises:
-        InputError: if it does.
-    """
+    """Refuse what unpacks to more than memory, or to far more than any honest content is packed into."""
     require_memory(size, f"{path}, unpacked,")
     if size > max(_LARGEST_PACKED, _PACKED * packed):
         raise InputError(
@@ -82,21 +70,13 @@ def check_packed(path: Path, size: int, packed: int) -> None:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Read a regular file whole.
-
-    Raises:
-        InputError: as :func:`open_file`.
-    """
+    """Read a regular file whole."""
     with open_file(path, largest) as file:
         return file.read(largest)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        InputError: as :func:`open_file`, and if it is no JSON or nested deeper than 50.
-    """
+    """Read a JSON file."""
     content = read_bytes(path, LARGEST_JSON)
     try:
         found = json.loads(content)
@@ -108,11 +88,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """Read a TOML file; return its content and its text.
-
-    Raises:
-        InputError: as :func:`open_file`, and if it is no TOML or nested deeper than 50.
-    """
+    """Read a TOML file; return its content and its text."""
     content = read_bytes(path, LARGEST_TOML)
     try:
         text = content.decode("utf-8")
@@ -147,16 +123,7 @@ def memory_share() -> int:
 
 
 def require_memory(size: int, what: str, largest: float = MEMORY_SHARE) -> None:
-    """Refuse what would not fit, before any of it is allocated.
-
-    Args:
-        size: bytes.
-        what: start of the message's sentence.
-        largest: allowed share of the machine's memory; 1 for what the user requests without a file.
-
-    Raises:
-        InputError: if it is more.
-    """
+    """Refuse what would not fit, before any of it is allocated."""
     if size > largest * _memory():
         than = "more than" if largest == 1 else "more than a quarter of"
         raise InputError(

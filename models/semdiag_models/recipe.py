@@ -16,28 +16,7 @@ _FROM_THE_TASK = ("vocabulary_size", "classes", "task", "text", "listops")
 def configure(
     task: Classification, chosen: Mapping[str, Any], listops: ListOpsTrees | None = None
 ) -> tuple[ModelConfig, TrainingConfig]:
-    """Complete a user's choices with the recipe of the task.
-
-    Args:
-        task: what to learn.
-        chosen: fields of :class:`ModelConfig` and :class:`TrainingConfig` by name; missing ones come from the
-            recipe, and so does None where it has no meaning. ``length`` is a sample's: with ``pad_as_token`` the
-            model's is rounded up to a multiple of k.
-        listops: the trees, unless they are the paper's.
-
-    Returns:
-        Architecture; data and optimisation.
-
-    Raises:
-        InputError: if a value is invalid.
-
-    Example:
-        >>> from semdiag_models.tasks import find_task
-        >>> chosen = {"attention": "topk", "k": 9, "pad_as_token": True}
-        >>> model, training = configure(find_task("even-pairs"), chosen)
-        >>> model.length, training.length, training.epochs
-        (45, 40, 100)
-    """
+    """Complete a user's choices with the recipe of the task."""
     values = {**vars(task.recipe), **{name: value for name, value in chosen.items() if value is not None}}
     if values.get("optimizer", "sgd") != "sgd" and chosen.get("learning_rate") is None:
         values["learning_rate"] = ADAM_RATE
@@ -57,17 +36,7 @@ def configure(
 
 
 def padded_length(length: int, k: int | None, pad_as_token: bool) -> int:
-    """Return a model's number of positions for samples of a length: with ``pad_as_token`` a multiple of k.
-
-    Args:
-        length: of a sample.
-        k: keys per query; None means all.
-        pad_as_token: whether PAD counts as a token.
-
-    Example:
-        >>> padded_length(40, 9, True), padded_length(40, 9, False)
-        (45, 40)
-    """
+    """Return a model's number of positions for samples of a length: with ``pad_as_token`` a multiple of k."""
     return -(-length // k) * k if pad_as_token and k is not None and k > 0 else length
 
 

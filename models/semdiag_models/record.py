@@ -16,17 +16,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build the record from plain values.
-
-        Args:
-            values: one entry per field; fields with a default may be missing.
-
-        Returns:
-            The validated record.
-
-        Raises:
-            InputError: if a key is unknown, a field is missing or has the wrong type, or a value is invalid.
-        """
+        """Build the record from plain values."""
         declared = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # subclasses are dataclasses
         for key, value in values.items():
             if key not in declared:
@@ -39,15 +29,7 @@ class Record:
 
     @classmethod
     def check_type(cls, key: str, value: object) -> None:
-        """Refuse a plain value that does not fit a field.
-
-        Args:
-            key: a field of the record.
-            value: for it.
-
-        Raises:
-            InputError: if the value has the wrong type.
-        """
+        """Refuse a plain value that does not fit a field."""
         declared = next(f.type for f in fields(cls) if f.name == key)  # type: ignore[arg-type]  # as above
         if not _fits(value, wanted := _type_name(declared)):
             shown = " ".join(reprlib.repr(value).split())

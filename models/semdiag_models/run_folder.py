@@ -26,13 +26,7 @@ from semdiag_models.writing import write_text
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
-    """Return the name of a run's folder.
-
-    Example:
-        >>> model = ModelConfig(vocabulary_size=3, classes=2, length=40, attention="topk", k=5)
-        >>> run_name(model, TrainingConfig(task="even-pairs", length=40, epochs=100, seed=7))
-        'even-pairs-topk-5-seed-7'
-    """
+    """Return the name of a run's folder."""
     return f"{training.task_label}-{model.attention_label}-seed-{training.seed}"
 
 
@@ -45,25 +39,7 @@ def open_run(
     resume: bool,
     overwrite: bool,
 ) -> Trainer:
-    """Prepare the folder and the trainer; check everything before writing anything.
-
-    Args:
-        folder: the run's folder; made if absent.
-        model: architecture.
-        training: data and optimisation.
-        device: where to train.
-        resume: continue from ``last.pt``; only ``epochs``, ``until``, ``snapshots`` and ``compiled`` may differ.
-        overwrite: start over in a folder that already holds a run.
-
-    Returns:
-        A trainer, at the initialisation or after the last saved epoch. It holds the folder's lock until
-        :func:`train_run` returns.
-
-    Raises:
-        InputError: if the folder holds a run and neither flag is given, there is nothing to resume, the
-            configuration differs, the folder cannot be written to, another process trains there, or a new run
-            would compile its steps on a CPU.
-    """
+    """Prepare the folder and the trainer; check everything before writing anything."""
     last = folder / "last.pt"
     with ExitStack() as undo:
         lock = _lock(folder, undo) if folder.is_dir() else None
@@ -118,20 +94,7 @@ def train_run(
     after_epoch: Callable[[Progress], None] = lambda progress: None,
     after_batch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``.
-
-    An interrupted run loses only the unfinished epoch.
-
-    Args:
-        folder: an existing folder.
-        trainer: from :func:`open_run`.
-        provenance: stored in every snapshot beside versions, device and thread count.
-        after_epoch: called after the epoch has been saved.
-        after_batch: called after every step.
-
-    Raises:
-        DivergedError: if the loss is not finite any more; ``last.pt`` is then the last good epoch.
-    """
+    """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``."""
     try:
         finish_epoch = start_run(folder, trainer, provenance, after_epoch)
         trainer.run(finish_epoch, after_batch)
@@ -145,17 +108,7 @@ def start_run(
     provenance: dict[str, Any],
     after_epoch: Callable[[Progress], None],
 ) -> Callable[[Progress], None]:
-    """Clean up the folder, save the initialisation, and return a function that saves an epoch.
-
-    Args:
-        folder: the run's, locked by the trainer.
-        trainer: from :func:`open_run`.
-        provenance: stored in every snapshot.
-        after_epoch: called after the epoch has been saved.
-
-    Returns:
-        The function: call it after each epoch, with the global random generators in the state to resume from.
-    """
+    """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
     provenance = {
         "semdiag": version("semdiag"),
         "torch": str(torch.__version__),

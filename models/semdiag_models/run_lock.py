@@ -7,25 +7,7 @@ from semdiag_models.errors import InputError
 
 
 class RunLock:
-    """An operating system's lock on a file in the folder: it ends with the process, however that ends.
-
-    Args:
-        folder: an existing folder that can be written to.
-        file: in the folder, to lock instead of the folder; None means the folder.
-
-    Raises:
-        InputError: if another process, or another run of this one, holds it.
-        OSError: if no file can be created in the folder.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     lock = RunLock(Path(folder))
-        ...     held = [path.name for path in Path(folder).iterdir()]
-        ...     lock.release()
-        ...     held, list(Path(folder).iterdir())
-        (['.lock'], [])
-    """
+    """An operating system's lock on a file in the folder: it ends with the process, however that ends."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
         from filelock import FileLock, Timeout  # not needed for reading

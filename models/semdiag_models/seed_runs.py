@@ -37,24 +37,7 @@ def open_seed_runs(
     resume: bool,
     overwrite: bool,
 ) -> list[SeedRun]:
-    """Prepare a folder and a trainer for every seed, or none.
-
-    Args:
-        parent: folder of the run folders, which are named by :func:`run_name`.
-        model: architecture.
-        training: data and optimisation; its seed is replaced by each of the seeds.
-        seeds: all different.
-        device: where to train.
-        resume: continue seeds that have a run, at least one, and start the others.
-        overwrite: start over in folders that already hold a run.
-
-    Returns:
-        One run per seed, with its folder locked.
-
-    Raises:
-        InputError: if a seed occurs twice, the seeds have no step in common, or one of the folders is refused by
-            :func:`open_run`.
-    """
+    """Prepare a folder and a trainer for every seed, or none."""
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
     check_together(training)
@@ -80,20 +63,7 @@ def train_seed_runs(
     after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Train all runs to their ends; each folder is as if its seed had been trained alone, up to rounding.
-
-    The history's ``seconds`` are a seed's share of the common steps plus its own evaluation.
-
-    Args:
-        runs: from :func:`open_seed_runs`.
-        provenance: stored in every snapshot; the number of seeds is added.
-        after_epoch: called after an epoch of a seed has been saved.
-        after_batch: called for each trainer after a step.
-
-    Raises:
-        DivergedError: after all others have finished, if the loss of a run is not finite any more.
-        InputError: if the steps should be compiled or in bf16.
-    """
+    """Train all runs to their ends; each folder is as if its seed had been trained alone, up to rounding."""
     provenance = {**provenance, "seeds_at_once": len(runs)}
     finish: dict[int, Callable[[Progress], None]] = {}
     try:

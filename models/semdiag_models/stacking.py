@@ -1,8 +1,4 @@
-"""Train several runs at once: one buffer of parameters, one step for all.
-
-Linear layers, norms and residual branches of all models are computed together, attention together for models with
-the same attention configuration; everything random is drawn for each run from its own state, as if it were alone.
-"""
+"""Train several runs at once: one buffer of parameters, one step for all."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +11,7 @@ from semdiag_models.training_config import TrainingConfig
 
 
 def check_together(training: TrainingConfig) -> None:
-    """Refuse options that only a single run supports.
-
-    Raises:
-        InputError: if the steps should be compiled or in bf16.
-    """
+    """Refuse options that only a single run supports."""
     if training.compiled or training.precision == "bf16":
         raise InputError(
             "Several runs at once support neither compilation nor bf16. Omit --compile and --precision bf16, or "
@@ -33,22 +25,7 @@ def train_together(
     after_epoch: Callable[[Trainer, Progress], None],
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Train every trainer to its end; equal to training each alone, up to rounding.
-
-    Trainers that lag behind (after a run was killed while saving) catch up first; one that has converged or
-    diverged leaves the stack.
-
-    Args:
-        trainers: equal except for seed and attention.
-        states: the state of the random generators from which each trainer continues; kept up to date.
-        after_epoch: called for each trainer after its epoch, with the generators in its state.
-        after_batch: called for each trainer after a step.
-
-    Raises:
-        DivergedError: after all others have finished, if the loss of a run is not finite any more; ``members`` are
-            the positions of the trainers.
-        InputError: if the trainers differ in more, or the steps should be compiled or in bf16.
-    """
+    """Train every trainer to its end; equal to training each alone, up to rounding."""
     for trainer in trainers:
         check_together(trainer.training)
     diverged: dict[int, str] = {}

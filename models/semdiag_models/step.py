@@ -1,12 +1,4 @@
-"""Hand-derived loss and gradients of a training step, for one encoder or several of the same size at once.
-
-:class:`Encoder` defines what the network computes, and torch can differentiate it. Here the same loss and
-gradients take fewer passes over memory: parameters and gradients are flat buffers, biases, residual branches and
-dropout factors are fused into matrix products, and the dropped elements of all places are drawn at once.
-
-The network is a chain of operations. Each returns its output and a function that takes the gradient of the output,
-stores those of the parameters, and returns that of the input.
-"""
+"""Hand-derived loss and gradients of a training step, for one encoder or several of the same size at once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -41,19 +33,7 @@ _ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Stack(FlatParameters):
-    """Encoders of the same size with their parameters in one buffer, a row per encoder.
-
-    Activations are (B·L, width), with a leading axis for several encoders.
-
-    Source of the gradients: the chain rule; tests compare them with torch's in float64.
-
-    Args:
-        encoders: equal in everything but attention (kind, k, seed, temperature) and parameter values.
-        states: of the random generators, one per encoder, advanced by draws; None means the global ones.
-
-    Raises:
-        InputError: if the encoders differ in more than attention.
-    """
+    """Encoders of the same size with their parameters in one buffer, a row per encoder."""
 
     def __init__(self, encoders: Sequence[Encoder], states: list[RandomState] | None = None) -> None:
         first = encoders[0]
@@ -79,29 +59,12 @@ class Stack(FlatParameters):
         torch.empty(2**25 - 2**14, dtype=torch.uint8)
 
     def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
-        """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode.
-
-        Args:
-            tokens: (S, B, L) int64 token ids, one batch per encoder.
-            padded: whether PAD may occur among them; None checks.
-
-        Returns:
-            Logits (S, B, classes).
-        """
+        """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode."""
         with self._undifferentiated():
             return self._run(tokens, padded, training=False)[0]
 
     def differentiate(self, tokens: Tensor, labels: Tensor, padded: bool | None = None) -> Tensor:
-        """Compute each encoder's mean cross-entropy, with dropout, and store its gradient in ``gradients``.
-
-        Args:
-            tokens: (S, B, L) int64 token ids, one batch per encoder.
-            labels: (S, B) int64.
-            padded: whether PAD may occur among the tokens; None checks.
-
-        Returns:
-            Losses in nats, (S,).
-        """
+        """Compute each encoder's mean cross-entropy, with dropout, and store its gradient in ``gradients``."""
         with self._undifferentiated():
             logits, backward = self._run(tokens, padded, training=True)
             log_p = logits.log_softmax(-1)
@@ -236,11 +199,7 @@ class Stack(FlatParameters):
         return lambda x: (drop(x, out=x), drop) if place in self._drops else (x, lambda grad: grad)
 
     def _draw(self, rows: int) -> None:
-        """Draw all dropped elements of a step.
-
-        Args:
-            rows: tokens of one encoder's batch; 0 drops and draws nothing.
-        """
+        """Draw all dropped elements of a step."""
         self._drops, self._weight_drops = {}, []
         if rows == 0:
             return

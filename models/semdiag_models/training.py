@@ -63,24 +63,7 @@ class Progress:
 
 
 class Trainer:
-    """Trains one model, epoch by epoch; all state that a resumed run needs is in public attributes.
-
-    Source: paper, experimental settings: SGD without momentum, cross-entropy, gradient 2-norm clipped,
-    learning rate multiplied by the decay after every epoch. Deviation: none by default; other optimisers,
-    precisions, a compiled step and a stop on convergence are in :class:`TrainingConfig`.
-
-    The global random generators of the device are seeded in ``__init__`` and used for initialisation,
-    dropout and batch order; run a Trainer inside :func:`torch.random.fork_rng` to keep your own.
-
-    Args:
-        model: architecture.
-        training: data and optimisation.
-        device: where everything lives.
-
-    Raises:
-        InputError: if model and task do not fit each other, the model does not fit into memory, or the device
-            lacks the precision.
-    """
+    """Trains one model, epoch by epoch; all state that a resumed run needs is in public attributes."""
 
     def __init__(self, model: ModelConfig, training: TrainingConfig, device: torch.device) -> None:
         self.config, self.training, self.device = model, training, device
@@ -139,16 +122,7 @@ class Trainer:
         return self.epoch >= self.training.epochs or self.converged
 
     def run(self, after_epoch: Callable[[Progress], None], after_batch: Callable[[], None] = lambda: None) -> None:
-        """Train to the configured number of epochs, or to the training accuracy to stop at.
-
-        Args:
-            after_epoch: called with the epoch's row once it is in the history; the model is then in
-                evaluation mode and the state is one to save.
-            after_batch: called after every step, to move a progress bar.
-
-        Raises:
-            DivergedError: if the loss becomes NaN or infinite; that epoch is not in the history.
-        """
+        """Train to the configured number of epochs, or to the training accuracy to stop at."""
         while not self.finished:
             start = time.perf_counter()
             self.check_loss(self._train_epoch(after_batch))
@@ -167,17 +141,7 @@ class Trainer:
         return not self.config.pad_as_token and any(bool((s.tokens == pad_id).any()) for s in splits)
 
     def close_epoch(self, start: float) -> Progress:
-        """Evaluate after an epoch of steps and write it into the history.
-
-        Args:
-            start: when the epoch began, of :func:`time.perf_counter`.
-
-        Returns:
-            The new row.
-
-        Raises:
-            DivergedError: if a loss is NaN or infinite; that epoch is not in the history.
-        """
+        """Evaluate after an epoch of steps and write it into the history."""
         train_loss, train_accuracy = self.evaluate(self.train_split)
         holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
         self.check_loss(train_loss + holdout_loss)  # the last step may have been one too far
@@ -199,14 +163,7 @@ class Trainer:
         return Progress(row, best)
 
     def check_loss(self, total: float) -> None:
-        """Refuse to go on from a sum of losses that is not a number.
-
-        Args:
-            total: over the epoch's batches, or of both splits after it.
-
-        Raises:
-            DivergedError: if it is NaN or infinite.
-        """
+        """Refuse to go on from a sum of losses that is not a number."""
         if not math.isfinite(total):
             raise DivergedError(
                 f"The training loss became {total} in epoch {self.epoch + 1} at learning rate "
@@ -244,14 +201,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: Split) -> tuple[float, float]:
-        """Return the mean cross-entropy (nats) and accuracy in [0, 1] over a split, in evaluation mode.
-
-        Args:
-            split: samples on the trainer's device.
-
-        Returns:
-            Loss and accuracy.
-        """
+        """Return the mean cross-entropy (nats) and accuracy in [0, 1] over a split, in evaluation mode."""
         self.encoder.eval()
         if self.stack is not None:
             self.stack.load()

@@ -27,11 +27,7 @@ _LARGEST_DATA = 10**9  # tokens of a run's samples, 8 GB
 
 @dataclass(frozen=True)
 class TextSource(Record):
-    """The text of a language-modelling run, and how it is cut into pieces.
-
-    Raises:
-        InputError: if a value is illegal.
-    """
+    """The text of a language-modelling run, and how it is cut into pieces."""
 
     file: str  # as the user named it
     sha256: str  # of the file
@@ -55,12 +51,7 @@ class TextSource(Record):
 
 @dataclass(frozen=True)
 class ListOpsTrees(Record):
-    """Another law of trees than the paper's for the task listops, checked by the task.
-
-    Example:
-        >>> ListOpsTrees(shortest=50, longest=100, max_depth=5).label
-        '50-100-depth-5'
-    """
+    """Another law of trees than the paper's for the task listops, checked by the task."""
 
     shortest: int = 501  # tokens of a sample
     longest: int = 599
@@ -78,11 +69,7 @@ class ListOpsTrees(Record):
 
 @dataclass(frozen=True)
 class TrainingConfig(Record):
-    """Data and optimisation of one run.
-
-    Raises:
-        InputError: if a value is illegal; the message says what would work.
-    """
+    """Data and optimisation of one run."""
 
     task: str
     length: int  # tokens per sample

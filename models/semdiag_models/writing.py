@@ -7,30 +7,12 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8 by :func:`write_bytes`; what UTF-8 cannot hold is written as an escape.
-
-    Args:
-        path: the file to make or replace.
-        text: its content, line ends as they are.
-
-    Raises:
-        OSError: if the folder cannot be written to.
-    """
+    """Write a text as UTF-8 by :func:`write_bytes`; what UTF-8 cannot hold is written as an escape."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> None:
-    """Write atomically: a temporary file in the same folder, fsync, rename, fsync of the folder.
-
-    A process that is killed may leave the temporary file, ``.NAME.tmp``; the next writer replaces it.
-
-    Args:
-        path: the file to make or replace.
-        content: its content.
-
-    Raises:
-        OSError: if the folder cannot be written to.
-    """
+    """Write atomically: a temporary file in the same folder, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with _naming(path):
@@ -47,14 +29,7 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let an error of the system name the file that is written: it names the temporary one, or none at all.
-
-    Args:
-        path: the file that is written.
-
-    Raises:
-        OSError: as it was raised, with the file's name.
-    """
+    """Let an error of the system name the file that is written: it names the temporary one, or none at all."""
     try:
         yield
     except OSError as error:

@@ -8,20 +8,7 @@ from semdiag_models import InputError
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
-    """Return a whole number; refuse anything else, or one that is too small.
-
-    Args:
-        value: what was given.
-        name: of the argument.
-        least: the smallest that is allowed; None means any.
-
-    Raises:
-        InputError: if it is no whole number, or below ``least``.
-
-    Example:
-        >>> whole_number(3, "batch_size", 1)
-        3
-    """
+    """Return a whole number; refuse anything else, or one that is too small."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{name} must be a whole number. Got {value!r}.")
     if least is not None and value < least:
@@ -30,19 +17,6 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
 
 
 def whole_numbers(values: Any, name: str, least: int | None = None) -> tuple[int, ...]:
-    """Return one or several whole numbers as a tuple; refuse anything else.
-
-    Args:
-        values: what was given, one or several.
-        name: of the argument.
-        least: the smallest that is allowed; None means any.
-
-    Raises:
-        InputError: if one is no whole number, or below ``least``.
-
-    Example:
-        >>> whole_numbers(3, "k"), whole_numbers([4, 8], "k", 1)
-        ((3,), (4, 8))
-    """
+    """Return one or several whole numbers as a tuple; refuse anything else."""
     several = values if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
     return tuple(whole_number(value, name, least) for value in several)

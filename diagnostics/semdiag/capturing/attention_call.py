@@ -139,16 +139,7 @@ class AttentionCall:
 
 
 def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
-    """View (…, L, D) as (B, H, L, D).
-
-    Args:
-        tensor: two axes or more. With three, the first is samples times ``heads`` (one head if unknown); with
-            more than four, those before the heads are samples.
-        heads: number of heads, for three axes.
-
-    Returns:
-        Four axes.
-    """
+    """View (…, L, D) as (B, H, L, D)."""
     if tensor.ndim == 2:
         return tensor[None, None]
     if tensor.ndim == 3:

@@ -100,14 +100,7 @@ def watch_attention(
 
 
 class _Hooks:
-    """What a watch does before and after each module.
-
-    Args:
-        recorder: knows what runs; gets the calls.
-        here: the modes of the watch.
-        lent: ids of the other threads that are running the model.
-        hooked: whether hooks suffice to see the model's attention, so that no mode is needed.
-    """
+    """What a watch does before and after each module."""
 
     def __init__(self, recorder: Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
         self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
@@ -116,11 +109,7 @@ class _Hooks:
 
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
-        """Hook all modules; once the context is left, other threads remove the hooks when they finish.
-
-        Args:
-            first: whether to see a module's output before other watches do.
-        """
+        """Hook all modules; once the context is left, other threads remove the hooks when they finish."""
         started = self.before
         try:
             register_module_forward_pre_hook(started)  # type: ignore[arg-type]
@@ -248,11 +237,7 @@ def _masks(mode: object) -> bool:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run compiled functions as they were written: inside a compiled graph there is nothing to see.
-
-    While nobody has imported the compiler, which takes time, nothing is compiled: ``torch.compile`` is told at
-    first use.
-    """
+    """Run compiled functions as they were written: inside a compiled graph there is nothing to see."""
     with ExitStack() as stack:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -31,33 +31,12 @@ EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 
 
 def external(models: "pd.DataFrame") -> "pd.Series[bool]":
-    """Return whether each model is external: only its attention is known.
-
-    Args:
-        models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
-    """
+    """Return whether each model is external: only its attention is known."""
     return models["source"].isin(EXTERNAL_SOURCES)
 
 
 def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor | None, places: Tensor | None = None) -> str:
-    """Return the kind of a mask, by how many keys its queries may attend to.
-
-    Args:
-        keys: (B, H, R) int64, n_i.
-        reached: (B, H, Lk) bool, keys that some query may attend to; a key that is reached in no head is padding.
-        queries: (B, R) or (B, H, R) bool, false for padded queries; None means all count.
-        places: (B, H, R) int64, positions of the queries, -1 for none; None means consecutive ones.
-
-    Returns:
-        ``full`` if every query may attend to every key that is not padding, or a sample has a single query;
-        ``causal`` if the number of keys grows by one with each position; else ``masked``.
-
-    Example:
-        >>> import torch
-        >>> every = torch.ones(1, 1, 3, dtype=torch.bool)
-        >>> [mask_kind(torch.tensor([[n]]), every, None) for n in ([1, 2, 3], [3, 3, 3], [1, 2, 2], [2, 2, 2])]
-        ['causal', 'full', 'masked', 'masked']
-    """
+    """Return the kind of a mask, by how many keys its queries may attend to."""
     counts, whole = keys.cpu().numpy(), reached.any(1).sum(-1).cpu().numpy()
     real = np.ones((counts.shape[0], 1, counts.shape[2]), bool) if queries is None else queries.cpu().numpy()
     real = real if real.ndim == counts.ndim else real[:, None]
@@ -75,14 +54,7 @@ def joint_kind(kinds: set[str]) -> str:
 
 
 def rows_of(kind: str, dispersion: Tensor, separation: Tensor, kept: Tensor) -> AttentionRows | None:
-    """Return the rows for the bounds of a kind of attention; None for a kind that no bound covers.
-
-    Args:
-        kind: the attention.
-        dispersion: δ_i, in nats.
-        separation: Δ_i, in nats; used for heavy-hitter masks only.
-        kept: k_i, 0 for rows that are left out.
-    """
+    """Return the rows for the bounds of a kind of attention; None for a kind that no bound covers."""
     if kind in FIXED_MASKS:
         return fixed_mask_rows(dispersion, kept)
     if kind in HEAVY_HITTERS:

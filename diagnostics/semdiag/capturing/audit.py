@@ -6,29 +6,18 @@ from typing import NamedTuple
 
 
 class Captured(NamedTuple):
-    """A module whose attention was captured, and how.
+    """A module whose attention was captured, and how."""
 
-    Attributes:
-        module: dotted name in the model.
-        mechanism: which adapter saw it.
-    """
-
-    module: str
-    mechanism: str
+    module: str  # dotted name in the model
+    mechanism: str  # which adapter saw it
 
 
 class Skipped(NamedTuple):
-    """An operation that looks like attention and was not captured.
+    """An operation that looks like attention and was not captured."""
 
-    Attributes:
-        module: dotted name of the innermost module it ran in.
-        operation: its name in PyTorch.
-        reason: why it was not captured.
-    """
-
-    module: str
-    operation: str
-    reason: str
+    module: str  # dotted name of the innermost module it ran in
+    operation: str  # its name in PyTorch
+    reason: str  # why it was not captured
 
 
 NOTE, WARNING = "note", "warning"  # severities of remarks
@@ -44,17 +33,11 @@ WARNINGS = frozenset(
 
 
 class Remark(NamedTuple):
-    """A note on captured attention that readers of its statistics should know.
+    """A note on captured attention that readers of its statistics should know."""
 
-    Attributes:
-        module: dotted name in the model.
-        text: the note.
-        code: kind of remark, by which programs recognise it.
-    """
-
-    module: str
-    text: str
-    code: str = "attention"
+    module: str  # dotted name in the model
+    text: str  # the note
+    code: str = "attention"  # kind of remark, by which programs recognise it
 
     @property
     def severity(self) -> str:
@@ -68,21 +51,14 @@ class Remark(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """What a watch saw; filled while the model runs.
+    """What a watch saw; filled while the model runs."""
 
-    Attributes:
-        modules: names of the modules with attention that is or will be captured; a captured call's ``layer`` is
-            its module's position here.
-        captured: number of calls by module and mechanism.
-        skipped: how often each skipped operation was seen.
-        remarks: how often each remark was made.
-        others: number of softmaxes in each module that never met values: no attention.
-    """
-
+    # names of the modules with attention that is or will be captured
     modules: list[str] = field(default_factory=list)
-    captured: Counter[Captured] = field(default_factory=Counter)
-    skipped: Counter[Skipped] = field(default_factory=Counter)
-    remarks: Counter[Remark] = field(default_factory=Counter)
+    captured: Counter[Captured] = field(default_factory=Counter)  # number of calls by module and mechanism
+    skipped: Counter[Skipped] = field(default_factory=Counter)  # how often each skipped operation was seen
+    remarks: Counter[Remark] = field(default_factory=Counter)  # how often each remark was made
+    # number of softmaxes in each module that never met values: no attention
     others: Counter[str] = field(default_factory=Counter)
 
     def layer(self, module: str) -> int:

@@ -13,15 +13,7 @@ Batch = Tensor | Mapping[str, Any] | Sequence[Any]
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """Run a model on a batch: a dictionary as keyword arguments, a tuple or list as positional ones.
-
-    Args:
-        model: any module.
-        batch: its input; (dictionary,) for a model that takes a dictionary as one argument.
-
-    Raises:
-        InputError: if an entry of a tuple looks like labels, which would arrive as another argument.
-    """
+    """Run a model on a batch: a dictionary as keyword arguments, a tuple or list as positional ones."""
     if isinstance(batch, Tensor):
         return model(batch)
     if isinstance(batch, Mapping):
@@ -31,67 +23,24 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def samples_of(batch: Batch) -> int:
-    """Return the number of samples: the length of a batch's first tensor with several axes, else of its first.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple; 0 if it has none with an axis.
-
-    Example:
-        >>> samples_of({"cache_position": torch.arange(7), "input_ids": torch.zeros(3, 7), "use_cache": False})
-        3
-    """
+    """Return the number of samples: the length of a batch's first tensor with several axes, else of its first."""
     lengths = [(t.ndim == 1, len(t)) for t in tensors(batch) if t.ndim]
     return min(lengths, key=lambda entry: entry[0], default=(True, 0))[1]
 
 
 def only_token_ids(batch: Batch) -> bool:
-    """Return whether a batch consists of token ids (N, L) and their masks: integers or bools on two axes.
-
-    Tensors of fewer axes, such as labels, are ignored. Of images, mel bins, waveforms and vectors no axis says how
-    many queries or keys a model makes of them.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple.
-
-    Example:
-        >>> [only_token_ids(torch.zeros(3, 7, dtype=dtype)) for dtype in (torch.int64, torch.float32)]
-        [True, False]
-    """
+    """Return whether a batch consists of token ids (N, L) and their masks: integers or bools on two axes."""
     several = [t for t in tensors(batch) if t.ndim > 1]
     return bool(several) and not any(t.ndim > 2 or t.is_floating_point() or t.is_complex() for t in several)
 
 
 def longest(batch: Batch) -> int:
-    """Return the length of a batch of token ids: its tensors' largest second axis, the decoder's included; else 1.
-
-    Args:
-        batch: one for which :func:`only_token_ids` is true.
-
-    Example:
-        >>> longest({"input_ids": torch.zeros(3, 12), "decoder_input_ids": torch.zeros(3, 40)})
-        40
-    """
+    """Return the length of a batch of token ids: its tensors' largest second axis, the decoder's included; else 1."""
     return max((t.shape[1] for t in tensors(batch) if t.ndim > 1), default=1)
 
 
 def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
-    """Yield a user's inputs in batches of at most ``size`` samples; inputs that are batches already are not cut.
-
-    Args:
-        batches: one tensor or dictionary of tensors, to be cut along their first axis; or an iterable of
-            batches, which is read one batch at a time.
-        size: samples in a batch.
-
-    Yields:
-        Batches that hold at least one sample.
-
-    Raises:
-        InputError: if the inputs are none of these.
-
-    Example:
-        >>> [len(batch) for batch in each((torch.zeros(n, 2) for n in (3, 0, 1)), 2)]
-        [3, 1]
-    """
+    """Yield a user's inputs in batches of at most ``size`` samples; inputs that are batches already are not cut."""
     cut: Iterable[Any]
     if isinstance(batches, Tensor):
         cut = torch.split(batches, size) if batches.ndim else ()
@@ -114,27 +63,12 @@ def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
 
 
 def split(batches: Batch | Iterable[Batch], size: int) -> list[Batch]:
-    """Return all batches of :func:`each`.
-
-    Example:
-        >>> [len(batch) for batch in split(torch.zeros(5, 2), 2)]
-        [2, 2, 1]
-    """
+    """Return all batches of :func:`each`."""
     return list(each(batches, size))
 
 
 def first_samples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """Yield the first samples of batches, and read none beyond them.
-
-    Args:
-        batches: from :func:`each` or :func:`split`.
-        count: number of samples, or all if there are fewer; tuples of arguments are never cut.
-
-    Example:
-        >>> import itertools
-        >>> [len(batch) for batch in first_samples((torch.zeros(2, 1) for _ in itertools.count()), 5)]
-        [2, 2, 1]
-    """
+    """Yield the first samples of batches, and read none beyond them."""
     for batch in batches:
         part = batch if isinstance(batch, tuple | list) else next(each(batch, count))
         yield part
@@ -144,16 +78,7 @@ def first_samples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
 
 
 def without_first(batches: Iterable[Batch], count: int) -> list[Batch]:
-    """Return the batches without what :func:`first_samples` yields.
-
-    Args:
-        batches: from :func:`split`.
-        count: number of samples that were taken.
-
-    Example:
-        >>> [len(batch) for batch in without_first([torch.zeros(2, 1), torch.zeros(3, 1)], 3)]
-        [2]
-    """
+    """Return the batches without what :func:`first_samples` yields."""
     rest_of: list[Batch] = []
     for batch in batches:
         size = samples_of(batch)
@@ -167,27 +92,12 @@ def without_first(batches: Iterable[Batch], count: int) -> list[Batch]:
 
 
 def with_tensor(batch: Batch, old: Tensor, new: Tensor) -> Batch:
-    """Return the batch with one of its tensors replaced.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple.
-        old: the tensor.
-        new: what takes its place.
-    """
+    """Return the batch with one of its tensors replaced."""
     return _map_values(batch, lambda value: new if value is old else value)
 
 
 def repeated(batch: Batch, times: int) -> Batch:
-    """Return a batch repeated along its samples: all of them, then all of them again.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple.
-        times: how often.
-
-    Example:
-        >>> repeated(torch.tensor([[1], [2]]), 2).tolist()
-        [[1], [2], [1], [2]]
-    """
+    """Return a batch repeated along its samples: all of them, then all of them again."""
     size = samples_of(batch)
 
     def again(value: Any) -> Any:
@@ -222,16 +132,7 @@ def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> Batch:
 
 
 def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
-    """Move the tensors of a batch to a device; floating-point ones also to a dtype.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple.
-        device: where the model is.
-        dtype: of the model; None leaves it.
-
-    Returns:
-        A batch of the same kind.
-    """
+    """Move the tensors of a batch to a device; floating-point ones also to a dtype."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -242,28 +143,12 @@ def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = 
 
 
 def tensors(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch, in its order.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple.
-
-    Example:
-        >>> [len(tensor) for tensor in tensors(({"input_ids": torch.zeros(3, 7)}, torch.zeros(2)))]
-        [3, 2]
-    """
+    """Return the tensors of a batch, in its order."""
     return [value for _, value in entries(batch) if isinstance(value, Tensor)]
 
 
 def entries(batch: Batch) -> list[tuple[str | int, Any]]:
-    """Return the values of a batch by name or position, in order; a dictionary inside contributes its own entries.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple.
-
-    Example:
-        >>> entries(({"flag": True}, None))
-        [('flag', True), (1, None)]
-    """
+    """Return the values of a batch by name or position, in order; a dictionary inside contributes its own entries."""
     if isinstance(batch, Tensor):
         return [(0, batch)]
     named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)

@@ -13,41 +13,21 @@ from semdiag_models import Encoder
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """One pass of a batch through one block, in evaluation mode; tensors (B, L, d) unless said otherwise.
+    """One pass of a batch through one block, in evaluation mode; tensors (B, L, d) unless said otherwise."""
 
-    Attributes:
-        layer: position of the block, from 0.
-        stream: the residual stream at the block's input; in a pre-norm block the first normalisation sees it.
-        tokens: the attention's input.
-        attention: the attention call.
-        middle: stream plus the attention's output; the second normalisation of a pre-norm block, the first of a
-            post-norm block sees it.
-        mlp_tokens: the MLP's input.
-        hidden: (B, L, mlp width), input of the MLP's second matrix.
-        end: the MLP's output plus what it is added to; in a post-norm block the second normalisation sees it.
-    """
-
-    layer: int
-    stream: Tensor
-    tokens: Tensor
-    attention: AttentionCall
-    middle: Tensor
-    mlp_tokens: Tensor
-    hidden: Tensor
-    end: Tensor
+    layer: int  # position of the block, from 0
+    stream: Tensor  # the residual stream at the block's input; in a pre-norm block the first normalisation sees it
+    tokens: Tensor  # the attention's input
+    attention: AttentionCall  # the attention call
+    middle: Tensor  # stream plus the attention's output
+    mlp_tokens: Tensor  # the MLP's input
+    hidden: Tensor  # (B, L, mlp width), input of the MLP's second matrix
+    end: Tensor  # the MLP's output plus what it is added to; in a post-norm block the second normalisation sees it
 
 
 @contextmanager
 def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iterator[None]:
-    """Call ``consume`` for every block that a batch passes, inside the context.
-
-    The encoder must be in evaluation mode: dropout would come between the parts. Hooks are removed however the
-    context is left.
-
-    Args:
-        encoder: the model.
-        consume: gets each call while its tensors are alive; reduce them at once, keep none.
-    """
+    """Call ``consume`` for every block that a batch passes, inside the context."""
     seen: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

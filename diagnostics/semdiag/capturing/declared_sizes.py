@@ -28,19 +28,7 @@ class _TooLargeError(Exception):
 
 
 def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> None:
-    """Refuse a configuration that describes a far larger model than its files hold.
-
-    The model is built on torch's meta device, which allocates nothing, and only until the size is clear.
-
-    Args:
-        spec: for messages.
-        config: what config.json holds.
-        weights: safetensors files.
-        kind: the class that will load it, or the library's ``AutoModel``.
-
-    Raises:
-        InputError: naming both sizes.
-    """
+    """Refuse a configuration that describes a far larger model than its files hold."""
     held = [shape for path in weights for shape in _shapes(path)]
     elements = sum(map(math.prod, held))
     if not held or not isinstance(config, dict):
@@ -121,12 +109,7 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_header(path: Path, file: BufferedReader) -> Any:
-    """Read the header of a safetensors file from its beginning.
-
-    Raises:
-        InputError: if it is implausibly large.
-        ValueError: if it is damaged.
-    """
+    """Read the header of a safetensors file from its beginning."""
     size = int.from_bytes(file.read(8), "little")
     if size > _LARGEST_HEADER and size < os.fstat(file.fileno()).st_size:
         raise InputError(

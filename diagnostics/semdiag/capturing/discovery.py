@@ -11,18 +11,7 @@ _BESIDE = (".md", ".json", ".csv", ".py", ".toml", ".txt", ".log", ".html", ".pn
 
 
 def find_checkpoints(models: list[Path] | None) -> list[Path]:
-    """Return the checkpoints a command is about.
-
-    Args:
-        models: files, run folders, or folders of runs, whose hidden folders are skipped. If none is named: every
-            checkpoint below ``./checkpoints``, or below the folder in ``$SEMDIAG_CHECKPOINTS``.
-
-    Returns:
-        At least one file; of a run folder only its last snapshot.
-
-    Raises:
-        InputError: if there is none, with how to make one; or if one is named twice.
-    """
+    """Return the checkpoints a command is about."""
     if models:
         return _each_once([file for model in models for file in _files(model)])
     folder = _folder()
@@ -36,11 +25,7 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
 
 
 def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Split what a shell's ``*`` matched into possible models and other files beside them.
-
-    Returns:
-        Both; a single name counts as a model, and so do all names if none would remain.
-    """
+    """Split what a shell's ``*`` matched into possible models and other files beside them."""
     others = [model for model in models if model.suffix in _BESIDE and model.is_file()]
     kept = [model for model in models if model not in others]
     return (kept, others) if kept else (models, [])

@@ -22,20 +22,7 @@ def recognised(spec: str) -> bool:
 
 
 def build(spec: str) -> tuple[nn.Module, Any]:
-    """Import the user's module and call the factory. This runs the user's code.
-
-    Modules in the current folder can be imported, as with ``python -m``.
-
-    Args:
-        spec: ``package.module:function``; the function takes no arguments and returns a module, or a module
-            and its inputs.
-
-    Returns:
-        The module, and its inputs or None.
-
-    Raises:
-        InputError: if there is no such module or function, one of them fails, or returns something else.
-    """
+    """Import the user's module and call the factory. This runs the user's code."""
     name, _, function = spec.partition(":")
     with _current_folder_first():
         try:
@@ -61,10 +48,7 @@ def build(spec: str) -> tuple[nn.Module, Any]:
 
 
 def in_evaluation_mode(module: nn.Module) -> nn.Module:
-    """Put a module into evaluation mode, including one from ``torch.export``, which refuses ``eval()``.
-
-    An exported graph stays in the mode in which it was exported.
-    """
+    """Put a module into evaluation mode, including one from ``torch.export``, which refuses ``eval()``."""
     try:
         return module.eval()
     except NotImplementedError:

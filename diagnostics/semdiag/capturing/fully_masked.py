@@ -11,16 +11,7 @@ from semdiag.capturing.score_masks import FORBIDDING, ROOM
 
 
 def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False) -> AttentionCall:
-    """Describe fully masked rows as they act: the constant swallows their scores, so all keys weigh equally.
-
-    With a sink, they attend to the sink alone.
-
-    Args:
-        call: whose ``allowed`` and ``bias`` have these rows as :func:`~.score_masks.split_mask` gives them.
-        full: keys with the largest constant in fully masked rows, bool, broadcastable to (B, H, Lq, Lk).
-        fused: whether a fused operator adds the mask; given float16, it works in float32, where float16's lowest
-            number swallows no scores.
-    """
+    """Describe fully masked rows as they act: the constant swallows their scores, so all keys weigh equally."""
     if full is None or call.sinks is not None:
         return call
     swallowed = not (fused and call.q.dtype == torch.float16)
@@ -31,19 +22,7 @@ def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False)
 def with_full_rows_read(
     history: ScoreHistory, scores: Tensor
 ) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
-    """Read fully masked rows, and rows at one low constant, from the softmax's input.
-
-    Their queries become 0, whether the constant was filled in, or added and swallowed the scores. Their keys are
-    those near the row's largest number; the differences between these are a bias.
-
-    Args:
-        history: of the scores, split.
-        scores: the softmax's input (…, Lq, Lk).
-
-    Returns:
-        History; allowed entries, none in fully masked rows; and the keys of these rows (…, Lq, Lk), None if there
-        are none.
-    """
+    """Read fully masked rows, and rows at one low constant, from the softmax's input."""
     allowed, top = history.allowed, scores.amax(-1, keepdim=True)
     enough = FORBIDDING + ROOM
     low = (top <= enough) & top.isfinite()

@@ -37,15 +37,7 @@ def _functions(path: Path) -> list[str]:
 
 
 def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
-    """Refuse a path that cannot be a checkpoint of ours, and say what would work.
-
-    Args:
-        path: what the user named.
-        runs: folders of known runs, one of which may have been misspelt.
-
-    Raises:
-        InputError: if the path does not exist, or is something else.
-    """
+    """Refuse a path that cannot be a checkpoint of ours, and say what would work."""
     if path.is_dir() and (path / "config.json").exists():
         raise InputError(f"{path} is a folder of the Hugging Face format: name it hf:{path}")
     if path.suffix in _OTHERS and path.is_file():

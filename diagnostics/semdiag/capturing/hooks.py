@@ -19,11 +19,7 @@ _TABLES = (
 
 
 class Hook:
-    """A hook that does nothing in copies and saved files of its module, even where semdiag is not installed.
-
-    Args:
-        run: what it does.
-    """
+    """A hook that does nothing in copies and saved files of its module, even where semdiag is not installed."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
@@ -33,24 +29,12 @@ class Hook:
         self._run(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a function that takes anything and returns None.
-
-        The pickle also holds a handle, so that hooks that the reader adds get higher numbers. Otherwise one of
-        them could get the number of this hook, and torch, which stores calling conventions by that number, would
-        call it like this one.
-        """
+        """Pickle as a function that takes anything and returns None."""
         return getattr, (nullcontext(RemovableHandle(OrderedDict())), "__exit__")
 
 
 class Hooks:
-    """Two hooks on a module, which its copies do not run; they can be removed however far they have got.
-
-    Args:
-        module: the user's.
-        before: gets module, arguments and keyword arguments of each forward pass.
-        after: gets module, arguments and output, None after an exception.
-        prepend: whether ``before`` runs before existing hooks.
-    """
+    """Two hooks on a module, which its copies do not run; they can be removed however far they have got."""
 
     def __init__(
         self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False

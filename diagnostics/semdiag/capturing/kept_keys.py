@@ -40,21 +40,7 @@ class SharedChoices:
 
 
 def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the keys that a rule keeps for each query of a call.
-
-    A query for which the rule keeps nothing (all keys in its window are padding) keeps all its keys.
-
-    Args:
-        rule: the mask.
-        call: the attention without the mask; ``v`` and ``mixed`` are ignored.
-
-    Returns:
-        Kept and allowed keys, bool (B, H, Lq, Lk); a query without allowed keys has all of them kept. None if the
-        rule drops no key of any query.
-
-    Raises:
-        InputError: if k does not fit the heads, or a window or sinks need positions that are unknown.
-    """
+    """Return the keys that a rule keeps for each query of a call."""
     heads, length = call.q.shape[1], call.k.shape[2]
     if isinstance(rule, TopP):
         counts = [1] * heads  # unused
@@ -88,26 +74,13 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def narrowed(mask: Tensor) -> Tensor:
-    """Return a mask (B, H, Lq, Lk) before expansion: samples, or heads, that are all alike count as one.
-
-    Example:
-        >>> narrowed(torch.zeros(1, 1, 2, 3).expand(4, 5, 2, 3)).shape
-        torch.Size([1, 1, 2, 3])
-    """
+    """Return a mask (B, H, Lq, Lk) before expansion: samples, or heads, that are all alike count as one."""
     one = [slice(1) if step == 0 else slice(None) for step in mask.stride()[:2]]
     return mask[tuple(one)]
 
 
 def counted(kept: Tensor) -> Tensor:
-    """Return how many entries of each row are true, int32; five times faster than summing bools.
-
-    Args:
-        kept: (…, n) bool.
-
-    Example:
-        >>> counted(torch.tensor([[True, False, True]])).tolist()
-        [2]
-    """
+    """Return how many entries of each row are true, int32; five times faster than summing bools."""
     return kept.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
@@ -150,11 +123,7 @@ def _counts(rule: TopK | RandomK, call: AttentionCall) -> list[int]:
 
 
 def allowed_keys(part: AttentionCall) -> Tensor:
-    """Return the keys that each query attends to without the mask, (B, H, Lq, Lk) bool.
-
-    Args:
-        part: from :meth:`AttentionCall.part`, with the causal rule written out.
-    """
+    """Return the keys that each query attends to without the mask, (B, H, Lq, Lk) bool."""
     size = (*part.q.shape[:3], part.k.shape[2])
     allowed = torch.ones((), dtype=torch.bool, device=part.q.device) if part.allowed is None else part.allowed
     allowed = allowed.expand(size)
@@ -166,15 +135,7 @@ def allowed_keys(part: AttentionCall) -> Tensor:
 
 
 def real_first(allowed: Tensor, call: AttentionCall) -> Tensor | None:
-    """Return an order of the keys with those before the first that some query sees (padding) at the end.
-
-    Args:
-        allowed: (B, H, Lq, Lk), samples and heads narrowed.
-        call: a cache hides keys by a window, too; its keys stay where they are.
-
-    Returns:
-        (B, Lk) places, rolled; None if all keys stay where they are.
-    """
+    """Return an order of the keys with those before the first that some query sees (padding) at the end."""
     first = allowed.any(1).any(1).int().argmax(-1, keepdim=True)
     if call.first_query or call.keys_before or not bool(first.any()):
         return None
@@ -251,20 +212,7 @@ def _bound(values: Tensor, k: Tensor) -> Tensor:
 
 
 def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
-    """Return the score by which blocks of consecutive keys are ranked: ln Σ exp(z), the largest z, or the mean z.
-
-    Args:
-        scores: (…, Lk), -inf where a key is hidden.
-        block: keys in a block; the last may have fewer.
-        by: weight, best or mean.
-
-    Returns:
-        (…, ⌈Lk / block⌉), -inf where all keys are hidden.
-
-    Example:
-        >>> block_scores(torch.tensor([0.0, 0.0, -torch.inf]), 2).exp().tolist()
-        [2.0, 0.0]
-    """
+    """Return the score by which blocks of consecutive keys are ranked: ln Σ exp(z), the largest z, or the mean z."""
     if block == 1:
         return scores
     rest = -scores.shape[-1] % block

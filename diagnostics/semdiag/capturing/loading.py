@@ -192,16 +192,7 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
 def load_all(
     models: Iterable[str | Path | LoadedModel], config: Mapping[str, Any] | None, head: str = "auto"
 ) -> list[LoadedModel]:
-    """Load several models with :func:`load`; loaded ones pass through.
-
-    Args:
-        models: paths, or loaded models.
-        config: for checkpoints of the paper's code among them; None if their names tell it.
-        head: for Hugging Face models among them, as in :func:`load`.
-
-    Raises:
-        InputError: as :func:`load`; or if ``config`` is given and no model is of the paper's code.
-    """
+    """Load several models with :func:`load`; loaded ones pass through."""
     loaded = [model if isinstance(model, LoadedModel) else load(model, config, head) for model in models]
     if config is not None and not any(model.source == "paper code" for model in loaded):
         raise InputError(
@@ -230,12 +221,7 @@ def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> Load
 
 
 def describe(model: LoadedModel) -> dict[str, Any]:
-    """Return what is known of a model's architecture.
-
-    Returns:
-        For semdiag's encoders their configuration; for others class and dtype, and the plain numbers and words of
-        a Hugging Face configuration. Always the number of parameters.
-    """
+    """Return what is known of a model's architecture."""
     parameters = sum(p.numel() for p in model.module.parameters())
     if not model.external:
         return {**model.encoder.config.to_dict(), "parameters": parameters}

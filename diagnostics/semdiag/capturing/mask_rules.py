@@ -152,15 +152,7 @@ def check_keep(keep: Any) -> None:
 
 
 def rule_for(keep: Keep, call: AttentionCall) -> Rule:
-    """Return the rule for one call: the rule itself, or the mapping's entry for the call.
-
-    Args:
-        keep: a rule, or rules by layer (as the tables number them), module name, or (module name, occurrence).
-        call: whose layer, module and occurrence are known.
-
-    Raises:
-        InputError: if a mapping does not name the call.
-    """
+    """Return the rule for one call: the rule itself, or the mapping's entry for the call."""
     if isinstance(keep, Rule):
         return keep
     for key in ((call.module, call.occurrence), call.module, call.layer):

@@ -11,21 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 
 class SharedChange:
-    """A change of the process's state that watches share: the first one makes it, the last one undoes it.
-
-    If each watch made and undid it alone, the first to end would take it from the others, and the last would
-    restore the state that the first had made.
-
-    Args:
-        change: returns a context that makes and undoes it.
-
-    Example:
-        >>> import contextlib
-        >>> change = SharedChange(lambda: contextlib.nullcontext(print("made")))
-        >>> with change.held(), change.held():
-        ...     pass
-        made
-    """
+    """A change of the process's state that watches share: the first one makes it, the last one undoes it."""
 
     def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
         self._change, self._lock = change, threading.RLock()
@@ -71,11 +57,7 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
 
 
 def take_off(mode: TorchFunctionMode) -> bool:
-    """Remove a function mode from this thread's stack, wherever it is; the others keep their order.
-
-    Returns:
-        Whether it was there: it may have been entered in another thread.
-    """
+    """Remove a function mode from this thread's stack, wherever it is; the others keep their order."""
     return _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, None)  # type: ignore[no-untyped-call]
 
 
@@ -90,12 +72,7 @@ def put_on(mode: TorchFunctionMode) -> None:
 
 
 def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None:
-    """Move a function mode in this thread's stack below others: it then sees what they call.
-
-    Args:
-        mode: entered.
-        others: whether a mode must be above it.
-    """
+    """Move a function mode in this thread's stack below others: it then sees what they call."""
     _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, others)  # type: ignore[no-untyped-call]
 
 
@@ -128,10 +105,7 @@ def without_modes() -> Iterator[None]:
 
 
 def _reordered(kind: Any, stack: list[Any], mode: object, others: Callable[[object], bool] | None) -> bool:
-    """Move a mode below others, or take it off; return whether it was in the stack.
-
-    Modes leave and enter through their base class, which saves and restores the state below each.
-    """
+    """Move a mode below others, or take it off; return whether it was in the stack."""
     if mode not in stack:
         return False
     own = stack.index(mode)

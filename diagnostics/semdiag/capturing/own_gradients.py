@@ -39,11 +39,7 @@ def checkpointed() -> bool:
 
 
 def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
-    """Look up an attribute of a Function; ``apply`` gets a ``forward`` that is recorded.
-
-    However ``apply`` was referenced, torch makes a node of ``_backward_cls`` under the caller's gradient mode, and
-    then looks up ``forward`` to run it.
-    """
+    """Look up an attribute of a Function; ``apply`` gets a ``forward`` that is recorded."""
     found = original(cls, name)
     if name == "_backward_cls":
         _RUNNING.begun = cls if torch.is_grad_enabled() else None

@@ -7,15 +7,7 @@ from semdiag.capturing.attention_call import AttentionCall
 
 
 def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
-    """Return the part of a token mask that belongs to a call's queries.
-
-    Args:
-        mask: (N, L) bool, true where a token is real.
-        call: its queries are the last of these tokens, or all.
-
-    Returns:
-        (B, Lq) bool; None if the mask is of other samples or tokens.
-    """
+    """Return the part of a token mask that belongs to a call's queries."""
     (batch, _, length, _), first = call.q.shape, call.first_query
     if len(mask) != batch or mask.shape[1] != call.keys_before + first + length:
         return None
@@ -23,15 +15,7 @@ def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
 
 
 def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
-    """Return the same if the batch axis holds several rows per sample; the keys tell their order.
-
-    Args:
-        mask: (N, L) bool, true where a token is real.
-        call: of a multiple of N rows.
-
-    Returns:
-        (B, Lq) bool; None if the keys do not tell.
-    """
+    """Return the same if the batch axis holds several rows per sample; the keys tell their order."""
     times = len(call.q) // max(1, len(mask))
     if times < 2:
         return None
@@ -44,15 +28,7 @@ def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
 
 
 def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
-    """Return whether the keys are the mask's tokens, and no real query may attend to padding.
-
-    Other keys may follow the tokens; or come before them, if all real tokens are then seen, as behind a prefix.
-
-    Args:
-        mask: (B, L) bool, true where a token is real.
-        queries: (B, Lq) bool, the real queries; or (B, 1), true: no query at all may attend to padding.
-        call: its mask tells what its queries attend to.
-    """
+    """Return whether the keys are the mask's tokens, and no real query may attend to padding."""
     mask = mask[:, call.keys_before :]
     if mask.shape[1] > call.k.shape[2]:
         return False
@@ -86,15 +62,7 @@ def _alike(rows: Tensor) -> bool:
 
 
 def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
-    """Return whether a mask with as many samples as tokens is one of queries by keys, (L, L), like a causal one.
-
-    It is if no query of any sample sees more than its row of the mask allows, and some query sees what would be
-    padding of its sample.
-
-    Args:
-        mask: (N, L) bool.
-        call: its mask tells what its queries attend to.
-    """
+    """Return whether a mask with as many samples as tokens is one of queries by keys, (L, L), like a causal one."""
     seen = call.part().allowed
     if seen is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
         return False
@@ -102,17 +70,7 @@ def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
 
 
 def padded_end(call: AttentionCall) -> str | None:
-    """Return the end of samples that looks like padding: forbidden to all queries, while its queries see keys.
-
-    Nothing else may be forbidden but the future: in windows, blocks and selected sets, every key is some query's,
-    or others are forbidden to each.
-
-    Args:
-        call: of as many queries as keys.
-
-    Returns:
-        ``"first"`` or ``"last"``; None if there is no such end.
-    """
+    """Return the end of samples that looks like padding: forbidden to all queries, while its queries see keys."""
     seen, (batch, _, length, _) = call.allowed, call.q.shape
     if seen is None or call.first_query or len(seen) < batch or not seen.shape[3] == call.k.shape[2] == length > 1:
         return None
@@ -133,14 +91,7 @@ def padded_end(call: AttentionCall) -> str | None:
 
 
 def padded_by_own_mask(call: AttentionCall) -> Tensor | None:
-    """Return which fully masked queries are padding: those whose key no other query sees.
-
-    Args:
-        call: self-attention.
-
-    Returns:
-        (B, Lq) bool, false for such padding; None if there is none, or a sample would have no query left.
-    """
+    """Return which fully masked queries are padding: those whose key no other query sees."""
     full, (batch, _, length, _) = call.fully_masked, call.q.shape
     if full is None or call.allowed is None or call.first_query + length > call.k.shape[2]:
         return None
@@ -152,18 +103,7 @@ def padded_by_own_mask(call: AttentionCall) -> Tensor | None:
 
 
 def real_by_own_mask(call: AttentionCall) -> Tensor | None:
-    """Return which queries attend like real tokens, in self-attention of which only the mask is known.
-
-    A padded query does not see itself, or sees everything because the mask left it nothing, and only queries that
-    see everything see it. A query to which finite constants forbid every key is real if another one sees it. If
-    all queries of each sample see the same keys, the queries at these positions are real.
-
-    Args:
-        call: of as many tokens as keys.
-
-    Returns:
-        (B, Lq) bool, true for a real query; None if the mask does not tell.
-    """
+    """Return which queries attend like real tokens, in self-attention of which only the mask is known."""
     seen, (batch, _, length, _) = call.part().allowed, call.q.shape
     if seen is None or length == 1 or call.first_query + length > call.k.shape[2]:
         return None

@@ -39,23 +39,7 @@ AVERAGED = (
 
 
 class Padding:
-    """Follows the token masks that the running modules were given.
-
-    A mask applies to the queries of all attention inside the module that was given it; the innermost such module
-    decides. It applies only if the keys confirm it (nobody attends to padding), unless the module's arguments show
-    that it is a decoder. If a module got another sequence for its keys, the mask may be that sequence's: it is not
-    used, and a remark says so unless an outer module tells more. A mask of queries by keys (L, L) is no token
-    mask, even if the batch has L samples.
-
-    Args:
-        model: any module.
-        given: see below.
-
-    Attributes:
-        given: (B, L) bool, false for padded queries, from the user; masks of modules are then ignored. None if not
-            given.
-        fitted: whether ``given`` fitted the queries of some call.
-    """
+    """Follows the token masks that the running modules were given."""
 
     def __init__(self, model: nn.Module, given: Tensor | None = None) -> None:
         self.given, self.fitted = given, False
@@ -75,11 +59,7 @@ class Padding:
 
     @contextmanager
     def watched(self, running: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Iterator[None]:
-        """Listen to the arguments of the model's modules; hooks are removed when the context is left.
-
-        Args:
-            running: positional and keyword arguments of the model, if it is already running.
-        """
+        """Listen to the arguments of the model's modules; hooks are removed when the context is left."""
         self._running.clear()  # of forward passes in this thread that began under another watch
         with ExitStack() as stack:
             stack.callback(self._running.clear)
@@ -132,12 +112,7 @@ class Padding:
             self._running.pop()
 
     def marked(self, call: AttentionCall, audit: Audit) -> AttentionCall:
-        """Mark a call's padded queries, if its adapter did not.
-
-        Args:
-            call: running now.
-            audit: gets a remark if a mask, the user's included, could not be matched.
-        """
+        """Mark a call's padded queries, if its adapter did not."""
         if self._failed is not None:
             audit.remarks[Remark(call.module, self._failed)] += 1
         code = "padding"
@@ -178,12 +153,7 @@ class Padding:
         return own if call.queries is None else own & call.queries, None
 
     def queries(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
-        """Return which queries of a call are real.
-
-        Returns:
-            (B, Lq) bool, None if nothing marks padding; and a remark if a mask could not be matched, or was read
-            against its name, else None.
-        """
+        """Return which queries of a call are real."""
         own, remark = self._by_masks(call)
         if own is not None and not bool(own.all()) and are_learned(call):
             return None, None
@@ -280,15 +250,7 @@ def _of_queries(
 def _read_by_keys(
     name: str, mask: Tensor, own: Tensor, two: bool, call: AttentionCall
 ) -> tuple[Tensor | None, str | None]:
-    """Return what :func:`_of_queries` returns, by the reading of the mask that the keys confirm.
-
-    Args:
-        name: of the mask.
-        mask: of tokens (B, L).
-        own: its part (B, Lq) that belongs to the queries.
-        two: whether the module was given two sequences.
-        call: running now.
-    """
+    """Return what :func:`_of_queries` returns, by the reading of the mask that the keys confirm."""
     everyone = torch.ones_like(own[:, :1])  # for two sequences, or against the name: no query may see padding
     for reading in readings(name, mask):
         queries = reading[:, -own.shape[1] :]

@@ -45,26 +45,7 @@ def recognised(content: object) -> bool:
 
 
 def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -> tuple[Encoder, dict[str, Any]]:
-    """Build our encoder with the parameters of a released-code checkpoint.
-
-    Its conventions are kept: the first attention norm has eps 0, PAD is an ordinary token, and global tokens come
-    after the padded input and have the last ids. CLS comes first and has the last id: the code orders ids by
-    falling frequency, and CLS occurs once in each of its sequences of 500 tokens or more. Without a mask, CLS is a
-    token like any other; under a mask it attends to all tokens, and no other token attends to it. Inputs contain
-    neither.
-
-    Args:
-        path: for messages; its name holds the configuration.
-        state: the state dict.
-        config: entries that override those of the file name: mask_type, mask_size, n_heads, ngtk (global
-            tokens), inv_temp, activation, task, seed, nocls.
-
-    Returns:
-        The encoder in evaluation mode, and task, seed and snapshot as far as they are known.
-
-    Raises:
-        InputError: if the configuration is incomplete or unsupported, or shapes do not fit.
-    """
+    """Build our encoder with the parameters of a released-code checkpoint."""
     known = _from_name(path.name) | dict(config or {})
     missing = [name for name in ("mask_type", "mask_size", "n_heads") if name not in known]
     if missing:

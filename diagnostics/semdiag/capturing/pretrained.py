@@ -21,18 +21,7 @@ _INSTALL = "pip install 'semdiag[hf]'"
 
 
 def find_folder(spec: str) -> Path:
-    """Find the folder that ``hf:DIRECTORY`` names.
-
-    Args:
-        spec: with its prefix; DIRECTORY is a path, or PACKAGE/FOLDER inside an installed package, which is not
-            imported.
-
-    Returns:
-        A folder that holds ``config.json``.
-
-    Raises:
-        InputError: if there is none.
-    """
+    """Find the folder that ``hf:DIRECTORY`` names."""
     name = spec.removeprefix(PREFIX)
     folder = Path(name)
     package, *inside = folder.parts or ("",)
@@ -83,22 +72,7 @@ def _copy_in_cache(name: str) -> str:
 
 
 def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:
-    """Build the model that a folder describes, with its weights, offline.
-
-    Weights are read from safetensors only. Code that comes with a model is never run.
-
-    Args:
-        spec: ``hf:DIRECTORY``.
-        head: ``auto`` builds the class that ``architectures`` in its configuration names, with its head; ``none``,
-            or a name that the library does not know, what ``AutoModel`` builds: the body.
-
-    Returns:
-        The model in evaluation mode, the SHA-256 of its weight files, and the library's version.
-
-    Raises:
-        InputError: if transformers is missing, the folder is no such model, the model needs its own code, or its
-            weights are damaged or incomplete.
-    """
+    """Build the model that a folder describes, with its weights, offline."""
     folder = find_folder(spec)
     transformers = transformers_for(spec)
     config = read_json(folder / "config.json")

@@ -1,9 +1,4 @@
-"""The private parts of torch and transformers on which watches and masks rely, each with a probe.
-
-A part that changed would give wrong numbers in silence: :func:`broken_parts` names it, a mask is refused, and a
-watch says it in its audit. Parts whose loss raises an error at once (an import, a missing attribute
-inside a guarded look) need no probe.
-"""
+"""The private parts of torch and transformers on which watches and masks rely, each with a probe."""
 
 import inspect
 import sys
@@ -265,10 +260,7 @@ _OLDER = "a class that looks up its attention without AttentionInterface.get_int
 
 
 def broken_parts(model: nn.Module) -> list[str]:
-    """Return the private parts that behave otherwise than semdiag knows, of those that concern a model.
-
-    Each is tried once in a process, and again if the versions change.
-    """
+    """Return the private parts that behave otherwise than semdiag knows, of those that concern a model."""
     broken = [*_failed((*_TORCH,), str(torch.__version__))]
     classes = {type(part) for part in model.modules()}
     if any(kind.__module__.startswith("transformers.") for each in classes for kind in each.__mro__):

@@ -38,22 +38,7 @@ _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of
 
 
 class Watched:
-    """What all threads of a watched model share.
-
-    Attributes:
-        model: the watched model.
-        consume: gets the calls, one at a time.
-        mask: says which keys a call keeps; None means no mask.
-        modules: by name.
-        audit: filled while the model runs.
-        names: of the modules, by their id.
-        parameters: addresses of the storages of the model's parameters and buffers.
-        ran: names of all modules that have run.
-        numbers: of calls in the first forward pass that had some, by module.
-        lock: held while something is noted or recorded.
-        closed: whether the watch is over; a wrapper that outlives it does nothing.
-        failure: the last exception that the consumer raised.
-    """
+    """What all threads of a watched model share."""
 
     def __init__(
         self,
@@ -77,25 +62,7 @@ class Watched:
 
 
 class Recorder(threading.local):
-    """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread.
-
-    Args:
-        watched: what its threads share.
-
-    Attributes:
-        audit: filled while the model runs.
-        names: of the modules, by their id.
-        covered: above 0 inside attention that is recorded as a whole: nothing within it is recorded.
-        foreign: above 0 while modules run that are not the model's.
-        generator: draws the rows that are checked; used for nothing else.
-        heads: number of heads, where the surrounding function knows it and the tensors do not; None otherwise.
-        in_function: whether a torch function that was seen in Python is running.
-        parameters: addresses of the storages of the model's parameters and buffers.
-        running: names of the running modules, the innermost last.
-        shared: whether several threads run the model's forward pass.
-        shapes: of the first input of each running module; () if that is no tensor.
-        without_watch: modules that run without the function mode, which they refuse.
-    """
+    """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread."""
 
     def __init__(self, watched: Watched) -> None:  # called again in each thread
         self.audit, self.names, self.parameters = watched.audit, watched.names, watched.parameters
@@ -200,10 +167,7 @@ class Recorder(threading.local):
             self.audit.remarks[Remark(name, text)] += 1
 
     def handed_on(self) -> Callable[[], bool] | None:
-        """Return a function with which another thread takes over what runs here; None if nothing does.
-
-        It returns whether nothing was running in that thread.
-        """
+        """Return a function with which another thread takes over what runs here; None if nothing does."""
         if not self.running or self.closed:
             return None
         self.shared, running, shapes = True, [*self.running], [*self.shapes]
@@ -250,11 +214,7 @@ class Recorder(threading.local):
                 raise
 
     def kept(self, call: AttentionCall) -> Tensor | None:
-        """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all.
-
-        Args:
-            call: about to run; of its values and output only the shapes matter.
-        """
+        """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
         if self._watched.mask is None or _unusable(call):  # the latter is noted once it has run
             return None
         module = call.module or self.module
@@ -273,11 +233,7 @@ class Recorder(threading.local):
             self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
 
     def failed(self, operation: str, error: Exception, module: str | None = None) -> None:
-        """Note that the watch itself failed, which is no reason to stop the model.
-
-        Raises:
-            Exception: the error itself, if the consumer raised it.
-        """
+        """Note that the watch itself failed, which is no reason to stop the model."""
         if error is self._watched.failure:
             raise error
         self.skip(operation, failure(error), module)
@@ -321,11 +277,7 @@ def _unusable(call: AttentionCall) -> str | None:
 
 
 def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield lists of blocks of which some ran without attention, each with a remark.
-
-    A list is an ``nn.ModuleList``, or those modules of an ``nn.Sequential`` whose class also occurs with
-    attention; the others there are parts of a block.
-    """
+    """Yield lists of blocks of which some ran without attention, each with a remark."""
 
     def attends(name: str) -> bool:
         return any(f"{module}.".startswith(f"{name}.") for module in known)

@@ -17,32 +17,7 @@ def lowest(dtype: torch.dtype) -> float:
 def split_mask(
     mask: Tensor, least: float | None = None
 ) -> tuple[Tensor | None, Tensor | None, float | None, Tensor | None]:
-    """Split a mask into the keys that it allows and the bias that it adds.
-
-    A term forbids a key if it counts as -inf (:func:`lowest`), or if it is a constant at least 9,999 below the
-    largest term of its row, with a bias of up to 1,000 on top, and no term of the row lies between it and half of
-    that. Terms that fall with distance (ALiBi) are a bias, however low. A row in which the dtype's lowest number
-    forbids every key is fully masked: the softmax attends to all of these keys.
-
-    Args:
-        mask: bool, true where attention is allowed; or float (…, Lq or 1, Lk), added to the scores.
-        least: a term at or below this counts as -inf; None means :func:`lowest` of the mask's dtype.
-
-    Returns:
-        Allowed keys, bool, or None if none is forbidden; bias, or None if it is zero; the constant that forbids
-        keys in place of -inf, or None if none does; the keys with the largest constant in fully masked rows, bool,
-        or None if there are no such rows.
-
-    Example:
-        >>> split_mask(torch.tensor([0.0, -torch.inf]))
-        (tensor([ True, False]), None, None, None)
-        >>> split_mask(torch.tensor([0.0, 2.0, -10000.0]))
-        (tensor([ True,  True, False]), tensor([0., 2., 0.]), -10000.0, None)
-        >>> split_mask(torch.tensor([-1e38, -1e38, -torch.inf]))
-        (tensor([False, False, False]), None, None, tensor([ True,  True, False]))
-        >>> split_mask(-5000 * torch.arange(4.0))[0] is None
-        True
-    """
+    """Split a mask into the keys that it allows and the bias that it adds."""
     with outside_all_modes(mask.device.type):
         mask = mask.detach()
         if not mask.is_floating_point():
@@ -62,15 +37,7 @@ def full_rows(terms: Tensor) -> Tensor | None:
 
 
 def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
-    """Split the scores that a softmax saw in the same way, if what was added to them is unknown.
-
-    Args:
-        scores: (…, Lq, Lk).
-
-    Returns:
-        Allowed keys, bool, or None if none is forbidden; scores of allowed keys, 0 elsewhere; the lowest score
-        that stands for -inf, or None if none does.
-    """
+    """Split the scores that a softmax saw in the same way, if what was added to them is unknown."""
     forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
     some = bool(forbidden.any())
     return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep

@@ -44,15 +44,10 @@ class _Counts:
 
 @dataclass
 class Masked:
-    """What :func:`sparsify` did; filled while the model runs.
+    """What :func:`sparsify` did; filled while the model runs."""
 
-    Attributes:
-        audit: what was seen, and what looks like attention but was not masked.
-        padded: numbers of queries of the calls that have padding.
-    """
-
-    audit: Audit = field(default_factory=Audit)
-    padded: set[int] = field(default_factory=set)
+    audit: Audit = field(default_factory=Audit)  # what was seen, and what looks like attention but was not masked
+    padded: set[int] = field(default_factory=set)  # numbers of queries of the calls that have padding
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
 
     @property
@@ -85,10 +80,7 @@ class Masked:
 
     @property
     def kept(self) -> pd.DataFrame:
-        """One row per module, occurrence and head: queries with a key; least, most and mean kept keys; mean keys.
-
-        Padded queries are left out if the modules' arguments (``attention_mask``, …) mark them.
-        """
+        """One row per module, occurrence and head: queries with a key; least, most and mean kept keys; mean keys."""
         rows = []
         for (module, occurrence), c in self._counts.items():
             for head in range(len(c.queries)):

@@ -24,15 +24,7 @@ def is_followed() -> bool:
 
 @contextmanager
 def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
-    """Run under a watch, inside, what this thread gives to other threads.
-
-    This covers threads, timers and pools, including existing pools. It does not cover work put into a queue that a
-    waiting thread or process reads.
-
-    Args:
-        watch: called in the giving thread; returns the context that the other thread enters, or None if nothing of
-            the model is running.
-    """
+    """Run under a watch, inside, what this thread gives to other threads."""
     with _STARTS.held():
         _WATCHES.append(watch)
         try:

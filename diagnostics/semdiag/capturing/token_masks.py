@@ -25,22 +25,14 @@ _TARGET = ("tgt", "decoder_input_ids", "decoder_inputs_embeds")
 
 @dataclass(frozen=True, eq=False)
 class TokenMasks:
-    """What a module's arguments say about its tokens.
+    """What a module's arguments say about its tokens."""
 
-    Attributes:
-        given: (B, L) bool by argument, true for a real token; None if the argument was omitted.
-        definitive: whether the module distinguishes masks for its own tokens from another sequence's, like a
-            decoder.
-        crossing: whether it was given another sequence but does not: a mask may be that sequence's.
-        two: whether it takes two sequences: a mask may be either's.
-        other: whether a mask with more axes was given.
-    """
-
-    given: dict[str, Tensor | None]
+    given: dict[str, Tensor | None]  # (B, L) bool by argument, true for a real token
+    # whether the module distinguishes masks for its own tokens from another sequence's, like a decoder
     definitive: bool = False
-    crossing: bool = False
-    two: bool = False
-    other: bool = False
+    crossing: bool = False  # whether it was given another sequence but does not: a mask may be that sequence's
+    two: bool = False  # whether it takes two sequences: a mask may be either's
+    other: bool = False  # whether a mask with more axes was given
 
     def sure(self, name: str) -> bool:
         """Return whether a mask is for the queries, whatever the keys are."""
@@ -48,38 +40,12 @@ class TokenMasks:
 
 
 def readings(name: str, mask: Tensor) -> list[Tensor]:
-    """Return the ways to read a mask: as its name is usually meant, and inverted, as some code means it.
-
-    Args:
-        name: of the argument.
-        mask: (B, L) bool, true for a real token as the name is usually meant.
-
-    Returns:
-        Masks, the likelier first; one that leaves no real token comes last.
-
-    Example:
-        >>> readings("padding_mask", torch.tensor([[False, False]]))
-        [tensor([[True, True]]), tensor([[False, False]])]
-    """
+    """Return the ways to read a mask: as its name is usually meant, and inverted, as some code means it."""
     return sorted((mask, ~mask), key=lambda each: not bool(each.any())) if name in _REAL else [mask]
 
 
 def checked_real(real: Tensor | None) -> Tensor | None:
-    """Return the user's ``real`` as a bool tensor.
-
-    Args:
-        real: (N, L), true or not 0 for a real token; None if not given.
-
-    Returns:
-        (N, L) bool, or None.
-
-    Raises:
-        InputError: if it is no such tensor.
-
-    Example:
-        >>> checked_real(torch.tensor([[1, 0]]))
-        tensor([[ True, False]])
-    """
+    """Return the user's ``real`` as a bool tensor."""
     if real is None:
         return None
     if not isinstance(real, Tensor) or real.ndim != 2:
@@ -89,22 +55,7 @@ def checked_real(real: Tensor | None) -> Tensor | None:
 
 
 def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return which tokens of a batch are real, by the masks that the model is given.
-
-    Args:
-        model: its signature names the positional arguments.
-        batch: a tensor, a dictionary or a tuple.
-
-    Returns:
-        (B, L) bool by argument; empty if nothing marks padding. In a decoder that is given tokens and no mask, all
-        are real.
-
-    Example:
-        >>> class Model(nn.Module):
-        ...     def forward(self, attention_mask): ...
-        >>> real_tokens(Model(), {"attention_mask": torch.tensor([[1, 1, 0]])})["attention_mask"].tolist()
-        [[True, True, False]]
-    """
+    """Return which tokens of a batch are real, by the masks that the model is given."""
     named = dict(batch) if isinstance(batch, Mapping) else {}
     values = () if named else (batch,) if isinstance(batch, Tensor) else tuple(batch)
     masks = token_masks(model, values, named)
@@ -117,15 +68,7 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def takes_masks(module: nn.Module) -> bool:
-    """Return whether a module has an argument for a token mask, by name.
-
-    Args:
-        module: any; false for a TorchScript module, whose arguments are unknown.
-
-    Example:
-        >>> takes_masks(nn.TransformerEncoderLayer(8, 2)), takes_masks(nn.Linear(8, 8))
-        (True, False)
-    """
+    """Return whether a module has an argument for a token mask, by name."""
     return not isinstance(module, torch.jit.ScriptModule) and bool({*_parameters(module)} & {*MASK_NAMES})
 
 
@@ -137,22 +80,7 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenMasks | None:
-    """Return the token masks among a module's arguments.
-
-    Args:
-        module: that is called.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The masks; None if the arguments do not fit the module's signature.
-
-    Example:
-        >>> layer, x = nn.TransformerEncoderLayer(8, 2), torch.zeros(2, 1, 8)
-        >>> masks = token_masks(layer, (x,), {"src_key_padding_mask": torch.tensor([[False, True]])})
-        >>> masks.given["src_key_padding_mask"]
-        tensor([[ True, False]])
-    """
+    """Return the token masks among a module's arguments."""
     try:
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the call itself will say what is wrong

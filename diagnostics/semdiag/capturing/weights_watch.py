@@ -12,26 +12,15 @@ Place = tuple[int, str]  # id of a module, and name of its parameter
 
 @dataclass
 class Weights:
-    """What calls of ``load_state_dict`` left out; filled while the function runs.
+    """What calls of ``load_state_dict`` left out; filled while the function runs."""
 
-    Attributes:
-        unexpected: names of weights that no module took.
-    """
-
-    unexpected: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)  # names of weights that no module took
     _missed: dict[Place, float] = field(default_factory=dict)  # with a sum that shows whether it is written later
     _loaded: set[Place] = field(default_factory=set)
     _modules: list[nn.Module] = field(default_factory=list)  # kept alive, so that no id is reused
 
     def add(self, module: nn.Module, names: set[str], missing: list[str], unexpected: list[str]) -> None:
-        """Record one call.
-
-        Args:
-            module: that loaded.
-            names: in the dictionary.
-            missing: names that the dictionary lacks.
-            unexpected: names that the module lacks.
-        """
+        """Record one call."""
         self._modules.append(module)
         self.unexpected += unexpected
         own = dict(module.named_parameters(remove_duplicate=False))
@@ -81,16 +70,7 @@ def _place(module: nn.Module, name: str) -> Place:
 
 @contextmanager
 def watched_weights() -> Iterator[Weights]:
-    """Watch every ``load_state_dict`` inside the context.
-
-    Example:
-        >>> import torch
-        >>> with watched_weights() as weights:
-        ...     model = nn.Linear(1, 1)
-        ...     _ = model.load_state_dict({"module.weight": torch.zeros(1, 1)}, strict=False)
-        >>> weights.not_loaded(model), weights.unexpected
-        (['weight', 'bias'], ['module.weight'])
-    """
+    """Watch every ``load_state_dict`` inside the context."""
     weights, original = Weights(), nn.Module.load_state_dict
 
     def load(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

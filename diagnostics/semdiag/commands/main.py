@@ -103,11 +103,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted.
-
-    Exit code 70 is an error of semdiag itself, so that it never looks like a failed check; 141 means that the
-    reader of the output left before its end.
-    """
+    """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted."""
     speak_any_language()
     debug = "--debug" in sys.argv[1:]
     sys.argv = [word for word in sys.argv if word != "--debug"]  # it may stand anywhere; no command takes it

@@ -27,11 +27,7 @@ def command_line() -> str:
 
 
 def figure_formats(text: str) -> tuple[str, ...]:
-    """Read ``"png,svg"``; ``"none"`` gives none.
-
-    Raises:
-        InputError: if a format is unknown.
-    """
+    """Read ``"png,svg"``; ``"none"`` gives none."""
     from semdiag_models.errors import unknown_name
 
     formats = tuple(part.strip() for part in text.split(",") if part.strip() and part.strip() != "none")
@@ -42,11 +38,7 @@ def figure_formats(text: str) -> tuple[str, ...]:
 
 
 def read_config(path: Path | None) -> dict[str, Any] | None:
-    """Read the configuration of a checkpoint of the paper's code.
-
-    Raises:
-        InputError: if the file is not a JSON object.
-    """
+    """Read the configuration of a checkpoint of the paper's code."""
     from semdiag_models import InputError
     from semdiag_models.reading import read_json
 
@@ -71,28 +63,7 @@ def measured(
     typed: Collection[str] = (),
     then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
 ) -> "Findings":
-    """Find the checkpoints and measure them, with progress on stderr.
-
-    Args:
-        models: what the user named.
-        conditions: under which they are measured.
-        quiet: whether to print nothing.
-        run: measures loaded models under conditions, with progress; None:
-            :func:`~semdiag.measuring.survey.survey`.
-        more_stages: of each model, besides the clean pass and the plans of the conditions.
-        against: a model that all are compared with; it is measured last.
-        typed: names of the options that the user gave. Without ``samples``, all models are measured on as many
-            samples as the run that held out fewest, or on all inputs of a file; with ``k``, one of them must
-            attend to every key.
-        then: called with the loaded models once they are measured.
-
-    Returns:
-        Findings on the measurements, with the command in the provenance.
-
-    Raises:
-        InputError: if ``against`` is not one checkpoint, there is nothing to compare with it, or ``k`` applies to
-            no model.
-    """
+    """Find the checkpoints and measure them, with progress on stderr."""
     from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.audit import WARNING
     from semdiag.capturing.discovery import find_checkpoints, without_other_files
@@ -172,11 +143,7 @@ def _with_reference(paths: list[Path], against: Path) -> list[Path]:
 
 
 def check_out(folder: Path | None, keep_queries: bool) -> None:
-    """Refuse a folder for :func:`deliver` before anything is measured.
-
-    Raises:
-        InputError: if a report cannot take its place.
-    """
+    """Refuse a folder for :func:`deliver` before anything is measured."""
     from semdiag.reporting.folder import check_folder
 
     if folder is not None:
@@ -184,11 +151,7 @@ def check_out(folder: Path | None, keep_queries: bool) -> None:
 
 
 def check_per_query(path: Path | None) -> None:
-    """Refuse a name for :func:`write_per_query` before anything is measured.
-
-    Raises:
-        InputError: if the name does not end in .parquet or its folder does not exist.
-    """
+    """Refuse a name for :func:`write_per_query` before anything is measured."""
     from semdiag_models import InputError
 
     if path is not None and path.suffix != ".parquet":
@@ -198,17 +161,7 @@ def check_per_query(path: Path | None) -> None:
 
 
 def write_per_query(path: Path, measurements: "Measurements") -> None:
-    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it.
-
-    Both are complete before either takes its place.
-
-    Args:
-        path: checked by :func:`check_per_query`.
-        measurements: what to write.
-
-    Raises:
-        InputError: if the place cannot be written to.
-    """
+    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it."""
     from semdiag_models import InputError
 
     tables = {path: measurements.queries, path.with_suffix(".load.parquet"): measurements.loads}
@@ -233,18 +186,7 @@ def deliver(
     sections: Sequence[str] | None = None,
     answered: bool = False,
 ) -> None:
-    """Deliver what a command measured: a page with figures, and answer and tables or one JSON object on stdout.
-
-    Files are written first, so that a folder that cannot be written to is refused in one line.
-
-    Args:
-        command: its name.
-        findings: of the models.
-        show: prints the tables.
-        options: the values of the shared ones: out, figures, as_json, quiet, and per_query if the command has it.
-        sections: of the page; None: the one named like the command.
-        answered: whether ``show`` itself begins with the answer.
-    """
+    """Deliver what a command measured: a page with figures, and answer and tables or one JSON object on stdout."""
     import typer
 
     from semdiag.commands.output_folder import output_folder

@@ -19,15 +19,7 @@ _LARGEST = 2**25  # bytes of a page that is copied to the new report
 
 
 def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str | None:
-    """Run a language model on the first of its texts, and return the page that shows every head on it.
-
-    Args:
-        loaded: the models that were measured; only a single one gets a page.
-        conditions: under which they were.
-
-    Returns:
-        The page; None unless a single Hugging Face model was measured on texts.
-    """
+    """Run a language model on the first of its texts, and return the page that shows every head on it."""
     inputs = conditions.inputs
     if [model.source for model in loaded] != ["hugging face"] or inputs is None or inputs.suffix not in SUFFIXES:
         return None

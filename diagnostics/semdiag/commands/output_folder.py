@@ -12,16 +12,7 @@ if TYPE_CHECKING:
 
 
 def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
-    """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``.
-
-    If a report on other models lies there already, the name gets a short hash of these models' names, so that
-    nothing is overwritten. In a folder that the user named, it is replaced, with a message.
-
-    Args:
-        command: its name.
-        measurements: of the models.
-        given: the folder that the user named; None: none.
-    """
+    """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
     from semdiag.presenting.terminal.terminal import tell
 
     models = [str(model) for model in measurements.models["model"]]

@@ -11,15 +11,7 @@ if TYPE_CHECKING:
 
 
 def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
-    """Return a function that measures models in other processes; None to measure in this one.
-
-    Args:
-        jobs: number of processes; with a single model they divide the masks of a rerun.
-        ray: address of a cluster; empty: processes of this machine.
-
-    Raises:
-        InputError: if ``jobs`` is below 1.
-    """
+    """Return a function that measures models in other processes; None to measure in this one."""
     from semdiag_models import InputError
 
     if jobs is not None and jobs < 1:

@@ -53,15 +53,7 @@ class Shared:
     typed: frozenset[str]
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
-        """Return the conditions of the measurement; every option is checked first.
-
-        Args:
-            keep_queries: whether the report keeps every query.
-            more: fields of :class:`~semdiag.measuring.conditions.Conditions` that the command sets.
-
-        Raises:
-            InputError: if an option is wrong.
-        """
+        """Return the conditions of the measurement; every option is checked first."""
         from semdiag.capturing.inputs.texts import TextOptions
         from semdiag.commands import measuring
         from semdiag.measuring.conditions import Conditions
@@ -105,11 +97,7 @@ class Shared:
 
 
 def with_options(command: Command) -> Callable[..., None]:
-    """Give a command the shared options; it receives them as its argument ``shared``.
-
-    Returns:
-        A function that has the options in its signature, where typer finds them.
-    """
+    """Give a command the shared options; it receives them as its argument ``shared``."""
     names = [
         name
         for name in _SHARED

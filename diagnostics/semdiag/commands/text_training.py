@@ -15,11 +15,7 @@ def text_task(
     window: int | None,
     quiet: bool,
 ) -> "Text":
-    """Read the text and learn its pieces, which takes about a second per megabyte.
-
-    Raises:
-        InputError: if there is no file, it is not a text, or the vocabulary is too large for it.
-    """
+    """Read the text and learn its pieces, which takes about a second per megabyte."""
     from contextlib import nullcontext
 
     from semdiag.presenting.terminal.minutes import Minutes

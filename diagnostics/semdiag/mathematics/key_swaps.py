@@ -46,11 +46,7 @@ def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
 
 
 def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
-    """Return the local maximum d, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none.
-
-    With x = 2Δ + d − 1 it is x − ln x = t, t = 2Δ − 1 + ln(k − 1), x ≥ 1. Newton's method descends to it from
-    1 + sqrt(2u) + u, u = t − 1, which is above the root (Chatzigeorgiou 2013, of the Lambert function).
-    """
+    """Return the local maximum d, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
     excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
     exists = (excess > 0) & (excess < math.inf)
     u = torch.where(exists, excess, 1.0)

@@ -126,17 +126,7 @@ def _half(maximum: Tensor) -> Tensor:
 
 
 def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of the values nearest to each row's maximum.
-
-    Args:
-        half: (..., 1), half of the maximum.
-        values: (..., n) float32, more than ``number``.
-        number: how many to return.
-
-    Returns:
-        Their positions (..., number) int64, in any order, and a bound (..., 1): no other value is nearer than
-        twice it.
-    """
+    """Return the positions of the values nearest to each row's maximum."""
     # Distances ≥ 0 are ordered like their bits read as integers; halves of distances are finite.
     # The last bits hold the position.
     places = 2 ** (values.shape[-1] - 1).bit_length() - 1

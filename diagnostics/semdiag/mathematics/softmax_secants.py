@@ -225,11 +225,7 @@ def _largest_and_others(scores: Tensor, selected: Tensor) -> tuple[Tensor, Tenso
 
 
 def _masked(scores: Tensor, selected: Tensor) -> Tensor:
-    """Replace the scores of keys that are not selected by −inf.
-
-    Raises:
-        ValueError: if a row selects no key.
-    """
+    """Replace the scores of keys that are not selected by −inf."""
     if not bool(selected.any(dim=-1).all()):
         raise ValueError("A row selects no key, so it has no softmax. Leave padded queries out.")
     return torch.where(selected, float64(scores), -math.inf)

@@ -222,11 +222,7 @@ def positive_separation(separation: Real) -> Assumption:
 
 
 def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
-    """Return the dispersion and number of keys as float64, or refuse impossible values.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
-    """
+    """Return the dispersion and number of keys as float64, or refuse impossible values."""
     delta, k = float64(dispersion), float64(keys)
     if not bool((delta >= 0).all()):
         raise ValueError(f"A dispersion must be at least 0. Got {delta.min().item()}.")
@@ -236,11 +232,7 @@ def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
 
 
 def _checked_separation(separation: Real) -> Tensor:
-    """Return the separation as float64.
-
-    Raises:
-        ValueError: if it is NaN.
-    """
+    """Return the separation as float64."""
     gap = float64(separation)
     if bool(gap.isnan().any()):
         raise ValueError("A separation is NaN. If nothing is masked, write it as +inf.")

@@ -102,15 +102,7 @@ def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor
 
 
 def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
-    """Include a sink of score s_h in the softmax of every row that has keys.
-
-    Args:
-        statistics: without sinks.
-        sinks: (H,) scores, nats.
-
-    Returns:
-        The same with updated logsumexps and entropies.
-    """
+    """Include a sink of score s_h in the softmax of every row that has keys."""
     sink = sinks.to(statistics["maximum"].dtype)[:, None]
     joint = {
         name: torch.where(statistics[name] == -torch.inf, -torch.inf, torch.logaddexp(statistics[name], sink))

@@ -46,19 +46,7 @@ def array_names(path: Path) -> list[str]:
 
 
 def read_arrays(path: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Read named arrays from a file.
-
-    Args:
-        path: ``.npz``; ``.safetensors``; or ``.parquet`` with columns of numbers, or of lists of numbers of the
-            same length in every row, lists of lists and so on.
-        names: of arrays or columns; those that the file lacks are left out.
-
-    Returns:
-        Tensors by name.
-
-    Raises:
-        InputError: if the file is missing, damaged, of another kind, or does not fit into memory.
-    """
+    """Read named arrays from a file."""
     readers = {".npz": _npz, ".safetensors": _safetensors, ".parquet": _parquet}
     if path.suffix in _CONVERT:
         raise InputError(

@@ -16,15 +16,7 @@ def write_sums(folder: Path, names: Collection[str]) -> None:
 
 
 def check_sums(folder: Path, names: Collection[str]) -> None:
-    """Refuse files that differ from those that :func:`write_sums` saw; without its file, check nothing.
-
-    Args:
-        folder: of the files.
-        names: of all files that are read there.
-
-    Raises:
-        InputError: if one has changed, is missing, or was added.
-    """
+    """Refuse files that differ from those that :func:`write_sums` saw; without its file, check nothing."""
     if not (folder / SUMS).exists():  # saved by an older version
         return
     lines = read_bytes(folder / SUMS, MEBIBYTE).decode("utf-8", errors="replace").splitlines()

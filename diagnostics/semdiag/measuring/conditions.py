@@ -27,12 +27,7 @@ _MOST = 10**9  # of samples, in a batch or in all
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which every model of a survey is measured.
-
-    Raises:
-        InputError: if a value is invalid.
-        TypeError: if a plan belongs to no probe, or two plans have the same type.
-    """
+    """The conditions under which every model of a survey is measured."""
 
     inputs: Path | None = None  # token ids, or text (.txt); None means each checkpoint's own held-out samples
     samples: int = 500  # of the default inputs, of inputs of unknown length, and windows of a text
@@ -74,15 +69,7 @@ class Conditions:
             raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
 
     def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
-        """Replace ``auto`` by one dtype for all models.
-
-        In float32, rounding decides the smallest of many separations, and which of two nearly equal scores is
-        kept. So it is float64 if every model is an encoder of semdiag (large ones are rare); with other models,
-        and on mps, which has no float64, it is float32.
-
-        Returns:
-            The conditions with a key of ``DTYPES`` as dtype.
-        """
+        """Replace ``auto`` by one dtype for all models."""
         if self.dtype in HALF and (own := [model.path for model in models if not model.external]):
             raise InputError(f"dtype {self.dtype} is for external models, but {own[0]} is an encoder of semdiag.")
         if self.dtype != "auto":

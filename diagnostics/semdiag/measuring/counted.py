@@ -2,14 +2,5 @@
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and what it counts.
-
-    Args:
-        number: how many.
-        noun: in the singular; the plural adds an s.
-
-    Example:
-        >>> counted(1, "epoch"), counted(2, "epoch")
-        ('1 epoch', '2 epochs')
-    """
+    """Return a number and what it counts."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -19,21 +19,7 @@ _ROUNDING = 16  # units in the last place of the largest entry, for reordered su
 def noisy_embeddings(
     model: nn.Module, batch: Batch, samples: int, add_noise: Callable[[Tensor, int], None]
 ) -> Iterator[None]:
-    """Add noise to the copies in a batch of [clean samples; their copies], after the embedding of its tokens.
-
-    Noise enters after every ``nn.Embedding`` in whose table the batch's token ids are looked up (encoder and
-    decoder may each do so), and after the module that the model names as its embedding, such as that of patches.
-
-    Args:
-        model: its embeddings get a hook, which is removed however the context is left.
-        batch: the very tensors with which the model is called inside the context.
-        samples: number of clean samples at the start of the batch.
-        add_noise: called with the embedded copies, (B, …, d), which it changes, and the number of earlier calls.
-
-    Raises:
-        NotAvailableError: if the model has no embedding, or none that looks up the tokens or returns an activation
-            per sample.
-    """
+    """Add noise to the copies in a batch of [clean samples; their copies], after the embedding of its tokens."""
     tables, named, whole = TokenTables(token_ids(batch)), named_embedding(model), samples_of(batch)
     places = [part for part in model.modules() if isinstance(part, nn.Embedding) or part is named]
     if not places:
@@ -76,25 +62,15 @@ _NUMBERS = (
 
 @dataclass
 class Reach:
-    """Which attention the noise reaches: where queries or keys of a copy differ from the clean ones.
+    """Which attention the noise reaches: where queries or keys of a copy differ from the clean ones."""
 
-    Attributes:
-        modules: by layer, the module that attends.
-        reached: layers.
-        numbers: layers whose scores are known only as numbers: they are in the bias, and queries are 0.
-    """
-
-    modules: dict[int, str] = field(default_factory=dict)
-    reached: set[int] = field(default_factory=set)
+    modules: dict[int, str] = field(default_factory=dict)  # by layer, the module that attends
+    reached: set[int] = field(default_factory=set)  # layers
+    # layers whose scores are known only as numbers: they are in the bias, and queries are 0
     numbers: set[int] = field(default_factory=set)
 
     def look(self, call: AttentionCall, samples: int) -> None:
-        """Look at one call.
-
-        Args:
-            call: over a batch of [clean; copies].
-            samples: number of clean ones.
-        """
+        """Look at one call."""
         self.modules[call.layer] = call.module
         if call.layer not in self.reached and any(_moved(values, samples) for values in (call.q, call.k)):
             self.reached.add(call.layer)
@@ -102,18 +78,7 @@ class Reach:
             self.numbers.add(call.layer)
 
     def left_out(self, name: str, note: Callable[[str, str, str], None]) -> set[int]:
-        """Return the layers that the noise does not reach, which say nothing about stability.
-
-        Args:
-            name: of what is measured.
-            note: called with what is not available, why, and where, if the noise reaches only some layers.
-
-        Returns:
-            The layers.
-
-        Raises:
-            NotAvailableError: if it reaches none.
-        """
+        """Return the layers that the noise does not reach, which say nothing about stability."""
         out = self.modules.keys() - self.reached
         if out and not self.reached:
             raise NotAvailableError(

@@ -72,16 +72,7 @@ class _Totals:
 
 
 class KeptRows:
-    """Rows that arrive in parts: columns of equal length, all of one layer.
-
-    Beyond the limit, every quantity has exact totals by layer and head, and a random sample of the rows is kept: a
-    half, a quarter, … of all, each row with the same probability.
-
-    Args:
-        limit: largest number of rows to keep.
-        places: columns that identify a row; all others are quantities.
-        seed: of the sample.
-    """
+    """Rows that arrive in parts: columns of equal length, all of one layer."""
 
     def __init__(self, limit: int, places: Sequence[str], seed: int = 0) -> None:
         self.parts: list[dict[str, np.ndarray]] = []
@@ -91,11 +82,7 @@ class KeptRows:
         self._totals: dict[tuple[str, int, int], _Totals] = {}
 
     def add(self, part: dict[str, np.ndarray]) -> None:
-        """Add rows.
-
-        Args:
-            part: columns by name.
-        """
+        """Add rows."""
         if self.share < 1:
             self._count(part)
             part = self._thinned(part, self.share)

@@ -222,14 +222,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _with_shares(tables: dict[str, pd.DataFrame], provenance: dict[str, Any], where: str) -> pd.DataFrame:
-    """Return the models with all of their shares.
-
-    Up to version 0.3, ``share`` meant both shares, and N was in the provenance: if queries were drawn, it is their
-    share.
-
-    Raises:
-        InputError: if one is no share.
-    """
+    """Return the models with all of their shares."""
     models = tables["models"]
     missing = {name: DEFAULTS[name] for name in SHARES.columns if name not in models}
     filled = models.assign(**missing)
@@ -242,11 +235,7 @@ def _with_shares(tables: dict[str, pd.DataFrame], provenance: dict[str, Any], wh
 
 
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:
-    """Refuse tables that contradict each other.
-
-    Raises:
-        InputError: if a model occurs twice, a table names an unknown one, or provenance is no object.
-    """
+    """Refuse tables that contradict each other."""
     models = tables["models"]["model"]
     if not isinstance(provenance, dict):
         raise InputError(f"{folder / 'provenance.json'} must hold a JSON object.")

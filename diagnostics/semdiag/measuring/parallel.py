@@ -17,23 +17,14 @@ from semdiag_models.sweeps.workers import TICK, Workers
 
 @dataclass(frozen=True)
 class MeasuringOrder:
-    """What a worker process needs to measure a model; everything in it can be pickled.
+    """What a worker process needs to measure a model; everything in it can be pickled."""
 
-    Attributes:
-        path: of the model.
-        conditions: of the survey.
-    """
-
-    path: str
-    conditions: Conditions
+    path: str  # of the model
+    conditions: Conditions  # of the survey
 
 
 def run_order(order: MeasuringOrder) -> Measurements | str:
-    """Measure a model on one CPU thread, in a process of its own.
-
-    Returns:
-        Its measurements, or one line on why it cannot be measured.
-    """
+    """Measure a model on one CPU thread, in a process of its own."""
     torch.set_num_threads(1)
     try:
         return survey_one(order.path, order.conditions, Progress())
@@ -55,19 +46,7 @@ def one_thread() -> Iterator[None]:
 def run_in_parallel(
     orders: Sequence[tuple[str, Any]], workers: Workers, ended: Callable[[str], None] = lambda path: None
 ) -> list[Any]:
-    """Run several orders at once; the results do not depend on which worker runs which.
-
-    Args:
-        orders: each behind the path of its model.
-        workers: run orders with :func:`run_order`; closed at the end.
-        ended: called with the path of each order that has run.
-
-    Returns:
-        Their results, in their order.
-
-    Raises:
-        InputError: if one cannot be run, or its process was killed.
-    """
+    """Run several orders at once; the results do not depend on which worker runs which."""
     waiting, results = deque(enumerate(orders)), dict[int, Any]()
     running: dict[Any, tuple[int, str]] = {}
     try:

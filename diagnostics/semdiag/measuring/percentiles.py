@@ -13,30 +13,13 @@ _SHARES = np.array(PERCENTILES) / 100
 
 
 def percentiles(values: ArrayLike) -> dict[str, float | int]:
-    """Return count, mean and percentiles of the finite values, linearly interpolated.
-
-    Args:
-        values: any shape; entries that are not finite count as undefined.
-
-    Returns:
-        ``queries``, ``mean``, ``p0`` … ``p100`` (NaN if nothing is finite), ``undefined``, ``not_positive``.
-
-    Example:
-        >>> table = percentiles([1.0, 3.0, float("inf")])
-        >>> table["queries"], table["p50"], table["undefined"]
-        (3, 2.0, 1)
-    """
+    """Return count, mean and percentiles of the finite values, linearly interpolated."""
     columns = percentile_columns([np.asarray(values, dtype=np.float64).reshape(1, -1)])
     return {name: column[0].item() for name, column in columns.items()}
 
 
 def percentile_columns(tables: Iterable[NDArray[np.float64]], pooled: bool = False) -> dict[str, NDArray[Any]]:
-    """Return :func:`percentiles` of each row of tables (rows, n): by name, (rows,) int64 or float64.
-
-    Args:
-        tables: of any sizes.
-        pooled: whether a row follows for all values together.
-    """
+    """Return :func:`percentiles` of each row of tables (rows, n): by name, (rows,) int64 or float64."""
     parts = [part for values in tables for part in _finite(values)]
     ordered = [_ordered(values) for values, _ in parts]
     blocks = [_columns(*part, inside) for part, inside in zip(parts, ordered, strict=True)]
@@ -100,12 +83,7 @@ def _cuts(ordered: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Return percentiles of a quantity for every layer and head of one model, in their order.
-
-    Args:
-        rows: a table with the columns layer, head and ``quantity``.
-        quantity: the column.
-    """
+    """Return percentiles of a quantity for every layer and head of one model, in their order."""
     places = rows[["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
     table = []
     for layer, head in zip(places["layer"], places["head"], strict=True):
@@ -115,15 +93,6 @@ def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
 
 
 def pooled_table(rows: pd.DataFrame, quantity: str, by: str = "model") -> pd.DataFrame:
-    """Return percentiles of a quantity pooled over layers and heads.
-
-    Args:
-        rows: a table with the columns ``by`` and ``quantity``.
-        quantity: the column.
-        by: the column that separates the groups.
-
-    Returns:
-        One row per value of ``by``, in order of appearance.
-    """
+    """Return percentiles of a quantity pooled over layers and heads."""
     groups = rows.groupby(by, sort=False)[quantity]
     return pd.DataFrame([{by: name, **percentiles(group)} for name, group in groups])

@@ -35,59 +35,33 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model under survey, as probes see it.
+    """A model under survey, as probes see it."""
 
-    Attributes:
-        model: loaded; :attr:`~semdiag.capturing.loading.LoadedModel.external` if only its attention is known.
-        batches: its inputs.
-        labels: (N,) classes; None if unknown.
-        seed: of all draws.
-        batch_size: samples at a time.
-        device: where to run.
-        dtype: of the model and of its scores.
-        queries: number drawn per sample and head; None means all.
-        few: number of samples for costly probes; None means all.
-        after_point: called with the number of finished steps.
-        expect: called with the number of steps, if it becomes known only while measuring.
-        missing: by name, why something is not available; probes fill it.
-        said: other remarks on how the model was measured; probes fill it.
-        watchers: by name of a probe, what looked on for it during the clean pass.
-    """
-
-    model: LoadedModel
-    batches: list[Batch]
-    labels: Tensor | None
-    seed: int
-    batch_size: int
-    device: torch.device
-    dtype: torch.dtype
-    queries: int | None = None
-    few: int | None = None
-    after_point: Callable[[int], None] = lambda points: None
+    model: LoadedModel  # loaded
+    batches: list[Batch]  # its inputs
+    labels: Tensor | None  # (N,) classes; None if unknown
+    seed: int  # of all draws
+    batch_size: int  # samples at a time
+    device: torch.device  # where to run
+    dtype: torch.dtype  # of the model and of its scores
+    queries: int | None = None  # number drawn per sample and head; None means all
+    few: int | None = None  # number of samples for costly probes; None means all
+    after_point: Callable[[int], None] = lambda points: None  # called with the number of finished steps
+    # called with the number of steps, if it becomes known only while measuring
     expect: Callable[[int], None] = lambda steps: None
-    missing: dict[str, Remark] = field(default_factory=dict)
-    said: list[Remark] = field(default_factory=list)
+    missing: dict[str, Remark] = field(default_factory=dict)  # by name, why something is not available
+    said: list[Remark] = field(default_factory=list)  # other remarks on how the model was measured; probes fill it
+    # by name of a probe, what looked on for it during the clean pass
     watchers: dict[str, Watcher] = field(default_factory=dict)
 
     def note(self, name: str, why: str, where: str = "") -> None:
-        """Note that something is not available for this model.
-
-        Args:
-            name: of the measurement; the remark's code is ``no-NAME``.
-            why: completes the sentence "not available, because …".
-            where: restricts it to a part of the model; the code is then ``no-NAME-there``. Empty means everywhere.
-        """
+        """Note that something is not available for this model."""
         what = f"{name} of {where}" if where else name
         code = f"no-{name.lower().replace(' ', '-')}{'-there' * bool(where)}"
         self.missing[what] = Remark("", f"{what} not available, because {why}", code)
 
     def remark(self, text: str, code: str) -> None:
-        """Note something about how this model was measured.
-
-        Args:
-            text: a sentence without its full stop.
-            code: of the remark.
-        """
+        """Note something about how this model was measured."""
         self.said.append(Remark("", text, code))
 
     def watch(self, probe: "Probe", plan: Any, prepared: Any) -> None:
@@ -132,57 +106,27 @@ def _none(*known: Any) -> Any:
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement that belongs to a question, whose record names it.
+    """A measurement that belongs to a question, whose record names it."""
 
-    Attributes:
-        name: in words, for messages.
-        plan: the frozen dataclass of its options; a survey finds the probe by the type of a plan.
-        tables: that it makes.
-        measure: makes tables by name from subject, plan and the result of ``prepare``. If something cannot be
-            measured, it calls :meth:`Subject.note` or raises
-            :class:`~semdiag.measuring.calls.scored_rows.NotAvailableError`.
-        watch: what looks on during the clean pass, from what ``measure`` is given; None: nothing does.
-        prepare: reads what is needed before the first model is measured, from plan and conditions, so that a wrong
-            path does not cost minutes.
-        check: raises an :class:`~semdiag_models.InputError` if the plan cannot be measured on a model, from model,
-            plan and the result of ``prepare``; also called before the first model is measured.
-        steps: number of steps for one encoder, from the plan, for the progress bar.
-        draws: whether it works on drawn queries; others need every query.
-        reported: the plan that ``semdiag report`` measures; None means that it skips the probe.
-        provenance: what to record, from the plan, the largest number of samples of a model, and the number of few.
-    """
-
-    name: str
-    plan: type
-    tables: tuple[Table, ...]
+    name: str  # in words, for messages
+    plan: type  # the frozen dataclass of its options; a survey finds the probe by the type of a plan
+    tables: tuple[Table, ...]  # that it makes
+    # makes tables by name from subject, plan and the result of ``prepare``
     measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
+    # what looks on during the clean pass, from what ``measure`` is given; None: nothing does
     watch: Callable[[Subject, Any, Any], Watcher | None] = lambda subject, plan, prepared: None
     prepare: Callable[[Any, Any], Any] = _none
     check: Callable[[LoadedModel, Any, Any], object] = _none
+    # number of steps for one encoder, from the plan, for the progress bar
     steps: Callable[[Any], int] = lambda plan: 0
+    # what to record, from the plan, the largest number of samples of a model, and the number of few
     provenance: Callable[[Any, int, int], dict[str, Any]] = _none
-    draws: bool = False
-    reported: Callable[[ReportOptions], Any] = lambda options: None
+    draws: bool = False  # whether it works on drawn queries; others need every query
+    reported: Callable[[ReportOptions], Any] = lambda options: None  # the plan that ``semdiag report`` measures
 
 
 def plan_of(kind: type[P], plan: P | None) -> P:
-    """Return the plan of a probe, or its default plan for None.
-
-    Args:
-        kind: type of the probe's plan.
-        plan: the user's; None means the default.
-
-    Raises:
-        InputError: if it has another type.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True)
-        ... class Plan:
-        ...     draws: int = 5
-        >>> plan_of(Plan, None)
-        Plan(draws=5)
-    """
+    """Return the plan of a probe, or its default plan for None."""
     if plan is None:
         return kind()
     if not isinstance(plan, kind):

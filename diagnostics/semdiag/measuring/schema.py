@@ -12,11 +12,7 @@ from semdiag.measuring.tables import CALLS, HEADS, REMARKS, SKIPPED
 
 @cache
 def probes() -> dict[type, Probe]:
-    """Return the probe of every plan, in the order of the registry of questions.
-
-    Only this function looks them up: saved measurements must know the tables of every question, even if the
-    program imported only some.
-    """
+    """Return the probe of every plan, in the order of the registry of questions."""
     registry = import_module("semdiag.questions.registry")
     every = [question.probe for question in registry.QUESTIONS.values()]
     return {probe.plan: probe for probe in every if probe is not None}

@@ -28,33 +28,20 @@ from semdiag_models.device import find_device, with_float64
 
 
 class Inputs(NamedTuple):
-    """The inputs that models are measured on.
+    """The inputs that models are measured on."""
 
-    Attributes:
-        batches: of samples.
-        labels: (N,) classes; None if unknown.
-        source: where they come from, in words.
-        model: whose inputs they are.
-    """
-
-    batches: list[Batch]
-    labels: Tensor | None
-    source: str
-    model: LoadedModel
+    batches: list[Batch]  # of samples
+    labels: Tensor | None  # (N,) classes; None if unknown
+    source: str  # where they come from, in words
+    model: LoadedModel  # whose inputs they are
 
 
 class Progress(NamedTuple):
-    """Callbacks that report the progress of a survey.
-
-    Attributes:
-        announce: called before each stage (the clean pass over the inputs, then every probe) with the model's path
-            and the probe's name, and the number of steps, 0 if unknown.
-        after_batch: called with the number of finished steps.
-        expect: called with the number of steps of the current stage, if it becomes known later.
-    """
+    """Callbacks that report the progress of a survey."""
 
     announce: Callable[[str, int], None] = lambda model, samples: None
-    after_batch: Callable[[int], None] = lambda samples: None
+    after_batch: Callable[[int], None] = lambda samples: None  # called with the number of finished steps
+    # called with the number of steps of the current stage, if it becomes known later
     expect: Callable[[int], None] = lambda steps: None
 
 
@@ -69,25 +56,7 @@ def survey(
     given: Inputs | None = None,
     elsewhere: Callable[[list[str], Conditions], list[Measurements]] | None = None,
 ) -> Measurements:
-    """Load and measure several models.
-
-    Args:
-        models: checkpoints, or models already loaded.
-        conditions: inputs, precision, counterfactuals.
-        announce: see :class:`Progress`.
-        after_batch: see :class:`Progress`.
-        own: whether loaded models may be moved and converted in place, since nobody else uses them.
-        expect: see :class:`Progress`.
-        given: inputs of all models; None means that each has its own.
-        elsewhere: measures the models of these paths in other processes, each by :func:`survey_one`; None means
-            here.
-
-    Returns:
-        Measurements of all models.
-
-    Raises:
-        InputError: if a model or the inputs cannot be used, or no query has enough keys.
-    """
+    """Load and measure several models."""
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = load_all(models, conditions.config, conditions.head)
     device, conditions = _decided(loaded, conditions)
@@ -121,16 +90,7 @@ def survey(
 
 
 def survey_one(path: str, conditions: Conditions, progress: Progress) -> Measurements:
-    """Load and measure one model of a survey whose conditions are resolved.
-
-    Args:
-        path: of the model, as the user named it.
-        conditions: of the survey, resolved for all models together.
-        progress: gets reports.
-
-    Raises:
-        InputError: if the inputs do not suit it, or no query has enough keys.
-    """
+    """Load and measure one model of a survey whose conditions are resolved."""
     (model,) = load_all([path], conditions.config, conditions.head)
     device, conditions = _decided([model], conditions)
     inputs = Inputs(*inputs_of(model, conditions), model)
@@ -159,10 +119,7 @@ def _surveyed(
     ours: bool,
     progress: Progress,
 ) -> Measurements:
-    """Measure one model.
-
-    ``prepared`` is what each probe has prepared; ``ours`` says that the model may be moved and converted.
-    """
+    """Measure one model."""
     batches, labels, source, whose = inputs
     progress.announce(model.path, sum(map(samples_of, batches)))
     if model.external and ours:
@@ -225,18 +182,7 @@ def _counterfactual(model: LoadedModel, batches: Sequence[Batch], conditions: Co
 
 
 def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
-    """Return the inputs to measure a model on.
-
-    Args:
-        model: of any kind.
-        conditions: which inputs, how many, and the batch size.
-
-    Returns:
-        Batches, labels (None if unknown), and a description of where they come from.
-
-    Raises:
-        InputError: if there are none, or they do not suit the model.
-    """
+    """Return the inputs to measure a model on."""
     given, size = conditions.inputs, conditions.batch_size
     if given is not None and model.external:
         return _cut(read_batches(given, model, size, conditions.texts), conditions.first, f"{given} (given)")
@@ -317,13 +263,7 @@ def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditi
 
 
 def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[Remark]:
-    """Return remarks on a model and its inputs that matter whatever is measured.
-
-    Args:
-        model: as loaded.
-        batches: its inputs.
-        seed: of keys that are redrawn.
-    """
+    """Return remarks on a model and its inputs that matter whatever is measured."""
     remarks = _other_length(model, batches)
     if places := model.contradicted_by:
         remarks.append(

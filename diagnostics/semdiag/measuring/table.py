@@ -43,18 +43,11 @@ ALL = -1  # as layer or head: the row is about all of them
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The declaration of a table.
+    """The declaration of a table."""
 
-    Attributes:
-        name: of the attribute of :class:`~semdiag.measuring.measurements.Measurements`, and of its file.
-        about: what a row is, and the columns that need explanation, with units.
-        columns: pandas types by name, of the kinds bool, int, float and text. Scores are in nats; layers, heads
-            and positions count from 0; layer or head is :data:`ALL` if a row is about all of them.
-    """
-
-    name: str
-    about: str
-    columns: Mapping[str, str]
+    name: str  # of the attribute of :class:`~semdiag.measuring.measurements.Measurements`, and of its file
+    about: str  # what a row is, and the columns that need explanation, with units
+    columns: Mapping[str, str]  # pandas types by name, of the kinds bool, int, float and text
 
     def __post_init__(self) -> None:
         unknown = set(self.columns.values()) - set(_KINDS)
@@ -83,15 +76,7 @@ class Table:
             return typed(table, self.columns)
 
     def check(self, table: pd.DataFrame, where: str) -> None:
-        """Refuse a table from a file that lacks a column or has one of another type.
-
-        Args:
-            table: as read.
-            where: the file, for the message.
-
-        Raises:
-            InputError: naming the first such column.
-        """
+        """Refuse a table from a file that lacks a column or has one of another type."""
         for column, wanted in self.columns.items():
             if column not in table:
                 raise InputError(f"{where} lacks the column {column}. Measure again with this version of semdiag.")
@@ -104,18 +89,7 @@ class Table:
 
 
 def typed(table: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Return a table with the declared column types; missing texts stay missing.
-
-    Before pandas 3, texts have type object, and ``astype("str")`` would write None as text.
-
-    Args:
-        table: with these columns.
-        columns: pandas types by name.
-
-    Example:
-        >>> typed(pd.DataFrame({"a": ["x", None]}), {"a": "str"})["a"].isna().tolist()
-        [False, True]
-    """
+    """Return a table with the declared column types; missing texts stay missing."""
     if _OLD:
         table = table.astype({name: kind for name, kind in columns.items() if kind != "str"})
         texts = {name: table[name].astype(object) for name, kind in columns.items() if kind == "str"}
@@ -152,24 +126,14 @@ def _kind(column: "pd.Series[Any]") -> str:
 
 
 def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
-    """Return the rows of one model, without a copy if they are contiguous, as in joined measurements.
-
-    Args:
-        table: with the column ``model``.
-        model: one of its values; without any rows, the result is empty.
-    """
+    """Return the rows of one model, without a copy if they are contiguous, as in joined measurements."""
     own = (table["model"] == model).to_numpy(bool)
     first, count = int(own.argmax()) if own.size else 0, int(own.sum())
     return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
 
 
 def read_parquet(path: Path) -> pd.DataFrame:
-    """Read a table from a regular file.
-
-    Raises:
-        InputError: if it is no regular file, or would take too much memory.
-        ValueError: if it is damaged.
-    """
+    """Read a table from a regular file."""
     import pyarrow as pa  # slow to import; not needed to measure one model
     import pyarrow.parquet as pq
 

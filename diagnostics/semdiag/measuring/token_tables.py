@@ -16,19 +16,7 @@ _NO_TOKENS = (*MASK_NAMES, "labels", "position_ids", "token_type_ids")
 
 
 def token_ids(batch: Batch) -> dict[str | int, Tensor]:
-    """Return what may be token ids in a batch: tensors (B, L) of whole numbers, unless the name says otherwise.
-
-    Args:
-        batch: a tensor, a dictionary or a tuple.
-
-    Returns:
-        The tensors by name or position, a decoder's first.
-
-    Example:
-        >>> batch = {"attention_mask": torch.ones(1, 2).long(), "ids": torch.tensor([[3, 1]])}
-        >>> list(token_ids(batch))
-        ['ids']
-    """
+    """Return what may be token ids in a batch: tensors (B, L) of whole numbers, unless the name says otherwise."""
     given = entries(batch)
     given.sort(key=lambda entry: entry[0] != _DECODED)
     whole = (torch.int64, torch.int32)
@@ -40,12 +28,7 @@ def token_ids(batch: Batch) -> dict[str | int, Tensor]:
 
 
 def named_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the module that a model names as its input embedding, as transformers' models do; None if none.
-
-    Example:
-        >>> named_embedding(nn.Embedding(3, 2)) is None
-        True
-    """
+    """Return the module that a model names as its input embedding, as transformers' models do; None if none."""
     try:
         named = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, TypeError, NotImplementedError):
@@ -54,25 +37,7 @@ def named_embedding(model: nn.Module) -> nn.Module | None:
 
 
 class TokenTables(TorchFunctionMode):
-    """Records, inside its context, in which tables the tokens of a batch are looked up.
-
-    A table holds tokens if the batch's ids are looked up in it, with samples on the first or second axis, alone or
-    with other ids before or after them. Ids that rise by the same step in every sample, like positions, count only
-    if the very tensor is looked up.
-
-    Args:
-        ids: of the batch, by name or position, from :func:`token_ids`.
-
-    Attributes:
-        tables: by name or position of the ids, the tables in which they were looked up.
-
-    Example:
-        >>> tokens, positions, ids = nn.Embedding(5, 2), nn.Embedding(3, 2), torch.tensor([[4, 0, 4]])
-        >>> with TokenTables({"ids": ids}) as seen:
-        ...     _ = tokens(ids) + positions(torch.arange(3))
-        >>> [table is tokens.weight for table in seen.tables["ids"]], seen.axis(positions.weight)
-        ([True], None)
-    """
+    """Records, inside its context, in which tables the tokens of a batch are looked up."""
 
     def __init__(self, ids: Mapping[str | int, Tensor]) -> None:
         super().__init__()

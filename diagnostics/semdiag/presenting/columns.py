@@ -1,7 +1,4 @@
-"""Declare the columns of an answer's table once: the entry they show, their heading, how a value reads.
-
-Names are those of the entries in CSV and JSON. Terminal and page read the same declaration.
-"""
+"""Declare the columns of an answer's table once: the entry they show, their heading, how a value reads."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,12 +24,7 @@ def plain(value: Any) -> str:
 
 
 def number(value: Value, digits: int = 3) -> str:
-    """Return a number to three digits; a whole number, mostly a count, in full.
-
-    Example:
-        >>> number(0.12345), number(12345), number("inf"), number(None)
-        ('0.123', '12345', 'inf', '–')
-    """
+    """Return a number to three digits; a whole number, mostly a count, in full."""
     value = number_from_json(value)
     if math.isnan(value):
         return _NONE
@@ -62,23 +54,13 @@ percent, fine_percent, rough_percent = _as(".1f", 100, "%"), _as(".2f", 100, "%"
 
 
 def ends(low: Value, high: Value) -> tuple[str, str]:
-    """Return both ends of an interval to three digits, or as many as distinguish them.
-
-    Example:
-        >>> ends(0.1496, 0.1504), ends(0.15, 0.15)
-        (('0.1496', '0.1504'), ('0.15', '0.15'))
-    """
+    """Return both ends of an interval to three digits, or as many as distinguish them."""
     texts = [(number(low, digits), number(high, digits)) for digits in range(3, 7)]
     return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
 
 
 def interval(low: Value, high: Value, factor: float = 1, none: str = _NONE) -> str:
-    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
-
-    Example:
-        >>> interval(92.61, 93.08), interval(-0.2, 0.1), interval(None, None)
-        ('92.6–93.1', '-0.2 to 0.1', '–')
-    """
+    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign."""
     first, last = factor * number_from_json(low), factor * number_from_json(high)
     if math.isnan(first) or math.isnan(last):
         return none
@@ -90,29 +72,13 @@ percent_interval = partial(interval, factor=100)
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
+    """A column."""
 
-    Attributes:
-        name: of the entry in a row; ``load.largest`` is an entry of an entry. Several names, divided by spaces,
-            make one cell. Empty: the whole row makes it.
-        heading: above it; empty: the name.
-        form: turns the entries, or the row, into text.
-        drop: its turn to be dropped where the table is too wide: 1 goes first; 0 later, from the right; a column
-            with :data:`NEVER` after all these, where it would be cut. It alone stays where no row has a value.
-        left: whether it is a name, aligned left and never dropped; a column of :func:`text` is.
-
-    Example:
-        >>> Column("low high", "95%", percent_interval).cell({"low": 0.1, "high": 0.25})
-        '10–25'
-        >>> Column("", "kept", lambda row: f"{row['k']} of {row['keys']}").cell({"k": 5, "keys": 40})
-        '5 of 40'
-    """
-
-    name: str
-    heading: str = ""
-    form: Callable[..., str] = number
-    drop: int = 0
-    left: bool = False
+    name: str  # of the entry in a row
+    heading: str = ""  # above it; empty: the name
+    form: Callable[..., str] = number  # turns the entries, or the row, into text
+    drop: int = 0  # its turn to be dropped where the table is too wide: 1 goes first
+    left: bool = False  # whether it is a name, aligned left and never dropped; a column of :func:`text` is
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "left", self.left or self.form is text)

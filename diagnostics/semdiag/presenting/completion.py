@@ -18,21 +18,12 @@ _MOST = 200  # number of runs offered
 
 
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Complete one of several names.
-
-    Example:
-        >>> names(TASKS)("par")
-        ['parity']
-    """
+    """Complete one of several names."""
     return lambda incomplete: [name for name in known if name.startswith(incomplete)]
 
 
 def models(incomplete: str) -> list[str]:
-    """Complete a model: run folders among the checkpoints, and any path that starts with the word.
-
-    Args:
-        incomplete: the word so far, the start of a path or of a run's name.
-    """
+    """Complete a model: run folders among the checkpoints, and any path that starts with the word."""
     folder = Path(os.environ.get("SEMDIAG_CHECKPOINTS", "checkpoints"))
     runs = sorted(file.parent for file in folder.rglob("last.pt"))[:_MOST]
     matching = [str(run) for run in runs if run.name.startswith(incomplete) or str(run).startswith(incomplete)]

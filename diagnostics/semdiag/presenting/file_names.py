@@ -8,14 +8,7 @@ _LONGEST = 80  # characters of a name: file systems allow 255 bytes, and a chara
 
 
 def file_safe(model: str) -> str:
-    """Return a model's name as a valid file name: a run's folder, and its snapshot if it is not the last.
-
-    Example:
-        >>> file_safe("checkpoints/parity-full-seed-1/last.pt"), file_safe("runs/a/epoch-5.pt")
-        ('parity-full-seed-1', 'a-epoch-5')
-        >>> file_safe("hf:models/MiniLM"), file_safe("mypkg.models:small")
-        ('hf-MiniLM', 'mypkg.models-small')
-    """
+    """Return a model's name as a valid file name: a run's folder, and its snapshot if it is not the last."""
     prefix, place = ("hf-", model[3:]) if model.startswith("hf:") else ("", model)
     path = Path(os.path.normpath(place))
     name = path.name

@@ -24,18 +24,12 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True)
 class Glance:
-    """An answer at a glance.
+    """An answer at a glance."""
 
-    Attributes:
-        answer: in a word.
-        number: with its denominator, like ``3 of 3 pairs``; empty if there is none.
-        words: what the number counts.
-        claim: whether the answer is about a claim of the paper, and so says nothing good or bad about a model.
-    """
-
-    answer: Answer
-    number: str
-    words: str
+    answer: Answer  # in a word
+    number: str  # with its denominator, like ``3 of 3 pairs``; empty if there is none
+    words: str  # what the number counts
+    # whether the answer is about a claim of the paper, and so says nothing good or bad about a model
     claim: bool = False
 
     def to_dict(self) -> dict[str, str | bool]:
@@ -44,11 +38,7 @@ class Glance:
 
 
 def measured_glance(*tables: str) -> Callable[[Findings], Glance]:
-    """Return the glance of a question without a single number: how many models were measured.
-
-    Args:
-        tables: of measurements, that hold what was measured.
-    """
+    """Return the glance of a question without a single number: how many models were measured."""
 
     def glance(findings: Findings) -> Glance:
         measurements = findings.measurements

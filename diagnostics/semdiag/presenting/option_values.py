@@ -5,11 +5,7 @@ from typing import Any
 
 
 def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
-    """Read ``"5,3,3"``: whole numbers in their order.
-
-    Raises:
-        InputError: if a part is not a whole number.
-    """
+    """Read ``"5,3,3"``: whole numbers in their order."""
     from semdiag_models import InputError
 
     try:
@@ -19,11 +15,7 @@ def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
 
 
 def length_range(text: str | None) -> tuple[int | None, int | None]:
-    """Read ``"40"`` or ``"5:20"``: the shortest length, if given, and the longest.
-
-    Raises:
-        InputError: if it is neither.
-    """
+    """Read ``"40"`` or ``"5:20"``: the shortest length, if given, and the longest."""
     from semdiag_models import InputError
 
     if text is None:
@@ -39,20 +31,12 @@ def length_range(text: str | None) -> tuple[int | None, int | None]:
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read ``"4,8,16"``: different whole numbers in ascending order.
-
-    Raises:
-        InputError: if a part is not a whole number.
-    """
+    """Read ``"4,8,16"``: different whole numbers in ascending order."""
     return tuple(sorted(set(listed_numbers(text, f"{option} takes whole numbers", "4,8,16"))))
 
 
 def positive_numbers(text: str, option: str) -> tuple[float, ...]:
-    """Read ``"0.001,0.01"``.
-
-    Raises:
-        InputError: if a part is not a positive number, or there is none.
-    """
+    """Read ``"0.001,0.01"``."""
     from semdiag_models import InputError
 
     try:
@@ -65,11 +49,7 @@ def positive_numbers(text: str, option: str) -> tuple[float, ...]:
 
 
 def targets(texts: Sequence[str]) -> dict[str, Any]:
-    """Read ``["0.95", "listops=0.35"]``: a value for all tasks, and values for single tasks.
-
-    Raises:
-        InputError: if a part is not a number.
-    """
+    """Read ``["0.95", "listops=0.35"]``: a value for all tasks, and values for single tasks."""
     from semdiag_models import InputError
 
     values: dict[str, Any] = {"targets": {}}

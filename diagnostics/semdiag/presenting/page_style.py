@@ -17,10 +17,7 @@ def page_style() -> str:
 
 
 def page_environment() -> "Environment":
-    """Return jinja's settings for pages: every value is escaped, an unknown name is an error.
-
-    Control characters of values are made visible, unless a macro made the value.
-    """
+    """Return jinja's settings for pages: every value is escaped, an unknown name is an error."""
     from jinja2 import Environment, StrictUndefined
 
     return Environment(

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 def percentile_command(metric: str, description: str, summary: "Callable[[Findings], Summary]") -> Command:
-    """Return a command that measures a metric, prints its percentiles and writes its figures and tables.
-
-    Args:
-        metric: its name, also of the command and of its section in reports.
-        description: the command's help.
-        summary: of findings, as ``--json`` prints it.
-    """
+    """Return a command that measures a metric, prints its percentiles and writes its figures and tables."""
 
     def command(
         models: options.Models = None,
@@ -128,17 +122,7 @@ def _extreme(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]
 
 
 def extremes(result: dict[str, Any], quantity: str) -> str:
-    """Return a sentence on the heads with the largest and the smallest median of a quantity.
-
-    Args:
-        result: of a model, an entry of the summary.
-        quantity: ``dispersion``, ``separation`` or ``load``.
-
-    Example:
-        >>> heads = [{"layer": 0, "head": h, "dispersion": {"p50": x}} for h, x in enumerate((1.0, 56.3, 2.0))]
-        >>> extremes({"layers": heads}, "dispersion")
-        'The median is largest in head 1 of layer 0 (56.3) and smallest in head 0 of layer 0 (1).'
-    """
+    """Return a sentence on the heads with the largest and the smallest median of a quantity."""
     known = _by_median(result["layers"], quantity)
     if not known:
         return "No head has a finite median."

@@ -19,15 +19,10 @@ ANSWERS = 5  # sentences of an answer, at most, on the terminal
 
 
 class Shared(Protocol):
-    """The values of the options that the measuring commands share.
+    """The values of the options that the measuring commands share."""
 
-    Attributes:
-        values: by name; options that the command does not take are absent.
-        typed: names of options, shared or the command's own, that differ from their defaults.
-    """
-
-    values: dict[str, Any]
-    typed: frozenset[str]
+    values: dict[str, Any]  # by name; options that the command does not take are absent
+    typed: frozenset[str]  # names of options, shared or the command's own, that differ from their defaults
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
         """Return the conditions for measuring; ``more`` are fields that the command sets."""
@@ -56,19 +51,12 @@ class Shared(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A command that measures: its own options, and which of the shared ones it takes.
+    """A command that measures: its own options, and which of the shared ones it takes."""
 
-    Attributes:
-        run: called with its own options and ``shared``, a :class:`Shared`; its docstring is the help.
-        leave_out: shared options that it does not take.
-        sampling: whether it takes the options that draw queries.
-        defaults: of shared options that differ from the usual ones.
-    """
-
-    run: Callable[..., None]
-    leave_out: tuple[str, ...] = ("per_query",)
-    sampling: bool = False
-    defaults: dict[str, Any] = field(default_factory=dict)
+    run: Callable[..., None]  # called with its own options and ``shared``, a :class:`Shared`
+    leave_out: tuple[str, ...] = ("per_query",)  # shared options that it does not take
+    sampling: bool = False  # whether it takes the options that draw queries
+    defaults: dict[str, Any] = field(default_factory=dict)  # of shared options that differ from the usual ones
 
 
 def command(
@@ -80,31 +68,14 @@ def command(
 
 @dataclass(frozen=True)
 class Question:
-    """A question that semdiag answers.
+    """A question that semdiag answers."""
 
-    Its parts are in its folder and are imported on first use, so that the registry imports nothing. Each is named
-    ``module:attribute``, with the module relative to the folder; empty: there is no such part.
-
-    Attributes:
-        name: of its command, its summary and its section of a report.
-        package: the folder, as a dotted name.
-        measured_by: a :class:`~semdiag.measuring.probe.Probe`.
-        summarised_by: a function of findings that returns what ``--json`` prints.
-        shown_by: a :class:`~semdiag.presenting.section.Section` of the report.
-        asked_by: a :class:`Command`.
-
-    Example:
-        >>> from semdiag.questions.overlap import QUESTION
-        >>> QUESTION.name, QUESTION.probe.tables[0].name
-        ('overlap', 'overlap')
-    """
-
-    name: str
-    package: str
-    measured_by: str = ""
-    summarised_by: str = ""
-    shown_by: str = ""
-    asked_by: str = ""
+    name: str  # of its command, its summary and its section of a report
+    package: str  # the folder, as a dotted name
+    measured_by: str = ""  # a :class:`~semdiag.measuring.probe.Probe`
+    summarised_by: str = ""  # a function of findings that returns what ``--json`` prints
+    shown_by: str = ""  # a :class:`~semdiag.presenting.section.Section` of the report
+    asked_by: str = ""  # a :class:`Command`
 
     def _part(self, where: str) -> Any:
         module, _, attribute = where.partition(":")

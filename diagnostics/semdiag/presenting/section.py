@@ -17,17 +17,11 @@ Tables = Callable[[Findings, bool], Mapping[str, pd.DataFrame]]
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure in a section.
+    """A figure in a section."""
 
-    Attributes:
-        draw: makes the figure from findings; its name is the figure's.
-        alt: what it shows, for readers who cannot see it; ``{shown}`` becomes its legend and panel titles.
-        reading: two sentences: what to look at, and what it means.
-    """
-
-    draw: Callable[[Findings], Figure]
-    alt: str
-    reading: str
+    draw: Callable[[Findings], Figure]  # makes the figure from findings; its name is the figure's
+    alt: str  # what it shows, for readers who cannot see it; ``{shown}`` becomes its legend and panel titles
+    reading: str  # two sentences: what to look at, and what it means
 
     @property
     def figure(self) -> str:
@@ -37,19 +31,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading in a section.
+    """A heading in a section."""
 
-    Attributes:
-        anchor: its identifier in the page.
-        title: a question.
-        figures: that answer it.
-        caveats: what the answer does not cover.
-    """
-
-    anchor: str
-    title: str
-    figures: tuple[Shown, ...]
-    caveats: tuple[str, ...]
+    anchor: str  # its identifier in the page
+    title: str  # a question
+    figures: tuple[Shown, ...]  # that answer it
+    caveats: tuple[str, ...]  # what the answer does not cover
 
 
 def _nothing(findings: Findings) -> list[str]:
@@ -66,34 +53,19 @@ def _always(findings: Findings) -> bool:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report.
+    """A part of a report."""
 
-    Attributes:
-        name: of the command that measures it, if there is one.
-        needs: tables of measurements of which at least one must have rows; empty: it needs none of its own.
-        headings: with its figures.
-        external: headings for external models, of which only the attention is known; empty: no section for them.
-        measured: a further condition for the section.
-        glance: its answer at a glance, a tile on the first screen; None: no tile.
-        glanced: the anchor of the heading that the glance answers; empty: the first.
-        in_short: its sentences for the first screen.
-        details: its sentences by model and pair; None: none.
-        verdicts: of the claims that it judges; None: none.
-        tables: by file name without suffix, written as CSV; the second argument says whether the section is the
-            report's only one.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    headings: tuple[Heading, ...]
-    external: tuple[Heading, ...]
-    measured: Callable[[Findings], bool] = _always
-    glance: Callable[[Findings], Glance] | None = None
-    glanced: str = ""
-    in_short: Sentences = _nothing
-    details: Sentences | None = None
-    verdicts: Callable[[Findings], list[Finding]] | None = None
-    tables: Tables = _no_tables
+    name: str  # of the command that measures it, if there is one
+    needs: tuple[str, ...]  # tables of measurements of which at least one must have rows
+    headings: tuple[Heading, ...]  # with its figures
+    external: tuple[Heading, ...]  # headings for external models, of which only the attention is known
+    measured: Callable[[Findings], bool] = _always  # a further condition for the section
+    glance: Callable[[Findings], Glance] | None = None  # its answer at a glance, a tile on the first screen
+    glanced: str = ""  # the anchor of the heading that the glance answers; empty: the first
+    in_short: Sentences = _nothing  # its sentences for the first screen
+    details: Sentences | None = None  # its sentences by model and pair; None: none
+    verdicts: Callable[[Findings], list[Finding]] | None = None  # of the claims that it judges; None: none
+    tables: Tables = _no_tables  # by file name without suffix, written as CSV
 
     def applicable_headings(self, findings: Findings) -> tuple[Heading, ...]:
         """Return the headings that apply to the measured models."""

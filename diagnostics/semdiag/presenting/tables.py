@@ -25,11 +25,7 @@ def with_run_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def answers_with_facts(**answers: Callable[[Findings], pd.DataFrame]) -> Tables:
-    """Return the tables of a section, each with the facts of its models in front.
-
-    Args:
-        answers: to findings, by the name of the file without suffix; their column names are those of the CSV.
-    """
+    """Return the tables of a section, each with the facts of its models in front."""
     return lambda findings, alone: {n: with_facts(findings, findings(answer)) for n, answer in answers.items()}
 
 
@@ -43,10 +39,5 @@ def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
 
 
 def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:
-    """Return percentiles of a quantity per layer and head, and pooled, with the model's facts.
-
-    Args:
-        findings: of any number of models.
-        quantity: dispersion, separation or load.
-    """
+    """Return percentiles of a quantity per layer and head, and pooled, with the model's facts."""
     return with_facts(findings, all_by_name(findings(percentile_table, quantity)))

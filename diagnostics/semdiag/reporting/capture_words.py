@@ -10,11 +10,7 @@ from semdiag.measuring.findings.strict_json import records
 
 
 def capture_sentences(findings: Findings) -> list[str]:
-    """Return how much of the attention was captured, and whether each capture is complete.
-
-    Returns:
-        One sentence for all models, then one per model that was captured incompletely.
-    """
+    """Return how much of the attention was captured, and whether each capture is complete."""
     measurements = findings.measurements
     models = measurements.models
     layers, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())

@@ -15,11 +15,7 @@ _CALLS: dict[str, Callable[[Any, bytes, bytes], int]] = {
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two folders, so that neither name is ever missing.
-
-    Returns:
-        Whether they were swapped; if not, nothing has changed: the system does not support it, or one is missing.
-    """
+    """Swap two folders, so that neither name is ever missing."""
     if os.name == "nt":
         return False
     library = ctypes.CDLL(None)

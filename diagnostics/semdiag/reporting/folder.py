@@ -14,13 +14,7 @@ from semdiag_models.reading import read_json
 
 
 def check_folder(folder: Path, keep_queries: bool) -> None:
-    """Refuse to replace anything but an earlier report, or to lose measurements in it.
-
-    Remains of a killed process are cleaned up first.
-
-    Raises:
-        InputError: if the folder contains anything but a report, or cannot be created.
-    """
+    """Refuse to replace anything but an earlier report, or to lose measurements in it."""
     folder = Path(os.path.realpath(folder))
     existing = next(parent for parent in folder.parents if parent.exists())
     if not existing.is_dir():
@@ -49,14 +43,7 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces ``folder`` once everything is written, and leaves nothing on failure.
-
-    Args:
-        folder: passed by :func:`check_folder`.
-
-    Raises:
-        InputError: if something cannot be written.
-    """
+    """Yield a new folder that replaces ``folder`` once everything is written, and leaves nothing on failure."""
     folder = Path(os.path.realpath(folder))
     building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:

@@ -15,11 +15,7 @@ from semdiag.reporting.page_tables import ENCODERS, EXTERNAL, LAYERS, MEASURED
 
 
 class Picture(TypedDict):
-    """A figure on the page: files by format, size in CSS pixels, or why it is missing.
-
-    ``narrow`` is the file for telephones, with stacked panels; ``shows`` has the texts of its legend and panel
-    titles, empty if it has neither.
-    """
+    """A figure on the page: files by format, size in CSS pixels, or why it is missing."""
 
     files: dict[str, str]
     width: int
@@ -38,17 +34,7 @@ def render_page(
     theory: Sequence[str] = (),
     outliers: Sequence[tuple[str, str | None, str]] = (),
 ) -> str:
-    """Fill the template; every value is escaped, and control characters are made visible.
-
-    Args:
-        content: the report's summary.
-        parts: name and headings of each section, in order.
-        pictures: by figure.
-        non_finite: the table of measurements with this name.
-        keep_queries: whether the measurements themselves are beside the page.
-        theory: names of the tables of the theory beside the page.
-        outliers: heads that stand out: name, the page that shows it (None if there is none), and the reason.
-    """
+    """Fill the template; every value is escaped, and control characters are made visible."""
     source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = content["results"]
     glances = content["glances"]

@@ -55,28 +55,7 @@ def write_report(
     progress: Progress | None = None,
     look: str | None = None,
 ) -> Path:
-    """Write the report into a folder; an older report there is replaced only when the new one is complete.
-
-    Args:
-        findings: of one or several models.
-        folder: created if missing.
-        command: as typed, to be shown.
-        formats: of the figures: png, svg, pdf; none for a report without figures.
-        keep_queries: whether to add the measurements themselves, so that everything can be redrawn.
-        sections: names among :func:`~semdiag.questions.registry.sections`; by default all for which something was
-            measured.
-        progress: gets the number of figures, and each one that is drawn.
-        look: the page of :func:`~semdiag.questions.look.page.render_look` on one text, to write beside the report,
-            which links to it; None if there is none.
-
-    Returns:
-        The page ``folder/index.html``.
-
-    Raises:
-        ValueError: if a section is unknown.
-        InputError: if the folder contains anything but a report, cannot be written, there is no model, or a format
-            is unknown.
-    """
+    """Write the report into a folder; an older report there is replaced only when the new one is complete."""
     if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
     sections = measured_sections(findings) if sections is None else sections
@@ -90,11 +69,7 @@ def write_report(
 
 
 def measured_sections(findings: Findings) -> list[str]:
-    """Return the sections for which something was measured.
-
-    Returns:
-        Names of :func:`~semdiag.questions.registry.sections`, in order.
-    """
+    """Return the sections for which something was measured."""
     names = [name for name, section in every_section().items() if section.applies(findings)]
     first = (
         "k-sweep" if external(findings.measurements.models).all() else None

@@ -16,17 +16,7 @@ from semdiag.questions.separation.answer import separation_summary
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
-    """Return one row per model: its facts and what was measured.
-
-    Args:
-        findings: of any number of models.
-        sections: of the report; every report includes the dispersion.
-
-    Returns:
-        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` (to 95% training accuracy), ``smaller``
-        (whether δ_h < δ_s, if it is the top-k model of a pair), ``capture`` (what was captured of its attention,
-        by layer), ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
-    """
+    """Return one row per model: its facts and what was measured."""
     measurements = findings.measurements
     answers = {pair.gate.pair.other: pair.answer for pair in findings(pair_comparisons)}
     parts = {"dispersion": findings(dispersion_summary)["results"]}

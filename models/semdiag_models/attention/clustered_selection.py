@@ -9,26 +9,7 @@ from semdiag_models.attention.hashed_selection import distinct
 
 @torch.no_grad()
 def same_clusters(q: Tensor, keys: Tensor, centroids: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Return positions of the keys in each query's clusters.
-
-    A centroid's cluster consists of the k queries and the k keys with the largest cosines to it, or all if there
-    are fewer; its queries attend to its keys. A query in several clusters attends to the keys of all, each once. A
-    query in no cluster attends to nothing: its mixed value is zero.
-
-    Source: Roy et al., Efficient content-based sparse attention with routing transformers (2021). Deviations: one
-    softmax over the union if a query is in several clusters; scores use q and k as they are, and only routing
-    normalises them; not causal.
-
-    Args:
-        q: queries (B, H, L, D).
-        keys: keys (B, H, L, D).
-        centroids: (H, C, D).
-        valid: (B, L) bool, tokens that belong to clusters; None means all.
-        k: queries, and keys, of a cluster, at most L.
-
-    Returns:
-        (B, H, L, K) int64, distinct in a row, -1 for none; K is the most keys of a query, at least 1.
-    """
+    """Return positions of the keys in each query's clusters."""
     batch, heads, length, _ = q.shape
     cosines = cosines_to(centroids, torch.stack([q, keys])).transpose(-1, -2)  # (2, B, H, C, L)
     if valid is not None:
@@ -53,21 +34,7 @@ def cosines_to(centroids: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def follow(centroids: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, decay: float) -> None:
-    """Make one step of k-means on unit vectors, as a moving average, in place.
-
-    Every valid query and key belongs to the centroid with the largest cosine. A centroid μ moves towards the mean
-    direction m of its members: μ ← normalised (decay · μ + (1 − decay) · m); without members it stays.
-
-    Source: Roy et al. (2021), eq. 8. Deviation: the mean direction instead of the sum, so that a step
-    does not grow with the batch; centroids stay on the sphere.
-
-    Args:
-        centroids: (H, C, D), unit vectors.
-        q: queries (B, H, L, D).
-        keys: keys (B, H, L, D).
-        valid: (B, L) bool, tokens that count; None means all.
-        decay: weight of the old centroid, in [0, 1].
-    """
+    """Make one step of k-means on unit vectors, as a moving average, in place."""
     both = F.normalize(torch.cat([q, keys], 2), dim=-1)  # (B, H, 2L, D)
     member = F.one_hot(cosines_to(centroids, both).argmax(-1), centroids.shape[1]).to(both.dtype)
     if valid is not None:
@@ -79,16 +46,7 @@ def follow(centroids: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, dec
 
 
 def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tensor:
-    """Draw the initial centroids of a block: uniform on the unit sphere, on the CPU.
-
-    Args:
-        seed: of the selection.
-        layer: which block's.
-        shape: heads, clusters, entries of a vector.
-
-    Returns:
-        Unit vectors in torch's default dtype; without values inside ``torch.device("meta")``.
-    """
+    """Draw the initial centroids of a block: uniform on the unit sphere, on the CPU."""
     if torch.empty(()).is_meta:
         return torch.empty(shape)
     generator = torch.Generator().manual_seed(seed)

@@ -12,23 +12,7 @@ _STRIP = 2**20  # scores held at a time: 4 MB in float32, about one core's share
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, dropout: float) -> Tensor:
-    """Return softmax(scale · q kᵀ) v, with dropout on the softmax weights.
-
-    Without dropout and on accelerators this is torch's ``scaled_dot_product_attention``. That function falls back
-    to L×L matrices for dropout on a CPU, so training on a CPU works in strips that fit the cache; the backward
-    pass recomputes the weights from the scores and the drawn drop positions.
-
-    Args:
-        q: queries (B, H, Lq, D).
-        k: keys (B, H, L, D).
-        v: values (B, H, L, D).
-        scale: factor on the scores.
-        valid: (B, L) bool, keys that may be attended to; None means all.
-        dropout: probability with which a weight is dropped; 0 outside training.
-
-    Returns:
-        Mixed values (B, H, Lq, D).
-    """
+    """Return softmax(scale · q kᵀ) v, with dropout on the softmax weights."""
     if dropout == 0:
         return _torch_attention(q, k, v, scale, valid, 0.0)
     attend = _strip_attention if q.device.type == "cpu" else _torch_attention

@@ -6,21 +6,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What a kind of attention keeps of a query's keys.
+    """What a kind of attention keeps of a query's keys."""
 
-    Attributes:
-        meaning: in words, for users.
-        keeps: ``all`` allowed keys, a ``fixed`` set of them, a set ``redrawn`` at every forward pass, those with
-            the ``largest`` or ``smallest`` scores, or those that are ``hashed`` into the query's bucket or
-            ``clustered`` with it.
-        local: whether the fixed set lies around the query; global tokens go with these kinds alone.
-        drawn: whether something is drawn once, from the selection's seed: the fixed set, the hash functions, the
-            first centroids.
-    """
-
-    meaning: str
+    meaning: str  # in words, for users
     keeps: Literal["all", "fixed", "redrawn", "largest", "smallest", "hashed", "clustered"]
-    local: bool = False
+    local: bool = False  # whether the fixed set lies around the query; global tokens go with these kinds alone
     drawn: bool = False
 
     @property

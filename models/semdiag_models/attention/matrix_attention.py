@@ -1,10 +1,4 @@
-"""Attention in the trainer's step: forward, and backward from the gradient of its output.
-
-Short sequences use masked matrices, which are kept for the backward pass: at such lengths a dense product is
-cheaper than gathering keys. The layout is (keys, rows, queries), so that the softmax and the search for each
-query's k largest scores run along memory. Longer sequences use the encoder's own attention, which never holds a
-length × length tensor, and torch's autograd for it.
-"""
+"""Attention in the trainer's step: forward, and backward from the gradient of its output."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,15 +18,7 @@ Attend = Callable[[Tensor, Tensor | None, Sequence[Tensor], bool], tuple[Tensor,
 
 
 def attention_by_torch(layers: Sequence[Attention], drawing: Sequence[Drawing]) -> Attend:
-    """Return the encoders' attention, differentiated by torch; it draws its own drops.
-
-    Args:
-        layers: of encoders with the same configuration.
-        drawing: one for each of them.
-
-    Returns:
-        A function like :meth:`MatrixAttention.__call__`; it needs no drops.
-    """
+    """Return the encoders' attention, differentiated by torch; it draws its own drops."""
 
     def attend(
         qkv: Tensor, valid: Tensor | None, drops: Sequence[Tensor], training: bool
@@ -51,12 +37,7 @@ def attention_by_torch(layers: Sequence[Attention], drawing: Sequence[Drawing]) 
 
 
 class MatrixAttention:
-    """Attention of encoders with the same configuration, through masked matrices (L keys, G·B·H rows, L queries).
-
-    Args:
-        layers: of G encoders.
-        drawing: one for each of them.
-    """
+    """Attention of encoders with the same configuration, through masked matrices (L keys, G·B·H rows, L queries)."""
 
     def __init__(self, layers: Sequence[Attention], drawing: Sequence[Drawing]) -> None:
         self._layers, self._drawing = layers, drawing
@@ -65,17 +46,7 @@ class MatrixAttention:
     def __call__(
         self, qkv: Tensor, valid: Tensor | None, drops: Sequence[Tensor], training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Mix the values.
-
-        Args:
-            qkv: (G·B, L, 3·H·D), the encoders' batches one after another.
-            valid: (G·B, L) bool, false for PAD; None if there is none.
-            drops: of each of the G encoders, which of its L·B·H·L weights to drop; empty if none.
-            training: whether straight-through gradients are asked for.
-
-        Returns:
-            (G·B, L, H·D), and a function from the gradient of it to that of ``qkv``.
-        """
+        """Mix the values."""
         layer, (rows, length, _) = self._layers[0], qkv.shape
         by_head = qkv.view(rows, length, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = by_head.reshape(3, -1, length, layer.head_width).unbind()
@@ -169,16 +140,7 @@ def _places(drops: Sequence[Tensor], shape: torch.Size, device: torch.device) ->
 
 
 def largest(scores: Tensor, k: int, wanted: int) -> Tensor:
-    """Replace all scores except each query's k largest by -∞, in place.
-
-    Args:
-        scores: (keys, rows, queries).
-        k: keys to keep.
-        wanted: number of scores that are kept or already -∞.
-
-    Returns:
-        The same memory.
-    """
+    """Replace all scores except each query's k largest by -∞, in place."""
     if k <= _FEW:
         # Distances to the largest score; k times, the nearest is set to infinity. Only vectorised CPU operations:
         # comparisons, masks and topk take many times longer.

@@ -21,24 +21,7 @@ Witness = list[tuple[list[int], int]]  # inputs, and for each a label that is no
 
 
 def receptive_fields(config: ModelConfig) -> Tensor:
-    """Return which tokens of the input each pooled output can depend on.
-
-    A block adds to a position's residual stream what its query mixes, so after B blocks a position depends on what
-    it reaches in at most B steps. If the kept keys depend on the input, or are redrawn, any key may be kept, and
-    one step reaches everything.
-
-    Args:
-        config: the architecture; its length is that of the inputs.
-
-    Returns:
-        (P, L) bool: a row per pooled position (all, including global tokens; with CLS pooling only CLS).
-
-    Example:
-        >>> receptive_fields(ModelConfig(3, 2, 6, "block", k=3, blocks=2)).int()[0].tolist()
-        [1, 1, 1, 0, 0, 0]
-        >>> receptive_fields(ModelConfig(3, 2, 6, "block", k=3, blocks=2, global_tokens=1)).all().item()
-        True
-    """
+    """Return which tokens of the input each pooled output can depend on."""
     length, front = config.length, config.cls_tokens
     positions = length + config.extra_tokens
     seen = torch.zeros(positions, length)
@@ -69,31 +52,7 @@ def _steps(config: ModelConfig, layer: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def cannot_represent(task: Task, config: ModelConfig, length: int | None = None) -> bool:
-    """Return whether no weights can make a model with this mask right on every input of the task.
-
-    Pooling and head are additive: a logit is a sum of terms, each of which depends on one receptive field. Take
-    inputs x_s with labels y_s, and other labels y'_s ≠ y_s, so that for every field and class the restrictions of
-    the inputs with label y_s = c are those with y'_s = c. Then Σ_s logit_{y_s}(x_s) = Σ_s logit_{y'_s}(x_s); but
-    for a model that is right on all of them, every term on the left is larger. The function searches for such
-    inputs and checks them.
-
-    Source: this project. Deviation: not in the paper.
-
-    Args:
-        task: of :data:`~semdiag_models.tasks.TASKS`.
-        config: the architecture.
-        length: of the inputs, if the rest of the model's length is padding; None means the model's.
-
-    Returns:
-        True if it cannot. False if no proof was found; listops, inputs above 256 tokens and masks that are not
-        fixed are not searched.
-
-    Example:
-        >>> from semdiag_models import find_task
-        >>> banded = ModelConfig(3, 2, 40, "banded", k=5)  # ten positions in five blocks
-        >>> cannot_represent(find_task("even-pairs"), banded)
-        True
-    """
+    """Return whether no weights can make a model with this mask right on every input of the task."""
     length = config.length if length is None else length
     fixed = ATTENTIONS[config.attention].keeps == "fixed"
     if not fixed or task.name not in WITNESSES or length > LONGEST:

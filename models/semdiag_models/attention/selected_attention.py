@@ -10,21 +10,7 @@ from semdiag_models.dropout import dropout as drop
 
 
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, dropout: float) -> Tensor:
-    """Return the softmax of scale · q kᵀ over the selected keys, times v, with dropout on the weights.
-
-    This equals the dense masked computation, where keys outside the selection have zero weight and gradient.
-
-    Args:
-        q: queries (B, H, L, D).
-        k: keys (B, H, L, D).
-        v: values (B, H, L, D).
-        scale: factor on the scores.
-        selected: (B, H, L, K) int64 positions of the selected keys, distinct in a row; -1 stands for none.
-        dropout: probability with which a weight is dropped; 0 outside training.
-
-    Returns:
-        Mixed values (B, H, L, D); zero for a query without a selected key.
-    """
+    """Return the softmax of scale · q kᵀ over the selected keys, times v, with dropout on the weights."""
     batch, heads, length, width = q.shape
     offset = torch.arange(batch * heads, device=q.device).mul_(length).view(batch, heads, 1, 1)
     index = (selected.clamp(min=0) + offset).view(-1, selected.shape[-1])  # (B·H·L, K) rows of the flat keys
@@ -34,28 +20,7 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: 
 
 
 def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor) -> Tensor:
-    """Return :func:`selected_attention` without dropout, in elementary operations.
-
-    It copies the selected keys, (B, H, L, K, D), and is slower, but supports repeated differentiation, forward
-    (``torch.func.jvp``) and backward, and ``torch.func.vmap``.
-
-    Args:
-        q: queries (B, H, L, D).
-        k: keys (B, H, L, D).
-        v: values (B, H, L, D).
-        scale: factor on the scores.
-        selected: (B, H, L, K) int64 positions of the selected keys, distinct in a row; -1 stands for none.
-
-    Returns:
-        Mixed values (B, H, L, D); zero for a query without a selected key.
-
-    Example:
-        >>> q, k, v = torch.randn(3, 1, 1, 4, 2, dtype=torch.float64)
-        >>> selected = torch.tensor([[[[0], [2], [1], [-1]]]])  # one key per query: the output is its value
-        >>> mixed = plain_selected_attention(q, k, v, 1.0, selected)
-        >>> torch.equal(mixed[0, 0, :3], v[0, 0, [0, 2, 1]]), bool(mixed[0, 0, 3].any())
-        (True, False)
-    """
+    """Return :func:`selected_attention` without dropout, in elementary operations."""
     missing = selected < 0
     width = q.shape[-1]
     rows = selected.clamp(min=0).flatten(-2)[..., None].expand(*selected.shape[:2], -1, width)  # (B, H, L·K, D)
@@ -94,11 +59,7 @@ class _Selected(torch.autograd.Function):
 
 
 def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """Return rows[i] · table[index[i, j]] for all i, j: (N, D), (M, D), (N, K) -> (N, K).
-
-    These products are the gradient of a weighted bag sum in its weights; calling that kernel avoids the (N, K, D)
-    copy of the gathered rows.
-    """
+    """Return rows[i] · table[index[i, j]] for all i, j: (N, D), (M, D), (N, K) -> (N, K)."""
     n, k = index.shape
     if rows.dtype == torch.bfloat16 and rows.device.type != "cpu":  # CUDA has no such kernel
         return _row_dots(rows.float(), table.float(), index).to(rows.dtype)
@@ -116,10 +77,7 @@ def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def _by_key(index: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs (i, j) sorted by index[i, j], as flat positions, and where each key begins: (N·K,), (M,).
-
-    Sorting turns a scatter into a gather over ragged bags: no atomics, the same order of additions in every run.
-    """
+    """Return the pairs (i, j) sorted by index[i, j], as flat positions, and where each key begins: (N·K,), (M,)."""
     counts = _counts(index.view(-1), keys)
     return index.view(-1).argsort(stable=True), counts.cumsum(0) - counts
 

@@ -28,37 +28,7 @@ def select_keys(
     centroids: Tensor | None = None,
     apart: bool = False,
 ) -> Tensor | None:
-    """Return the positions of the keys that each query attends to.
-
-    Queries that attend to all valid keys (``everywhere``) have an empty row, so that nothing of size L×L is made.
-
-    Args:
-        attention: a key of ``ATTENTIONS``.
-        k: keys per query; None for full attention.
-        q: queries (B, H, L, D).
-        keys: keys (B, H, L, D).
-        scale: factor on the scores.
-        valid: (B, L) bool, keys that may be attended to; None means all.
-        everywhere: number of tokens at the start, and at the end, that attend to all valid keys and, in banded and
-            block-local attention, are attended to by all; bands or blocks cover the tokens in between.
-        priorities: for random attention, (H, L, L): each query keeps the k valid keys with the largest. Redrawn
-            attention draws its own if None.
-        directions: for LSH attention, its hash functions; see
-            :func:`~semdiag_models.attention.hashed_selection.same_bucket`.
-        centroids: for routing attention, (H, C, D).
-        apart: for local, top-k and bottom-k attention, whether no other query attends to the tokens at the start.
-
-    Returns:
-        None if every valid key is attended to; else (B, H, L, K) int64 positions, -1 if a query has fewer than K
-        valid candidates. K is k, plus the tokens of ``everywhere`` for local attention, and more if a query is in
-        several buckets or clusters. Banded and block-local positions are ascending, top-k ones by descending and
-        bottom-k ones by ascending score, random ones by descending priority.
-
-    Example:
-        >>> q = torch.zeros(1, 1, 5, 2)
-        >>> select_keys("block", 2, q, q, 1.0, None, everywhere=(0, 1))[0, 0].tolist()
-        [[0, 1, 4], [0, 1, 4], [2, 3, 4], [2, 3, 4], [-1, -1, -1]]
-    """
+    """Return the positions of the keys that each query attends to."""
     if k is None:
         return None
     batch, heads, length, _ = q.shape
@@ -128,25 +98,7 @@ def _most_wanted(priorities: Tensor, valid: Tensor | None, batch: int, k: int) -
 
 @lru_cache(maxsize=4)
 def random_priorities(seed: int, blocks: int, heads: int, length: int, device: torch.device) -> Tensor:
-    """Draw a random order of the keys for each block, head and query, for random attention.
-
-    The k highest keys in a random order are a uniformly random k-subset, and so are the k highest valid keys among
-    the valid ones. The order is drawn on the CPU and does not depend on the device.
-
-    Args:
-        seed: of the orders.
-        blocks: of the model.
-        heads: per block.
-        length: number of positions, including CLS.
-        device: of the result.
-
-    Returns:
-        (blocks, H, L, L) int32, each row a permutation of 0 … L - 1.
-
-    Example:
-        >>> random_priorities(7, 1, 1, 4, torch.device("cpu"))[0, 0].sort(-1).values[0].tolist()
-        [0, 1, 2, 3]
-    """
+    """Draw a random order of the keys for each block, head and query, for random attention."""
     generator = torch.Generator().manual_seed(seed)
     size = (heads, length, length)
     drawn = [torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") for _ in range(blocks)]
@@ -157,10 +109,7 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
 def _local(
     attention: str, length: int, k: int, first: int, last: int, apart: bool, device: torch.device
 ) -> Tensor:
-    """Return (L, k + first + last): own band or block, and global tokens, whose own rows are empty.
-
-    If the tokens at the start are apart, they are left out: (L, k + last).
-    """
+    """Return (L, k + first + last): own band or block, and global tokens, whose own rows are empty."""
     inner = length - first - last
     own = _banded(inner, min(k, inner)) if attention == "banded" else _block_local(inner, k)
     if first + last == 0:

@@ -55,34 +55,15 @@ Settings = dict[str, Setting]
 
 @dataclass(frozen=True)
 class SweepFile:
-    """A sweep file that could be read.
+    """A sweep file that could be read."""
 
-    Attributes:
-        path: as the user named it.
-        grids: for each grid, the settings of its runs.
-        problems: each with its position.
-    """
-
-    path: Path
-    grids: list[list[Settings]]
-    problems: list[str]
+    path: Path  # as the user named it
+    grids: list[list[Settings]]  # for each grid, the settings of its runs
+    problems: list[str]  # each with its position
 
 
 def read_sweep_file(path: Path) -> SweepFile:
-    """Read a TOML file: settings of all runs, then ``[grid]``, or several ``[[grid]]``.
-
-    A key at the top applies to every run. In a grid, every list multiplies the runs; an entry of a list may be a
-    table of several keys that belong together, whose own lists multiply in turn. The first list varies slowest.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The runs' settings, not yet checked against each other.
-
-    Raises:
-        InputError: if the file cannot be read or is no TOML.
-    """
+    """Read a TOML file: settings of all runs, then ``[grid]``, or several ``[[grid]]``."""
     if not path.exists():
         raise InputError(f"{path} does not exist. Name a TOML file, like experiments/study.toml.")
     content, text = read_toml(path)
@@ -173,11 +154,7 @@ class _Reader:
         return True
 
     def note(self, problem: str) -> None:
-        """Note a problem.
-
-        Raises:
-            InputError: if there are too many.
-        """
+        """Note a problem."""
         self._noted[problem] = None
         if len(self._noted) > _MOST_PROBLEMS:
             raise InputError(f"The file has more than {_MOST_PROBLEMS} problems. The first: {self.problems[0]}")
@@ -217,11 +194,7 @@ def _entries(key: str, value: Any) -> list[Any]:
 
 
 def _check_alone(key: str, value: Any) -> None:
-    """Refuse a value that is wrong regardless of other keys.
-
-    Raises:
-        InputError: if its type is wrong, or it is outside the field's own range or registry.
-    """
+    """Refuse a value that is wrong regardless of other keys."""
     if key in _TEXT_KEYS:
         if type(value) is not _TEXT_KEYS[key]:
             raise InputError(f"{key} must be {_TEXT_KEYS[key].__name__}. Got {value!r}.")

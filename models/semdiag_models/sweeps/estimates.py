@@ -29,15 +29,10 @@ _WHOLE, _LARGEST = 2**28, 2**30  # bytes up to which a whole model, or one block
 
 @dataclass(frozen=True)
 class Estimate:
-    """The remaining work of one run.
+    """The remaining work of one run."""
 
-    Attributes:
-        epochs: left to train; fewer if the target accuracy is reached before.
-        epoch_seconds: per epoch, including evaluation.
-    """
-
-    epochs: int
-    epoch_seconds: float
+    epochs: int  # left to train; fewer if the target accuracy is reached before
+    epoch_seconds: float  # per epoch, including evaluation
 
     @property
     def hours(self) -> float:
@@ -52,18 +47,7 @@ def estimate(
     tell: Callable[[str], None] = lambda line: None,
     records: Path | None = None,
 ) -> list[Estimate]:
-    """Estimate every run by timing a few steps.
-
-    Args:
-        runs: of the sweep.
-        folder: of the sweep; it need not exist.
-        device: where the steps are timed.
-        tell: called with what is being timed, by what sets it apart in the sweep.
-        records: folder of finished runs, which count as done; None means none.
-
-    Returns:
-        One estimate per run, in order. Runs that differ only in seed, activation and labels share their cost.
-    """
+    """Estimate every run by timing a few steps."""
     known: dict[tuple[tuple[str, object], ...], float] = {}
     estimates = []
     first: dict[str, tuple[tuple[str, object], ...]] = {}
@@ -109,17 +93,7 @@ def _timed(trainer: Trainer) -> tuple[float, float]:
 
 
 def time_epoch(run: SweepRun, device: str) -> float:
-    """Return the seconds of one epoch of a run on one thread, extrapolated from a few steps and evaluations.
-
-    For a large model, one block is timed, and all are assumed to cost the same.
-
-    Args:
-        run: what to time; nothing is written.
-        device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
-
-    Raises:
-        InputError: if even one block takes more than 1 GiB: an estimate should not fill the machine.
-    """
+    """Return the seconds of one epoch of a run on one thread, extrapolated from a few steps and evaluations."""
     training, where, threads = run.training, find_device(device), torch.get_num_threads()
     batch = min(training.batch_size, training.train_samples)
     few = replace(

@@ -30,17 +30,11 @@ _LONGEST_NAME = 90  # without the hash; the rest is cut off
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        name: of its folder; no two configurations share one.
-        model: architecture.
-        training: data and optimisation.
-    """
-
-    name: str
-    model: ModelConfig
-    training: TrainingConfig
+    name: str  # of its folder; no two configurations share one
+    model: ModelConfig  # architecture
+    training: TrainingConfig  # data and optimisation
 
 
 class SweepError(InputError):
@@ -54,18 +48,7 @@ class SweepError(InputError):
 
 
 def read_sweep(path: Path) -> list[SweepRun]:
-    """Read a sweep's file, and check every run in it before any starts.
-
-    Args:
-        path: a TOML file; see :func:`semdiag_models.sweeps.config.read_sweep_file`.
-
-    Returns:
-        The runs in the file's order, each once.
-
-    Raises:
-        SweepError: if anything is wrong; it lists every problem with its position.
-        InputError: if the file cannot be read.
-    """
+    """Read a sweep's file, and check every run in it before any starts."""
     file = read_sweep_file(path)
     expansion = _Expansion(file)
     runs: dict[str, SweepRun] = {}
@@ -89,19 +72,7 @@ def read_sweep(path: Path) -> list[SweepRun]:
 
 
 def identity(model: ModelConfig, training: TrainingConfig) -> str:
-    """Return a hash of what a run computes, 8 hexadecimal digits.
-
-    Fields at their defaults do not count, so that new fields of later versions change no hash; nor do epochs,
-    target accuracy and snapshots, with which a run can be continued.
-
-    Example:
-        >>> model = ModelConfig(3, 2, 40)
-        >>> one, longer = (TrainingConfig("even-pairs", 40, epochs) for epochs in (1, 9))
-        >>> identity(model, one) == identity(model, longer)
-        True
-        >>> identity(model, one) == identity(ModelConfig(3, 2, 41), one)
-        False
-    """
+    """Return a hash of what a run computes, 8 hexadecimal digits."""
     ran = replace(training, epochs=1, until=None, snapshots=())
     values = {"model": _not_default(model), "training": _not_default(ran)}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
@@ -120,13 +91,7 @@ def _not_default(record: ModelConfig | TrainingConfig) -> dict[str, Any]:
 
 
 def name_run(model: ModelConfig, training: TrainingConfig) -> str:
-    """Return a folder's name: task, attention, seed, what differs from the recipe, and the hash.
-
-    Example:
-        >>> model, training = configure(find_task("parity"), {"activation": "gelu", "heads": 4, "seed": 7})
-        >>> name_run(model, training)
-        'parity-full-seed-7-heads-4-gelu-d96f79b2'
-    """
+    """Return a folder's name: task, attention, seed, what differs from the recipe, and the hash."""
     usual = configure(
         task_of(training),
         {"attention": model.attention, "k": model.k, "optimizer": training.optimizer},

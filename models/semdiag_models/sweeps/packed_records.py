@@ -13,21 +13,7 @@ _LARGEST = 64 * MEBIBYTE
 
 
 def pack(folder: Path, schema: str) -> int:
-    """Replace the record files of a folder by two tables, after verifying that every record reads back unchanged.
-
-    ``runs.parquet`` has a row per run: its name, and the record without its history as JSON. ``histories.parquet``
-    has a row per run and epoch.
-
-    Args:
-        folder: of ``NAME.json`` files, and of tables of an earlier call, which are kept.
-        schema: that records name.
-
-    Returns:
-        The number of packed runs.
-
-    Raises:
-        InputError: if a file is no record, or a record would not read back unchanged; nothing is changed then.
-    """
+    """Replace the record files of a folder by two tables, after verifying that every record reads back unchanged."""
     import pandas as pd
 
     files = sorted(folder.glob("*.json"))
@@ -66,18 +52,7 @@ def pack(folder: Path, schema: str) -> int:
 
 
 def read_packed(folder: Path, name: str) -> dict[str, Any] | None:
-    """Read a record from the tables of a folder.
-
-    Args:
-        folder: of the records; it need not exist.
-        name: of the run.
-
-    Returns:
-        The record as its file had it; None if there is none.
-
-    Raises:
-        InputError: if a table is damaged.
-    """
+    """Read a record from the tables of a folder."""
     return _joined(folder, name) if name in _content(folder) else None
 
 

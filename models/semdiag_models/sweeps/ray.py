@@ -12,19 +12,7 @@ _AT_ONCE = 10_000  # runs waiting in Ray's own queue
 
 
 class RayWorkers:
-    """Ray tasks with one CPU and a share of a GPU each, wherever the cluster has room.
-
-    The folders must be on a file system that all machines share, and semdiag installed on all of them.
-
-    Args:
-        address: of a running cluster, or ``auto`` for the one running here, else a new one on this machine.
-        gpus_per_run: share of a GPU per run; 0 for none.
-        jobs: largest number of runs at once; None for as many as fit.
-        carry_out: executes an order.
-
-    Raises:
-        InputError: if Ray is not installed, or no cluster answers at the address.
-    """
+    """Ray tasks with one CPU and a share of a GPU each, wherever the cluster has room."""
 
     def __init__(
         self,

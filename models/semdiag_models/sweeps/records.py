@@ -20,15 +20,7 @@ _DIGITS = 7  # significant digits in a history: float32 has no more
 
 
 def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
-    """Write a finished run's record, ``NAME.json``, whole or not at all.
-
-    Records are meant to be shared: absolute paths in the command are reduced to their last part.
-
-    Args:
-        folder: of the records; created if missing.
-        run: what was trained.
-        saved: its last checkpoint.
-    """
+    """Write a finished run's record, ``NAME.json``, whole or not at all."""
     content = {
         "schema": SCHEMA,
         "run": run.name,
@@ -60,18 +52,7 @@ def _short(value: float) -> float:
 
 
 def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
-    """Read the history from a run's record: its file, or the tables of a finished study.
-
-    Args:
-        folder: of the records; it need not exist.
-        run: what should have been trained.
-
-    Returns:
-        A list per column with an entry per epoch; None if there is no record.
-
-    Raises:
-        InputError: if the record is damaged, or is of another configuration.
-    """
+    """Read the history from a run's record: its file, or the tables of a finished study."""
     path = folder / f"{run.name}.json"
     content = read_json(path) if path.exists() else read_packed(folder, run.name)
     if content is None:

@@ -15,23 +15,12 @@ SCHEMA = "semdiag.sweep/1"
 
 
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the results as plain values for JSON.
-
-    Args:
-        rows: one per run.
-        provenance: where they come from.
-    """
+    """Return the results as plain values for JSON."""
     return {"schema": SCHEMA, "provenance": provenance, "results": [row.to_dict() for row in rows]}
 
 
 def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
-    """Write ``results.csv`` and ``results.json``, each whole or not at all.
-
-    Args:
-        folder: of the sweep.
-        rows: one per run.
-        provenance: stored in the JSON.
-    """
+    """Write ``results.csv`` and ``results.json``, each whole or not at all."""
     table = io.StringIO()
     writer = csv.DictWriter(table, [field.name for field in fields(RunResult)], lineterminator="\n")
     writer.writeheader()

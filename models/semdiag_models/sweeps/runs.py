@@ -30,37 +30,23 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """A row of a sweep's results.
+    """A row of a sweep's results."""
 
-    Attributes:
-        run: name of the folder.
-        status: a key of ``STATUSES``.
-        task: what was learned.
-        attention: kind, with k and global tokens in columns of their own.
-        epochs: finished ones, among those requested.
-        epochs_to_target: first epoch that reaches the target's training accuracy; None if none does.
-        train_accuracy: after the last epoch, in [0, 1].
-        holdout_accuracy: after the last epoch.
-        best_holdout_accuracy: after the best epoch.
-        seconds: of all epochs, including evaluation; summed over interruptions.
-        problem: what went wrong, or that there are more epochs, in one line.
-    """
-
-    run: str
-    status: str
-    task: str
-    attention: str
+    run: str  # name of the folder
+    status: str  # a key of ``STATUSES``
+    task: str  # what was learned
+    attention: str  # kind, with k and global tokens in columns of their own
     k: int | None
     global_tokens: int
     activation: str
     seed: int
-    epochs: int
-    epochs_to_target: int | None
-    train_accuracy: float | None
-    holdout_accuracy: float | None
-    best_holdout_accuracy: float | None
-    seconds: float
-    problem: str
+    epochs: int  # finished ones, among those requested
+    epochs_to_target: int | None  # first epoch that reaches the target's training accuracy; None if none does
+    train_accuracy: float | None  # after the last epoch, in [0, 1]
+    holdout_accuracy: float | None  # after the last epoch
+    best_holdout_accuracy: float | None  # after the best epoch
+    seconds: float  # of all epochs, including evaluation; summed over interruptions
+    problem: str  # what went wrong, or that there are more epochs, in one line
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
@@ -69,19 +55,12 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker process needs to train runs; everything in it can be pickled.
+    """What a worker process needs to train runs; everything in it can be pickled."""
 
-    Attributes:
-        runs: to train; several of the same size share their steps.
-        folder: of the run folders, which have the runs' names; absolute.
-        device: ``cpu``, ``cuda`` or ``mps``.
-        provenance: stored in every snapshot.
-    """
-
-    runs: tuple[SweepRun, ...]
-    folder: Path
-    device: str
-    provenance: dict[str, Any]
+    runs: tuple[SweepRun, ...]  # to train; several of the same size share their steps
+    folder: Path  # of the run folders, which have the runs' names; absolute
+    device: str  # ``cpu``, ``cuda`` or ``mps``
+    provenance: dict[str, Any]  # stored in every snapshot
 
 
 @dataclass(frozen=True)
@@ -94,21 +73,7 @@ class Outcome:
 
 
 def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
-    """Return the progress of a run.
-
-    Snapshots are written whole or not at all, so a crash leaves an older ``last.pt`` or none; a file that still
-    cannot be read, after a disk failure, counts as missing.
-
-    Args:
-        folder: the run's; it need not exist.
-        run: expected in it.
-
-    Returns:
-        ``done``, ``begun`` or ``waiting``, and the content of ``last.pt``.
-
-    Raises:
-        InputError: if the folder holds another run, which is left alone.
-    """
+    """Return the progress of a run."""
     last = folder / "last.pt"
     if not last.exists():
         return "waiting", None
@@ -129,11 +94,7 @@ def at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> boo
 
 
 def train_order(order: Order) -> list[Outcome]:
-    """Train runs to their ends from their current state, on one CPU thread, in a process of its own.
-
-    Returns:
-        How each ended; nothing is raised, so that one run's error does not stop the others.
-    """
+    """Train runs to their ends from their current state, on one CPU thread, in a process of its own."""
     torch.set_num_threads(1)
     ended, left = [Outcome("done") for _ in order.runs], []
     for i, run in enumerate(order.runs):
@@ -186,15 +147,7 @@ def epochs_so_far(folder: Path) -> int:
 def result(
     run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None
 ) -> RunResult:
-    """Return a run's row, from its folder or, if that is not finished, from its record.
-
-    Args:
-        run: what was trained.
-        folder: the run's.
-        target: training accuracy in (0, 1].
-        outcome: of the latest attempt; None means that the folder alone decides.
-        records: folder for :func:`semdiag_models.sweeps.records.write_record`, which gets a finished run's record.
-    """
+    """Return a run's row, from its folder or, if that is not finished, from its record."""
     problem = "" if outcome is None else outcome.problem
     recorded: dict[str, list[float]] | None = None
     saved: Checkpoint | None = None

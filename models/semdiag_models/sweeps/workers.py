@@ -43,16 +43,7 @@ class Workers(Protocol):
 
 
 class LocalWorkers:
-    """Processes on this machine, through joblib's loky; they ignore Ctrl-C, and end with this process.
-
-    A warning says if fewer are started than asked for.
-
-    Args:
-        jobs: processes, each with one CPU thread; None for as many as fit.
-        carry_out: executes an order.
-        tasks: number of orders to come: more processes are not started, nor more than cores and memory allow.
-        size: bytes that an order takes beside torch.
-    """
+    """Processes on this machine, through joblib's loky; they ignore Ctrl-C, and end with this process."""
 
     def __init__(
         self,
@@ -122,19 +113,7 @@ def _work_for(parent: int) -> None:
 
 
 def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
-    """Train many runs, several at once, each from its current state.
-
-    Runs whose process dies, or that stop with a transient error, are tried again; attempts that finish new epochs
-    do not count. Leaving the iteration ends all processes.
-
-    Args:
-        orders: the runs, in starting order.
-        workers: train them.
-        retries: further attempts per run.
-
-    Yields:
-        A run and how it ended; or None, about once a second, to show progress.
-    """
+    """Train many runs, several at once, each from its current state."""
     waiting, attempts = deque(orders), Counter[str]()
     running: dict[Any, tuple[Order, list[int]]] = {}
 
@@ -165,15 +144,7 @@ def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[t
 
 
 def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
-    """Group runs that can share their training steps, in order.
-
-    Args:
-        runs: of a sweep.
-        most: largest size of a group.
-
-    Returns:
-        The groups; within one, runs differ only in seed, attention and the scale of queries and keys.
-    """
+    """Group runs that can share their training steps, in order."""
     alike: dict[Any, list[SweepRun]] = {}
     for run in runs:
         sizes = tuple(getattr(run.model, name) for name in ALIKE)

@@ -39,21 +39,7 @@ TASKS: dict[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Look a task up by its name or by an alias.
-
-    Args:
-        name: a key of ``TASKS``, or the name the task has in the benchmark's source or the released code.
-
-    Returns:
-        The task.
-
-    Raises:
-        InputError: if no task has that name; the message lists the known ones.
-
-    Example:
-        >>> find_task("ueqpairs").name
-        'even-pairs'
-    """
+    """Look a task up by its name or by an alias."""
     for task in TASKS.values():
         if name == task.name or name in task.aliases:
             return task
@@ -63,17 +49,7 @@ def find_task(name: str) -> Task:
 
 
 def task_of(training: TrainingConfig) -> Classification:
-    """Return what a run learns.
-
-    Args:
-        training: data and optimisation of the run.
-
-    Returns:
-        Its task, its text, or listops with its trees.
-
-    Raises:
-        InputError: if no task has that name, or there are no such trees.
-    """
+    """Return what a run learns."""
     if training.text is not None:
         return Text(training.text)
     if training.listops is not None:

@@ -1,8 +1,4 @@
-"""Fully bracketed arithmetic over the digits 0 to 4: drawing expressions, and reading them.
-
-The two halves of this file share nothing: :func:`draw_expressions` computes values while it builds the
-strings, :func:`evaluate` parses a string, and the tests hold one against the other.
-"""
+"""Fully bracketed arithmetic over the digits 0 to 4: drawing expressions, and reading them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,24 +19,7 @@ REFUSAL = (
 def draw_expressions(
     n: int, length: int, symbols: tuple[str, ...], operators: str, rng: np.random.Generator
 ) -> tuple[Integers, Integers]:
-    """Draw expressions of an exact length, with their values modulo 5.
-
-    E(1) is a uniform digit d, E(2) is -d, E(3) is (d), E(4) is (-d). A longer E(m) is "(" E(a) operator E(b)
-    ")" with a uniform in 1 … m − 4 and b = m − 3 − a, the operator uniform, everything independent.
-
-    Source: Delétang et al., "Neural Networks and the Chomsky Hierarchy", 2023. Deviation: none in law; all
-    expressions grow together, one level of brackets at a time.
-
-    Args:
-        n: number of expressions.
-        length: characters per expression, at least 1.
-        symbols: printable form of each token id; the digits have their values as ids.
-        operators: the operators to draw from, of ``+-*``.
-        rng: source of randomness.
-
-    Returns:
-        tokens (n, length) and values (n,) in 0 … 4.
-    """
+    """Draw expressions of an exact length, with their values modulo 5."""
     tokens = np.empty((n, length), dtype=np.int64)
     choices = np.array([symbols.index(operator) for operator in operators])
     row, start, size = np.arange(n), np.zeros(n, dtype=np.int64), np.full(n, length)
@@ -92,22 +71,7 @@ def _apply(operator: Integers, left: Integers, right: Integers, symbols: tuple[s
 
 
 def evaluate(text: str) -> int:
-    """Value modulo 5 of one expression.
-
-    Args:
-        text: a digit 0 to 4, a digit with a minus, either of them in brackets, or "(" expression operator
-            expression ")".
-
-    Returns:
-        The value, in 0 … 4.
-
-    Raises:
-        InputError: if the text is anything else.
-
-    Example:
-        >>> evaluate("((2+3)*3)"), evaluate("(0--4)")
-        (0, 4)
-    """
+    """Value modulo 5 of one expression."""
     # One frame per open bracket: operators as text, operands as (value, is it a plain signed digit?).
     frames: list[Frame] = [[]]
     for character in text:

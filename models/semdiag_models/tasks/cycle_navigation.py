@@ -7,19 +7,7 @@ from semdiag_models.tasks.task import Recipe, Task
 
 
 class CycleNavigation(Task):
-    """The last position of a walk on a cycle of five places.
-
-    Language: all strings over {0, 1, 2}, each symbol uniform; 0 is a step back, 1 a rest, 2 a step forward.
-    Label: the place reached from place 0, that is, the sum of (symbol − 1) modulo 5.
-
-    Source: Delétang et al., "Neural Networks and the Chomsky Hierarchy", 2023 (cycle navigation). Deviation:
-    none.
-
-    Example:
-        >>> task = CycleNavigation()
-        >>> task.label(task.parse("11000"))  # rest, rest, three steps back
-        2
-    """
+    """The last position of a walk on a cycle of five places."""
 
     name = "cycle-navigation"
     aliases = ("cycle_navigation", "cycnav")

@@ -9,16 +9,7 @@ from semdiag_models.tasks.task import Recipe, Task
 
 
 class EvenPairs(Task):
-    """The number of neighbours that differ (01 or 10), modulo 2.
-
-    Language: all strings over {0, 1}, each bit fair. Label 1 if that number is odd, which is the same as
-    saying that the first and the last bit differ.
-
-    Example:
-        >>> task = EvenPairs()
-        >>> task.label(task.parse("1001011"))  # 10, 01, 10, 01: four
-        0
-    """
+    """The number of neighbours that differ (01 or 10), modulo 2."""
 
     name = "even-pairs"
     aliases = ("even_pairs", "ueqpairs")

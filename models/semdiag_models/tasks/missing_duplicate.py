@@ -8,23 +8,7 @@ from semdiag_models.tasks.task import Recipe, Task
 
 
 class MissingDuplicate(Task):
-    """The bit that a placeholder hides in a doubled string.
-
-    Language: w w with w over {0, 1}, each bit fair, in which one token, uniform over both copies, is replaced
-    by the placeholder 2. An odd length ends in one PAD. Label: the hidden bit, which the twin half a string
-    away still shows; as ones come in pairs, it is also the parity of the visible ones.
-
-    Source: Delétang et al., "Neural Networks and the Chomsky Hierarchy", 2023 (missing duplicate string).
-    Deviation: none for lengths from 2; at length 1 the source returns a string without placeholder, refused
-    here.
-
-    Example:
-        >>> task = MissingDuplicate()
-        >>> task.label(task.parse("11001120"))  # halves 1100 and 1120: the third bit is a 0
-        0
-        >>> task.label(task.parse("0201"))  # halves 02 and 01
-        1
-    """
+    """The bit that a placeholder hides in a doubled string."""
 
     name = "missing-duplicate"
     aliases = ("missing_duplicate_string", "missdup")
@@ -46,11 +30,7 @@ class MissingDuplicate(Task):
         return tokens, bits.gather(1, hidden % half).squeeze(1)
 
     def label(self, tokens: list[int]) -> int:
-        """Find the placeholder and read its twin; see :meth:`Task.label`. The PAD of odd lengths may stay.
-
-        Raises:
-            InputError: if there is not exactly one placeholder, or the halves differ elsewhere.
-        """
+        """Find the placeholder and read its twin; see :meth:`Task.label`. The PAD of odd lengths may stay."""
         if len(tokens) % 2 == 1 and tokens[-1] == self.pad_id:
             tokens = tokens[:-1]
         self.require_symbols(tokens)

@@ -10,22 +10,7 @@ from semdiag_models.tasks.task import Recipe, Task
 
 
 class ModularArithmetic(Task):
-    """The value of a fully bracketed expression, modulo 5.
-
-    Language: the expressions of :func:`draw_expressions` with plus, minus and times over the digits 0 to 4. A
-    leading minus belongs to the one digit after it, so (0--4) and (4+-0) are legal. The symbol x is declared,
-    as in the source, and never occurs. Label: the value modulo 5.
-
-    Source: Delétang et al., "Neural Networks and the Chomsky Hierarchy", 2023 (modular arithmetic with
-    brackets). Deviation: none; multiplication is on, as in the source's table of tasks.
-
-    Example:
-        >>> task = ModularArithmetic()
-        >>> task.label(task.parse("(-1-2)"))  # -3 is 2 modulo 5
-        2
-        >>> task.label(task.parse("((2+3)*3)"))
-        0
-    """
+    """The value of a fully bracketed expression, modulo 5."""
 
     name = "modular-arithmetic"
     aliases = ("modular_arithmetic_brackets", "mab")
@@ -46,11 +31,7 @@ class ModularArithmetic(Task):
         return torch.from_numpy(tokens), torch.from_numpy(values)
 
     def label(self, tokens: list[int]) -> int:
-        """Parse and evaluate; see :meth:`Task.label`.
-
-        Raises:
-            InputError: if the string is not a bracketed expression without x.
-        """
+        """Parse and evaluate; see :meth:`Task.label`."""
         self.require_symbols(tokens)
         text = "".join(self.symbols[token] for token in tokens)
         if "x" in text:

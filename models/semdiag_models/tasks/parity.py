@@ -7,17 +7,7 @@ from semdiag_models.tasks.task import Recipe, Task
 
 
 class Parity(Task):
-    """The number of ones, modulo 2.
-
-    Language: all strings over {0, 1}, each bit fair. Label 1 if the number of ones is odd.
-
-    Example:
-        >>> task = Parity()
-        >>> task.label(task.parse("1001011"))  # four ones
-        0
-        >>> task.label(task.parse("11100011"))  # five ones
-        1
-    """
+    """The number of ones, modulo 2."""
 
     name = "parity"
     aliases = ("parity_check",)

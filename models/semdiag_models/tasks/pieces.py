@@ -19,34 +19,14 @@ _LINES_AT_ONCE = 10_000  # python's lists of numbers are ten times the size of t
 
 
 class Pieces(NamedTuple):
-    """Lines as piece ids, one after the other.
+    """Lines as piece ids, one after the other."""
 
-    Attributes:
-        ids: (sum of lengths,) int32.
-        lengths: (lines,) int64, pieces per line.
-    """
-
-    ids: Tensor
-    lengths: Tensor
+    ids: Tensor  # (sum of lengths,) int32
+    lengths: Tensor  # (lines,) int64, pieces per line
 
 
 def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
-    """Train a SentencePiece model: all settings are the library's but kind, size and one thread.
-
-    One thread makes the model a function of the lines. Nothing is written anywhere.
-
-    Args:
-        lines: the text, at least one character.
-        kind: a key of ``TOKENIZERS``.
-        vocabulary: number of pieces, among them ``<unk>``, ``<s>`` and ``</s>`` (ids 0, 1, 2).
-
-    Returns:
-        The serialised model.
-
-    Raises:
-        InputError: if the package is missing, the kind is unknown, or the text supports no vocabulary of
-            that size; the message names the nearest size that works.
-    """
+    """Train a SentencePiece model: all settings are the library's but kind, size and one thread."""
     if kind not in TOKENIZERS:
         raise unknown_name("tokenizer", kind, TOKENIZERS)
     if not 3 <= vocabulary <= _LARGEST_VOCABULARY:
@@ -70,19 +50,7 @@ def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
 
 
 def encode(model: bytes, vocabulary: int, lines: list[str]) -> Pieces:
-    """Cut lines into pieces; no begin or end marks are added.
-
-    Args:
-        model: from :func:`train_tokenizer`.
-        vocabulary: its number of pieces.
-        lines: the text, at least one.
-
-    Returns:
-        The lines' piece ids.
-
-    Raises:
-        InputError: if the package is missing, or the model is damaged or has another vocabulary.
-    """
+    """Cut lines into pieces; no begin or end marks are added."""
     library = _sentencepiece()
     try:
         processor = library.SentencePieceProcessor(model_proto=model)

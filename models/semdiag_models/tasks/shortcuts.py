@@ -17,44 +17,15 @@ _SEED = 2**33  # no run's
 
 @dataclass(frozen=True)
 class Shortcut:
-    """The best rule on few tokens that does not solve the task.
+    """The best rule on few tokens that does not solve the task."""
 
-    Attributes:
-        accuracy: of the rule on samples that it was not found on; at least that of the commonest label.
-        positions: whose tokens it looks at, from 0; none: it answers the commonest label, and no pair of tokens
-            tells more, beyond three standard errors.
-    """
-
-    accuracy: float
-    positions: tuple[int, ...]
+    accuracy: float  # of the rule on samples that it was not found on; at least that of the commonest label
+    positions: tuple[int, ...]  # whose tokens it looks at, from 0
 
 
 @lru_cache
 def shortcut(task: Task, length: int) -> Shortcut:
-    """Find the best rule that looks at the tokens at one or at two positions, whatever it does with them.
-
-    A rule that is right on every sample is the task itself and no shortcut: on even-pairs, where the first and the
-    last token decide, only guessing is left. Rules are tables of the commonest label for every token or
-    pair of tokens, found on 20,000 samples and tried on 20,000 others (standard error 0.35% at most). Of inputs
-    longer than 64 tokens the first and the last 32 positions are searched.
-
-    Source: this project. Deviation: not in the paper.
-
-    Args:
-        task: to be learned.
-        length: tokens of a sample.
-
-    Returns:
-        Accuracy and positions.
-
-    Raises:
-        InputError: if the task has no sample of that length.
-
-    Example:
-        >>> from semdiag_models import find_task
-        >>> shortcut(find_task("stack-manipulation"), 20).positions  # the last action, and the last but two
-        (17, 19)
-    """
+    """Find the best rule that looks at the tokens at one or at two positions, whatever it does with them."""
     generator = torch.Generator().manual_seed(_SEED)
     drawn = [tuple(part.numpy() for part in task.sample(_SAMPLES, length, generator)) for _ in range(2)]
     (tokens, labels), (others, answers) = drawn

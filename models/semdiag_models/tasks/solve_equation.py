@@ -11,21 +11,7 @@ from semdiag_models.tasks.task import Recipe, Task
 
 
 class SolveEquation(Task):
-    """The x that solves an equation modulo 5.
-
-    Language: an expression of :func:`draw_expressions` with plus and minus in which one digit is replaced by
-    x, then "=" and the value of the expression. The replaced digit is the first one at or after a uniformly
-    drawn character, going around at the end, so digits after brackets and operators are favoured. Label: the
-    replaced digit. Without products x has the coefficient 1 or −1, so it is the only solution.
-
-    Source: Delétang et al., "Neural Networks and the Chomsky Hierarchy", 2023 (solve equation). Deviation:
-    none for lengths from 3; below, the source returns zeros, refused here.
-
-    Example:
-        >>> task = SolveEquation()
-        >>> task.label(task.parse("(x-(-2))=3"))  # 1 + 2 = 3
-        1
-    """
+    """The x that solves an equation modulo 5."""
 
     name = "solve-equation"
     aliases = ("solve_equation", "soleq")
@@ -50,11 +36,7 @@ class SolveEquation(Task):
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
     def label(self, tokens: list[int]) -> int:
-        """Try all five values of x; see :meth:`Task.label`.
-
-        Raises:
-            InputError: if the string is not a bracketed expression with one x, an equals sign and a digit.
-        """
+        """Try all five values of x; see :meth:`Task.label`."""
         self.require_symbols(tokens)
         text = "".join(self.symbols[token] for token in tokens)
         left, equals, right = text.partition("=")

@@ -11,22 +11,7 @@ EMPTY = 2  # the label of an empty stack
 
 
 class StackManipulation(Task):
-    """The top of a stack after a list of actions.
-
-    Language: one or more bits, the stack from bottom to top, then actions: 2 pops, 3 pushes 0, 4 pushes 1; a
-    pop of the empty stack does nothing. The number of bits is uniform in 1 … length − 1, bits are fair,
-    actions uniform. Label: the top of the final stack, or 2 if it is empty.
-
-    Source: Delétang et al., "Neural Networks and the Chomsky Hierarchy", 2023 (stack manipulation).
-    Deviation: the source asks for the whole final stack; the paper's data keep its top alone.
-
-    Example:
-        >>> task = StackManipulation()
-        >>> task.label(task.parse("01001322"))  # the stack 01001, push 0, pop, pop: 0100 is left
-        0
-        >>> task.label(task.parse("024422"))  # the stack 0, pop, push 1, push 1, pop, pop: empty
-        2
-    """
+    """The top of a stack after a list of actions."""
 
     name = "stack-manipulation"
     aliases = ("stack_manipulation", "stackman")
@@ -38,12 +23,7 @@ class StackManipulation(Task):
     recipe = Recipe(length=40, epochs=200)
 
     def sample(self, n: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw a stack and actions; see :meth:`Task.sample`.
-
-        The label comes from the right: with every push counted +1 and every pop −1, the top is the push at
-        which the running sum first reaches +1. A pop of the empty stack cannot mislead the count: whatever
-        was pushed before it had been popped by then, so that the sum stays below +1 from there on.
-        """
+        """Draw a stack and actions; see :meth:`Task.sample`."""
         self.require_length(length, 1)
         tokens = torch.randint(2, (n, length), generator=generator)
         if length > 1:
@@ -57,11 +37,7 @@ class StackManipulation(Task):
         return tokens, torch.where(unmatched.any(1), top, EMPTY)
 
     def label(self, tokens: list[int]) -> int:
-        """Run the stack machine; see :meth:`Task.label`.
-
-        Raises:
-            InputError: if the string does not start with a bit, or a bit follows an action.
-        """
+        """Run the stack machine; see :meth:`Task.label`."""
         self.require_symbols(tokens)
         if tokens[0] >= POP:
             raise InputError(f"{self.name} starts with a bit of the stack. Got the action {tokens[0]}.")

@@ -14,10 +14,7 @@ Samples = tuple[Tensor, Tensor]  # tokens (n, length) int64 and labels (n,) int6
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the paper trained on a task: the defaults of ``semdiag train``.
-
-    Source: paper, appendix on experimental settings, with the decay that the released scripts ran.
-    """
+    """How the paper trained on a task: the defaults of ``semdiag train``."""
 
     length: int  # tokens per sample, before padding
     epochs: int
@@ -52,45 +49,22 @@ class Classification(Protocol):
         """Training defaults."""
 
     def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
-        """Draw training samples, then held-out ones.
-
-        Args:
-            train: number of training samples.
-            holdout: number of held-out samples.
-            length: tokens per sample.
-            generator: source of randomness (CPU); the global seed is not touched.
-
-        Returns:
-            Training and held-out samples.
-
-        Raises:
-            InputError: if there are no such samples.
-        """
+        """Draw training samples, then held-out ones."""
 
 
 class Task(ABC):
-    """A single-label sequence-classification task over a small vocabulary.
+    """A single-label sequence-classification task over a small vocabulary."""
 
-    Token ids ``0 … len(symbols) - 1`` are the task's symbols; the next id is PAD.
-
-    Attributes:
-        name: the name on the command line and in JSON.
-        aliases: names the same task has in the benchmark's source and in the paper's released code.
-        summary: one line for ``semdiag list tasks``.
-        symbols: printable form of each token id.
-        classes: number of labels.
-        shortcut: accuracy of the best rule that ignores almost all of the input, and that rule.
-        recipe: training defaults.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # the name on the command line and in JSON
+    # names the same task has in the benchmark's source and in the paper's released code
     aliases: ClassVar[tuple[str, ...]]
-    summary: ClassVar[str]
-    symbols: ClassVar[tuple[str, ...]]
-    classes: ClassVar[int]
+    summary: ClassVar[str]  # one line for ``semdiag list tasks``
+    symbols: ClassVar[tuple[str, ...]]  # printable form of each token id
+    classes: ClassVar[int]  # number of labels
     majority: ClassVar[float]  # accuracy of always answering the commonest label, at the recipe's length
+    # accuracy of the best rule that ignores almost all of the input, and that rule
     shortcut: ClassVar[tuple[float, str]]
-    recipe: ClassVar[Recipe]
+    recipe: ClassVar[Recipe]  # training defaults
 
     @property
     def pad_id(self) -> int:
@@ -113,47 +87,14 @@ class Task(ABC):
 
     @abstractmethod
     def sample(self, n: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw n labelled strings.
-
-        Args:
-            n: number of samples, at least 1.
-            length: number of tokens per sample.
-            generator: source of randomness (CPU); the global seed is not touched.
-
-        Returns:
-            tokens (n, length) int64 and labels (n,) int64.
-
-        Raises:
-            InputError: if the task has no string of that length.
-        """
+        """Draw n labelled strings."""
 
     @abstractmethod
     def label(self, tokens: list[int]) -> int:
-        """Label of one string of any legal length, by a rule independent of :meth:`sample`.
-
-        Args:
-            tokens: token ids without PAD.
-
-        Returns:
-            A label in ``0 … classes - 1``.
-
-        Raises:
-            InputError: if the string is not in the task's language.
-        """
+        """Label of one string of any legal length, by a rule independent of :meth:`sample`."""
 
     def parse(self, text: str) -> list[int]:
-        """Token ids of a string written with the task's symbols.
-
-        Args:
-            text: for instance ``"1001"`` or ``"1 0 0 1"``; if the task has symbols of several characters, all
-                have blanks between them, as in ``"[MAX 3 8 ]"``.
-
-        Returns:
-            One token id per symbol.
-
-        Raises:
-            InputError: if a part of the text is not a symbol of the task.
-        """
+        """Token ids of a string written with the task's symbols."""
         ids = {symbol: i for i, symbol in enumerate(self.symbols)}
         words = text.split()
         parts = words if max(map(len, self.symbols)) > 1 else list("".join(words))
@@ -165,20 +106,12 @@ class Task(ABC):
         return [ids[part] for part in parts]
 
     def require_length(self, length: int, least: int) -> None:
-        """Refuse lengths for which the task has no string.
-
-        Raises:
-            InputError: if ``length < least``.
-        """
+        """Refuse lengths for which the task has no string."""
         if length < least:
             raise InputError(f"{self.name} needs a length of at least {least}. Got length={length}.")
 
     def require_symbols(self, tokens: list[int]) -> None:
-        """Refuse empty strings and token ids that are not symbols.
-
-        Raises:
-            InputError: if there is no token, or one lies outside ``0 … len(symbols) - 1``.
-        """
+        """Refuse empty strings and token ids that are not symbols."""
         if not tokens:
             raise InputError(f"{self.name} has no empty string.")
         wrong = [t for t in tokens if not 0 <= t < len(self.symbols)]

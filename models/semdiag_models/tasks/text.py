@@ -17,28 +17,7 @@ from semdiag_models.training_config import TextSource
 
 
 class Text:
-    """Which piece follows C consecutive pieces of a line?
-
-    Samples: for each line separately, every window of C consecutive piece ids; label: the id that follows.
-    Windows start at every piece (stride 1), none crosses a line, and lines with C pieces or fewer have none.
-    The encoder attends in both directions within the window, which does not contain what it predicts, and
-    answers once per window. C is the integer part of the mean number of pieces per training line.
-
-    Source: paper, preliminary language modelling on Penn Treebank. Deviation: blank lines do not count (that
-    text has none); the trainer shuffles the windows, the released code goes through the text in order;
-    losses are divided by the exact number of windows, where the released code counts the last batch as full
-    and reports slightly too little; there is a token id PAD, never seen without ``pad_as_token``.
-
-    Args:
-        source: the files and the tokenizer.
-        window: C; None for that of the text.
-
-    Example:
-        >>> pieces = Pieces(torch.tensor([7, 8, 9, 5, 6]), torch.tensor([5]))  # one line, C = 3
-        >>> tokens, labels = windows(pieces, 3, torch.arange(2))
-        >>> tokens.tolist(), labels.tolist()
-        ([[7, 8, 9], [8, 9, 5]], [5, 6])
-    """
+    """Which piece follows C consecutive pieces of a line?"""
 
     name = "text"
     summary = "the next piece of any UTF-8 text file"
@@ -59,11 +38,7 @@ class Text:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The paper's small model of Penn Treebank with the fewest of its blocks, on all windows of the text.
-
-        Raises:
-            InputError: if the text is not what it was, or its lines are too short for a window.
-        """
+        """The paper's small model of Penn Treebank with the fewest of its blocks, on all windows of the text."""
         train, holdout = self._pieces()
         window = self._window if self._window is not None else int(train.lengths.double().mean())
         if window < 1:
@@ -83,11 +58,7 @@ class Text:
         )
 
     def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
-        """Draw windows without replacement, in random order; see :meth:`Classification.draw`.
-
-        Raises:
-            InputError: if the text is not what it was, or has fewer windows.
-        """
+        """Draw windows without replacement, in random order; see :meth:`Classification.draw`."""
         there = self._pieces()
         names = self.source.file, self.source.holdout_file or "the held-out lines"
         drawn = []
@@ -99,20 +70,7 @@ class Text:
         return drawn[0], drawn[1]
 
     def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
-        """Draw windows of another text, cut into pieces by this one's tokenizer.
-
-        Args:
-            path: a UTF-8 text file.
-            n: number of windows; fewer if the text has fewer.
-            length: pieces in a window.
-            generator: source of randomness (CPU).
-
-        Returns:
-            tokens (n, length) int64 and labels (n,) int64.
-
-        Raises:
-            InputError: if the file is not a text, or its lines are too short.
-        """
+        """Draw windows of another text, cut into pieces by this one's tokenizer."""
         pieces = self._encode(read_lines(path)[0])
         total = self._count(pieces, length, str(path))
         return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
@@ -146,20 +104,7 @@ class Text:
 
 
 def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary: int) -> TextSource:
-    """Read a text and train a tokenizer on its training lines.
-
-    Args:
-        file: a UTF-8 text.
-        holdout_file: a second one to hold out; None for the last tenth of the lines of the first.
-        tokenizer: a key of ``TOKENIZERS``.
-        vocabulary: number of pieces.
-
-    Returns:
-        All that a run needs to know of its text.
-
-    Raises:
-        InputError: if a file is not a text, or supports no such vocabulary.
-    """
+    """Read a text and train a tokenizer on its training lines."""
     lines, sha256 = read_lines(file)
     held = read_lines(holdout_file) if holdout_file is not None else None
     train = lines if held is not None else split_lines(file, lines)[0]
@@ -176,16 +121,7 @@ def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary:
 
 
 def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
-    """Cut windows out of lines.
-
-    Args:
-        pieces: the lines.
-        length: pieces in a window, C.
-        chosen: (n,) int64, which windows, counted from 0 through all lines.
-
-    Returns:
-        tokens (n, length) int64 and labels (n,) int64.
-    """
+    """Cut windows out of lines."""
     per_line = (pieces.lengths - length).clamp(min=0)
     # Before the first window of a line lie the pieces of earlier lines, of which some begin no window.
     without = (pieces.lengths - per_line).cumsum(0) - (pieces.lengths - per_line)
@@ -196,18 +132,7 @@ def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
 
 
 def perplexity(loss: float) -> float:
-    """exp(mean cross-entropy): how many equally likely pieces the model hesitates between.
-
-    Args:
-        loss: nats per window.
-
-    Returns:
-        At least 1; infinite where the number is too large for a float.
-
-    Example:
-        >>> round(perplexity(math.log(4096)))  # the uniform guess
-        4096
-    """
+    """exp(mean cross-entropy): how many equally likely pieces the model hesitates between."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -215,16 +140,7 @@ def perplexity(loss: float) -> float:
 
 
 def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: int) -> float:
-    """Return the held-out perplexity of the training labels' frequencies, each counted once more: the baseline.
-
-    Args:
-        train_labels: (n,) int64.
-        holdout_labels: (m,) int64.
-        classes: number of labels.
-
-    Returns:
-        What a model reaches that knows how common each piece is and ignores the window.
-    """
+    """Return the held-out perplexity of the training labels' frequencies, each counted once more: the baseline."""
     counts = torch.bincount(train_labels.cpu(), minlength=classes).double() + 1
     return perplexity(-float((counts / counts.sum()).log()[holdout_labels.cpu()].mean()))
 

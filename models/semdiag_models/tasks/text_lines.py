@@ -9,17 +9,7 @@ from semdiag_models.reading import LARGEST_TEXT, read_bytes
 
 
 def read_lines(path: Path) -> tuple[list[str], str]:
-    """Read the lines of a UTF-8 file, stripped, without the blank ones.
-
-    Args:
-        path: the file; line ends of any system.
-
-    Returns:
-        At least one line, and the SHA-256 of the file as 64 hexadecimal digits.
-
-    Raises:
-        InputError: if the file is missing or unreadable, is not UTF-8 text, or holds nothing but blanks.
-    """
+    """Read the lines of a UTF-8 file, stripped, without the blank ones."""
     content = read_bytes(path, LARGEST_TEXT)
     if b"\0" in content:
         raise InputError(f"{path} is not a text: it holds zero bytes. Name a UTF-8 text file.")
@@ -39,23 +29,7 @@ def read_lines(path: Path) -> tuple[list[str], str]:
 
 
 def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
-    """Split training and held-out lines: the last tenth, and at least one line, is held out.
-
-    Args:
-        path: named in the message.
-        lines: of the file.
-
-    Returns:
-        Training and held-out lines.
-
-    Raises:
-        InputError: if there are fewer than two lines.
-
-    Example:
-        >>> train, holdout = split_lines(Path("a.txt"), [f"line {n}" for n in range(20)])
-        >>> len(train), holdout
-        (18, ['line 18', 'line 19'])
-    """
+    """Split training and held-out lines: the last tenth, and at least one line, is held out."""
     if len(lines) < 2:
         raise InputError(
             f"{path} has one line; the last tenth of the lines is held out, so two are needed at least. "

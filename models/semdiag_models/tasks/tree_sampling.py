@@ -1,18 +1,4 @@
-"""Random ListOps trees, conditioned on their length.
-
-The source draws a tree from the root down — at a depth below the deepest a node is a digit with probability
-3/4, else an operator with a uniform number of arguments; at the deepest it is a digit — and throws away the
-trees whose number of tokens is outside a window, 99 in 100 of them. The same law without the waste:
-
-1. A kept tree has the law of a tree given that its length lies in the window. So its length has the law of
-   the length given the window, and given its length it has the law of any tree of that length.
-2. The arguments of an operator of length l are independent trees of the next depth, given that their lengths
-   add up to l − 2 (opener and closer). With f(c) the probability of length c at the next depth and f^{*k} the
-   k-fold convolution of f, a number k of arguments has the weight P(k) f^{*k}(l − 2), and a length c of the
-   first of j arguments that share r tokens has the weight f(c) f^{*(j − 1)}(r − c).
-3. Given their lengths, the arguments are again trees of a known depth and length, independent of each other;
-   operators and digits are independent of all lengths.
-"""
+"""Random ListOps trees, conditioned on their length."""
 
 from dataclasses import dataclass
 
@@ -30,19 +16,12 @@ FIRST_OPENER, CLOSER, PAD = 10, 14, 15
 
 @dataclass(frozen=True)
 class TreeLaw:
-    """The law of the source's trees before any is thrown away.
+    """The law of the source's trees before any is thrown away."""
 
-    Attributes:
-        longest: the largest length that matters, in tokens; the probabilities up to it are exact.
-        max_depth: the depth at which every node is a digit; the root has depth 1.
-        min_arity: smallest number of arguments.
-        max_arity: largest number of arguments.
-    """
-
-    longest: int
-    max_depth: int
-    min_arity: int
-    max_arity: int
+    longest: int  # the largest length that matters, in tokens; the probabilities up to it are exact
+    max_depth: int  # the depth at which every node is a digit; the root has depth 1
+    min_arity: int  # smallest number of arguments
+    max_arity: int  # largest number of arguments
 
     def powers(self, length_law: Floats) -> Floats:
         """Return laws of the total length of 0 … max_arity trees, shape (max_arity + 1, longest + 1)."""
@@ -53,10 +32,7 @@ class TreeLaw:
         return powers
 
     def length_laws(self) -> Floats:
-        """P(length = l) of a tree whose root has depth d, shape (max_depth + 1, longest + 1); row 0 unused.
-
-        Cut off at the longest length: the rows add up to less than 1.
-        """
+        """P(length = l) of a tree whose root has depth d, shape (max_depth + 1, longest + 1); row 0 unused."""
         laws = np.zeros((self.max_depth + 1, self.longest + 1))
         laws[self.max_depth, 1] = 1
         for depth in range(self.max_depth - 1, 0, -1):
@@ -67,12 +43,7 @@ class TreeLaw:
 
 
 class TreeWriter:
-    """Draws trees of given lengths, all of them together, one depth after the other.
-
-    Args:
-        law: the law of the trees.
-        rng: source of randomness.
-    """
+    """Draws trees of given lengths, all of them together, one depth after the other."""
 
     def __init__(self, law: TreeLaw, rng: np.random.Generator) -> None:
         self.law = law
@@ -80,15 +51,7 @@ class TreeWriter:
         self.length_laws = law.length_laws()
 
     def write(self, lengths: Integers, width: int) -> tuple[Integers, Integers]:
-        """Draw one tree per given length.
-
-        Args:
-            lengths: (n,) lengths of positive probability.
-            width: columns of the result, at least the largest length.
-
-        Returns:
-            tokens (n, width), padded on the right with PAD, and root values (n,) in 0 … 9.
-        """
+        """Draw one tree per given length."""
         tokens = np.full((len(lengths), width), PAD)
         rows, starts = np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
         return tokens, self._write_nodes(tokens, 1, rows, starts, lengths)
@@ -138,11 +101,7 @@ class TreeWriter:
         return sizes
 
     def _draw(self, weights: Floats, row: Integers) -> Integers:
-        """For each given row of a table of weights, one column, with probability proportional to its weight.
-
-        All rows are searched at once: row i of the cumulated shares is shifted to i … i + 1, so that the
-        flattened table ascends. The shift costs ten of 53 bits.
-        """
+        """For each given row of a table of weights, one column, with probability proportional to its weight."""
         shares = weights.cumsum(1)
         shares /= np.maximum(shares[:, -1:], np.finfo(np.float64).tiny)
         shifted = (shares + np.arange(len(shares))[:, None]).ravel()

@@ -18,16 +18,7 @@ _PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.M
 
 
 def hooked_alone(model: nn.Module) -> bool:
-    """Return whether a model is an unchanged encoder of semdiag_models, so that hooks see all its attention.
-
-    No part is of another class, overrides a method, or runs a hook other than semdiag's.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4))
-        >>> hooked_alone(encoder), hooked_alone(nn.Sequential(encoder))
-        (True, False)
-    """
+    """Return whether a model is an unchanged encoder of semdiag_models, so that hooks see all its attention."""
     return type(model) is Encoder and all(
         type(part) in _PARTS
         and all(map(_own, (*part._forward_hooks.values(), *part._forward_pre_hooks.values())))
@@ -41,10 +32,7 @@ def _own(hook: Callable[..., object]) -> bool:
 
 
 def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
-    """Describe one call of an :class:`AttentionCore`.
-
-    Its layer and occurrence are not known here.
-    """
+    """Describe one call of an :class:`AttentionCore`."""
     q, k, v, scale, valid, selected = inputs
     queries = cast("Tensor | None", valid)
     allowed = None if queries is None else queries[:, None, None, :]
@@ -79,12 +67,7 @@ def masked_inputs(
 
 
 def key_positions(kept: Tensor) -> Tensor:
-    """Return the positions of kept keys, -1 for none: (B, H, L, L) bool -> (B, H, L, K) int64.
-
-    Example:
-        >>> key_positions(torch.tensor([[True, False, True], [False, True, False]])[None, None]).tolist()
-        [[[[0, 2], [1, -1]]]]
-    """
+    """Return the positions of kept keys, -1 for none: (B, H, L, L) bool -> (B, H, L, K) int64."""
     first, places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
     most = int(kept.sum(-1).max())
     return places[..., :most].masked_fill(first[..., :most] == 0, -1)

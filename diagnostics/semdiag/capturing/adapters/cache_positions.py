@@ -14,19 +14,12 @@ from semdiag.capturing.overlapping import SharedChange
 
 
 class CachedKeys(NamedTuple):
-    """What a cache returned for one call.
+    """What a cache returned for one call."""
 
-    Attributes:
-        keys: number of keys; they are the first of the call's.
-        new: number of tokens that the call added.
-        before: tokens before the first key, which the cache has dropped; None if it does not tell its length.
-        room: keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length.
-    """
-
-    keys: int
-    new: int
-    before: int | None
-    room: int
+    keys: int  # number of keys; they are the first of the call's
+    new: int  # number of tokens that the call added
+    before: int | None  # tokens before the first key, which the cache has dropped
+    room: int  # keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length
 
 
 class _Last(threading.local):
@@ -49,19 +42,7 @@ def watched_caches() -> Iterator[None]:
 
 
 def cached_keys(keys: Tensor, layer: int | None, queries: int) -> CachedKeys | None:
-    """Return what a cache returned of a call's keys.
-
-    The keys are the cache's own tensor; or its last tensor with others appended; or computed from its last tensor,
-    by the same layer with as many keys and queries, as from latents that it stores instead of keys.
-
-    Args:
-        keys: (B, Hk, Lk, D).
-        layer: position under which the module uses the cache; None if unknown.
-        queries: Lq.
-
-    Returns:
-        None if the keys come from no watched cache.
-    """
+    """Return what a cache returned of a call's keys."""
     known: CachedKeys | None = _RETURNED.get(keys)
     last = _LAST.keys
     if known is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):

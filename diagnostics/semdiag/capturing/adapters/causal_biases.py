@@ -13,11 +13,7 @@ from semdiag.capturing.overlapping import SharedChange
 
 @contextmanager
 def _made_outside_modes() -> Iterator[None]:
-    """Make ``causal_lower_right(…)`` and its like without modes: they are tensors without content.
-
-    A subclass of Tensor is first made as a plain tensor and then gets its class, which fails once Python code,
-    such as a mode, has seen the tensor.
-    """
+    """Make ``causal_lower_right(…)`` and its like without modes: they are tensors without content."""
     biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
     if biases is None or "__new__" in vars(biases.CausalBias):  # then torch has a constructor of its own
         yield

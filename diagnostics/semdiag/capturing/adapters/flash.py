@@ -19,22 +19,7 @@ class NotFollowedError(Exception):
 
 
 def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
-    """Describe a call of a flash-attention kernel.
-
-    The kernels get only real tokens, as concatenated sequences: given by a mask (B, Lk), by ``cu_seq_lens``, or by
-    ``position_ids`` that start anew. Within a sequence of n queries and m keys, query r sees key s if s ≤ r + m -
-    n (causal) and |s - (r + m - n)| < ``sliding_window``.
-
-    Args:
-        given: arguments of the interface.
-        output: (B, Lq, H, Dv).
-
-    Returns:
-        The call; its layer and occurrence are not known here.
-
-    Raises:
-        NotFollowedError: if keys come from a paged cache, or a mask or packed sequences have another form.
-    """
+    """Describe a call of a flash-attention kernel."""
     options = given.options
     if options.get("cache") is not None or options.get("block_table") is not None:
         raise NotFollowedError("its keys are in the pages of a cache")
@@ -73,11 +58,7 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
 def _masked(
     mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """Apply a mask (B, Lk) of real tokens.
-
-    Returns:
-        Which keys each query sees; which queries are real; whether the causal rule applies as well.
-    """
+    """Apply a mask (B, Lk) of real tokens."""
     if q_length == k_length and window is None:
         return mask[:, None, None], mask, causal
     queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
@@ -115,14 +96,7 @@ def _numbered(ends: Tensor, length: int) -> Tensor:
 
 
 def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: bool, window: int | None) -> Tensor:
-    """Return which keys each query sees, (B, 1, Lq, Lk) bool.
-
-    Args:
-        real: (B, Lq) and (B, Lk) bool: queries and keys that the kernel gets.
-        numbers: (B, Lq) and (B, Lk): the sequence of each, ascending; -1 if the kernel does not get it.
-        causal: whether keys after the query's position are hidden.
-        window: keys on each side, the query's own position included; None means all.
-    """
+    """Return which keys each query sees, (B, 1, Lq, Lk) bool."""
     ranks, counts = [], []
     for there, number in zip(real, numbers, strict=True):
         number = number.clamp(min=0)

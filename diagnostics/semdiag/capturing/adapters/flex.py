@@ -20,19 +20,7 @@ _AXES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0
 
 
 def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> AttentionCall:
-    """Describe a call of the operator flex_attention.
-
-    Uncompiled, as under a watch, the operator holds all scores, and so does this. The bias of a score function is
-    its result minus the scores.
-
-    Args:
-        args: of the operator: q, k, v, the score function, the block mask as a tuple, the scale, …
-        kwargs: its keyword arguments.
-        mixed: its first result.
-
-    Returns:
-        The call; its module, layer and occurrence are not known here.
-    """
+    """Describe a call of the operator flex_attention."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     q, k, v = (given[name].detach() for name in _ARGUMENTS[:3])
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
@@ -69,17 +57,7 @@ def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> A
 def mask_of(
     mask: Callable[..., Tensor], shape: tuple[int, ...], device: torch.device, buffers: tuple[Any, ...] = ()
 ) -> Tensor | None:
-    """Evaluate a mask function at all positions.
-
-    Args:
-        mask: from (sample, head, query, key) to whether the key may be attended to.
-        shape: (B, H, Lq, Lk); B or H is 1 if the mask is the same for all.
-        device: of the mask.
-        buffers: further arguments.
-
-    Returns:
-        Bool, of this shape; None if everything is allowed.
-    """
+    """Evaluate a mask function at all positions."""
     with torch.no_grad():
         allowed = _over_all(mask, (), buffers)(*_places(shape, device), *buffers).expand(shape)
         return None if bool(allowed.all()) else allowed

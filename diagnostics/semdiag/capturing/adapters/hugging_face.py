@@ -44,12 +44,7 @@ _RECORDERS: list[Recorder] = []  # active ones; those with a mask come last, in 
 
 @contextlib.contextmanager
 def intercepted_interface(recorder: Recorder) -> Iterator[None]:
-    """Record the calls of Hugging Face models' attention functions.
-
-    The lookup is intercepted, not the registry: a model told to use another implementation would also build
-    another mask. The interface sees what its functions do not pass on: soft-cap, sinks, key heads before they are
-    repeated, positions in a cache. It takes precedence over the other mechanisms.
-    """
+    """Record the calls of Hugging Face models' attention functions."""
     if not hasattr(_interface(), "get_interface"):  # absent or too old: other mechanisms see its models
         yield
         return
@@ -150,17 +145,7 @@ def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
 
 
 def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor | None = None) -> bool:
-    """Return whether a function attended to keys that it was told to leave out.
-
-    With dropout, the weights that it returns are checked, if it returns any. Otherwise a few rows are computed
-    with and without the mask: it was ignored if the output is far nearer to the latter.
-
-    Args:
-        full: the attention without the mask.
-        kept: (B, H, Lq, Lk) bool.
-        output: what the function returned, (B, Lq, H, Dv).
-        weights: its second result.
-    """
+    """Return whether a function attended to keys that it was told to leave out."""
     whole = allowed_keys(full.part())
     dropped = whole & ~kept
     if full.dropout:

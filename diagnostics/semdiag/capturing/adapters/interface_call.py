@@ -15,25 +15,15 @@ MECHANISM = "transformers attention interface"
 
 @dataclass(frozen=True, eq=False)
 class InterfaceCall:
-    """The arguments of one call.
+    """The arguments of one call."""
 
-    Attributes:
-        name: of the module.
-        module: that attends.
-        implementation: name of the function that the model looked up.
-        q: queries (B, H, Lq, D).
-        k: keys (B, Hk, Lk, D).
-        v: values (B, Hk, Lk, Dv).
-        options: all other arguments, by name.
-    """
-
-    name: str
-    module: nn.Module
-    implementation: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any]
+    name: str  # of the module
+    module: nn.Module  # that attends
+    implementation: str  # name of the function that the model looked up
+    q: Tensor  # queries (B, H, Lq, D)
+    k: Tensor  # keys (B, Hk, Lk, D)
+    v: Tensor  # values (B, Hk, Lk, Dv)
+    options: dict[str, Any]  # all other arguments, by name
 
     def causal(self, default: bool) -> bool:
         """Return whether the causal rule applies: by the options, else the module, else the default."""
@@ -71,19 +61,7 @@ class InterfaceCall:
         sinks: Tensor | None = None,
         forbidding: float | None = None,
     ) -> AttentionCall:
-        """Describe the attention; its layer and occurrence are not known here.
-
-        Args:
-            mixed: what the function returned, (B, Lq, H, Dv).
-            allowed: as in :class:`~semdiag.capturing.attention_call.AttentionCall`, like the arguments below.
-            causal: its causal rule.
-            first_query: position of query 0.
-            keys_before: tokens before key 0; None if unknown.
-            queries: the real ones.
-            bias: on the scores.
-            sinks: used if the options name none.
-            forbidding: the constant that forbids keys.
-        """
+        """Describe the attention; its layer and occurrence are not known here."""
         scale, given = self.options.get("scaling"), self.options.get("s_aux")
         sinks = sinks if given is None else given
         return AttentionCall(

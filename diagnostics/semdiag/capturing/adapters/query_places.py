@@ -5,23 +5,7 @@ from torch import Tensor
 
 
 def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
-    """Return the position of query 0 among the tokens' keys.
-
-    Query i is the first to see its own token's key, so each key j that query i is the first to see votes for j -
-    i, and the most votes win. Keys from a cache are all seen first by query 0, so their votes scatter, as do those
-    of later keys that sum up several tokens. If the votes tie with the position at which the last query sees its
-    own key last, or nothing is masked, that position is taken: the rule of a cache that may have unused room.
-
-    Args:
-        allowed: (B, H, Lq, Lk) bool, or broadcastable to it; None means all.
-        queries: Lq.
-        keys: Lk.
-
-    Example:
-        >>> seen = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 1], [1, 1, 1, 0, 1]])  # key 4 sums up two tokens
-        >>> first_query(seen.bool()[None, None], 3, 5), first_query(None, 3, 5)
-        (0, 2)
-    """
+    """Return the position of query 0 among the tokens' keys."""
     if allowed is None or queries == keys:
         return keys - queries
     by_any = allowed.any(1)
@@ -38,11 +22,5 @@ def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
 
 
 def others_behind(allowed: Tensor | None, end: int, keys: int) -> bool:
-    """Return whether queries attend to keys after their tokens', which a cache's unused room would not allow.
-
-    Args:
-        allowed: as in :func:`first_query`.
-        end: position after the last query's own key.
-        keys: Lk.
-    """
+    """Return whether queries attend to keys after their tokens', which a cache's unused room would not allow."""
     return end < keys and (allowed is None or bool(allowed[..., end:].any()))

@@ -28,12 +28,7 @@ MECHANISM = "scaled_dot_product_attention"
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Sees every call of a torch function, even through names imported earlier.
-
-    Args:
-        recorder: gets the calls.
-        below: traces softmaxes below Python; is told here how their scores were made.
-    """
+    """Sees every call of a torch function, even through names imported earlier."""
 
     def __init__(self, recorder: Recorder, below: OperationWatch) -> None:
         super().__init__()

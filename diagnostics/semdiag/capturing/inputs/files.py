@@ -29,19 +29,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def read_inputs(path: Path) -> Tensor:
-    """Read token ids from a file.
-
-    Args:
-        path: ``.npy``, ``.npz`` (its array ``tokens``, or its only array) or ``.pt`` (a tensor, or a
-            dictionary with ``tokens``); whole numbers of shape (N, L).
-
-    Returns:
-        (N, L) int64.
-
-    Raises:
-        InputError: if the file is missing, unreadable or of another kind, contains code, does not hold whole
-            numbers of shape (N, L), or does not fit into memory.
-    """
+    """Read token ids from a file."""
     content = _read(path)
     tokens = content.get("tokens") if isinstance(content, dict) else content
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel() or not _whole(tokens):
@@ -55,23 +43,7 @@ def read_inputs(path: Path) -> Tensor:
 
 
 def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions = AS_THEY_ARE) -> list[Batch]:
-    """Read inputs for a model of any kind.
-
-    Args:
-        path: texts (``.txt``, ``.jsonl``; see :func:`~semdiag.capturing.inputs.texts.read_texts`); token ids or
-            another array (``.npy``, ``.npz``, ``.pt``); or a ``.pt`` with a dictionary of tensors, the model's
-            keyword arguments, or a list of such batches.
-        model: that gets them.
-        size: samples in a batch.
-        texts: how texts become inputs.
-
-    Returns:
-        Batches that the model can be called with.
-
-    Raises:
-        InputError: if the file is missing, unreadable or empty, contains code, does not suit the model, or holds a
-            tensor that does not fit into memory.
-    """
+    """Read inputs for a model of any kind."""
     if path.suffix in SUFFIXES:
         return text_batches(path, model, size, texts)
     if texts != AS_THEY_ARE:
@@ -89,17 +61,7 @@ def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions =
 
 
 def cut_texts(path: Path, model: LoadedModel, first: int, texts: TextOptions) -> tuple[int, int | None]:
-    """Count the texts that :func:`read_batches` cut because they are too long for the model.
-
-    Args:
-        path: of the texts.
-        model: that gets them.
-        first: count among so many texts.
-        texts: how they become inputs.
-
-    Returns:
-        Their number, and the number of tokens at which they were cut; None if there is no limit.
-    """
+    """Count the texts that :func:`read_batches` cut because they are too long for the model."""
     tokenise = tokeniser_of(path, model, texts)
     return tokenise.cut(read_texts(path).texts[:first]), tokenise.longest
 

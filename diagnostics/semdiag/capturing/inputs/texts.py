@@ -26,20 +26,11 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")  # of a class; anything else is a name
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How texts become inputs.
+    """How texts become inputs."""
 
-    Attributes:
-        max_length: number of tokens at which texts are cut; None means the model's limit.
-        tokenizer: folder of a tokenizer; None means the model's own.
-        labels: file with one class per line, for each text; None means those in the texts' file, if any.
-
-    Raises:
-        InputError: if a length is below 2.
-    """
-
-    max_length: int | None = None
-    tokenizer: Path | None = None
-    labels: Path | None = None
+    max_length: int | None = None  # number of tokens at which texts are cut; None means the model's limit
+    tokenizer: Path | None = None  # folder of a tokenizer; None means the model's own
+    labels: Path | None = None  # file with one class per line, for each text
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -51,29 +42,15 @@ AS_THEY_ARE = TextOptions()
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, with labels or targets.
+    """Texts, with labels or targets."""
 
-    Attributes:
-        texts: at least one.
-        labels: class of each, a number or a name; empty if unknown.
-        targets: the right output of a sequence-to-sequence model for each; empty if unknown.
-    """
-
-    texts: list[str]
-    labels: list[int | str] = field(default_factory=list)
-    targets: list[str] = field(default_factory=list)
+    texts: list[str]  # at least one
+    labels: list[int | str] = field(default_factory=list)  # class of each, a number or a name; empty if unknown
+    targets: list[str] = field(default_factory=list)  # the right output of a sequence-to-sequence model for each
 
 
 def read_texts(path: Path) -> Texts:
-    r"""Read texts from a file.
-
-    Args:
-        path: ``.txt``, one text a line; or ``.jsonl``, a line like ``{"text": "two\n\nparagraphs", "label": 1}``,
-            with ``label`` or ``target`` in every line or in none.
-
-    Raises:
-        InputError: if the file is missing, unreadable or empty, or a line is none of these.
-    """
+    r"""Read texts from a file."""
     lines = read_lines(path)[0]
     if path.suffix == ".txt":
         return Texts(lines)
@@ -102,20 +79,7 @@ def read_texts(path: Path) -> Texts:
 
 
 def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions) -> list[Batch]:
-    """Make batches of the texts in a file.
-
-    Args:
-        path: see :func:`read_texts`.
-        model: that gets them.
-        size: texts in a batch.
-        options: how texts become inputs.
-
-    Returns:
-        Batches, with ``labels`` if classes or targets are known.
-
-    Raises:
-        InputError: if there is no tokenizer, or labels do not fit the texts or the model.
-    """
+    """Make batches of the texts in a file."""
     tokenise = tokeniser_of(path, model, options)
     given = read_texts(path)
     labels = _classes(path, given, model, options)
@@ -132,11 +96,7 @@ def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions
 
 
 def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeniser:
-    """Return the tokenizer that makes a model's inputs.
-
-    Raises:
-        InputError: if the model has no tokenizer and none is named.
-    """
+    """Return the tokenizer that makes a model's inputs."""
     if model.source != "hugging face" and options.tokenizer is None:
         raise InputError(
             f"{path}: texts need a tokenizer, and {model.path} has none. Name a folder that holds one with "

@@ -17,21 +17,7 @@ _UNKNOWN = "\ufffd"  # what decoders write for invalid bytes
 
 
 class Tokeniser:
-    """Turns texts into a model's input: a dictionary of tensors (N, L), padded, and cut to the limit.
-
-    Padding stands behind the texts, whatever the tokenizer says: in front of them it would move the positions that
-    a model counts from the first column, as GPT-2 does. Models that read the last column (XLNet) are an exception.
-
-    Args:
-        spec: for messages.
-        tokenizer: of transformers. Without a padding token it pads with 0, which the mask excludes.
-        model: an encoder–decoder gets the same texts, shifted, as decoder input.
-        most: number of tokens at which texts are cut, if the model takes more; None means the model's limit.
-
-    Attributes:
-        longest: number of tokens that a text keeps at most; None if there is no limit.
-        takes: number of tokens that the model takes; None if it does not say.
-    """
+    """Turns texts into a model's input: a dictionary of tensors (N, L), padded, and cut to the limit."""
 
     def __init__(self, spec: str, tokenizer: Any, model: nn.Module, most: int | None = None) -> None:
         self.takes = _longest(tokenizer, model)
@@ -42,16 +28,7 @@ class Tokeniser:
             tokenizer.padding_side = "right"
 
     def __call__(self, texts: Sequence[str], targets: bool = False) -> dict[str, Tensor]:
-        """Return the model's input.
-
-        Args:
-            texts: of a batch.
-            targets: whether these are what the model should answer, in a translator's other language.
-
-        Raises:
-            InputError: if the tokenizer fails or is another model's, a text has no token, or an encoder–decoder
-                does not name the token with which its decoder starts.
-        """
+        """Return the model's input."""
         cut: dict[str, Any] = {
             "truncation": self.longest is not None,
             "max_length": self.longest,
@@ -79,17 +56,7 @@ class Tokeniser:
             )
 
     def mask(self, ids: Tensor, seed: int, share: float = 0.15) -> tuple[Tensor, Tensor] | None:
-        """Mask some of the tokens, as masked-language models are trained.
-
-        Args:
-            ids: (B, L).
-            seed: of the choice.
-            share: fraction of the ordinary (not special) tokens; at least one per sample.
-
-        Returns:
-            The ids with mask tokens, and (B, L) labels: the original ids at these positions, -100 elsewhere. None
-            if the tokenizer has no mask token.
-        """
+        """Mask some of the tokens, as masked-language models are trained."""
         token = self._tokenizer.mask_token_id
         if token is None:
             return None
@@ -106,11 +73,7 @@ class Tokeniser:
         return sum(len(ids) > self.longest for ids in self._tokens(texts)["input_ids"])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of single tokens; for part of a character, the token's name in the vocabulary.
-
-        Raises:
-            InputError: if the tokenizer fails.
-        """
+        """Return the text of single tokens; for part of a character, the token's name in the vocabulary."""
         import transformers
 
         try:
@@ -135,15 +98,7 @@ class Tokeniser:
 
 
 def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
-    """Read a tokenizer of transformers; one without a token for padding pads with another, if it has one.
-
-    Args:
-        spec: ``hf:DIRECTORY``, with the tokenizer's files.
-        tokenizer_folder: that of another tokenizer; None: the model's.
-
-    Raises:
-        InputError: if the folder holds no tokenizer.
-    """
+    """Read a tokenizer of transformers; one without a token for padding pads with another, if it has one."""
     transformers = transformers_for(spec)
     folder = find_folder(spec) if tokenizer_folder is None else tokenizer_folder
     if tokenizer_folder is not None:

@@ -13,26 +13,7 @@ _NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|t
 
 
 def refuse_unnamed_labels(model: nn.Module, batch: Sequence[Any]) -> None:
-    """Refuse a tuple with an entry that may be labels but would go to an optional argument for something else.
-
-    Labels are one number per sample, or one whole number per position. Their values tell them from a mask.
-
-    Args:
-        model: that is called with the tuple.
-        batch: its arguments by position.
-
-    Raises:
-        InputError: if it is unclear whether an entry is labels.
-
-    Example:
-        >>> import torch
-        >>> class Model(nn.Module):
-        ...     def forward(self, x, y=None): ...
-        >>> refuse_unnamed_labels(Model(), (torch.zeros(2, 3), torch.tensor([0, 1])))
-        Traceback (most recent call last):
-        semdiag_models.errors.InputError: Entry 1 of the batch may be labels, or the argument y of Model. Give \
-labels apart (labels=), or name the arguments: {'x': …, 'y': …}.
-    """
+    """Refuse a tuple with an entry that may be labels but would go to an optional argument for something else."""
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):

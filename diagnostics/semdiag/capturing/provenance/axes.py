@@ -6,19 +6,12 @@ from typing import NamedTuple
 
 
 class AxisPiece(NamedTuple):
-    """A part of an axis that came from one axis of an earlier tensor.
+    """A part of an axis that came from one axis of an earlier tensor."""
 
-    Attributes:
-        origin: number of that tensor; -1 if the entries are copies (broadcast) or come from elsewhere.
-        axis: which of its axes.
-        size: number of entries.
-        step: stride along that axis between neighbouring entries; 0 if entries were selected or reordered.
-    """
-
-    origin: int
-    axis: int
-    size: int
-    step: int
+    origin: int  # number of that tensor; -1 if the entries are copies (broadcast) or come from elsewhere
+    axis: int  # which of its axes
+    size: int  # number of entries
+    step: int  # stride along that axis between neighbouring entries; 0 if entries were selected or reordered
 
 
 Axes = tuple[tuple[AxisPiece, ...], ...]  # for each axis of a tensor its pieces, slowest first
@@ -30,12 +23,7 @@ def own_axes(shape: Sequence[int], origin: int) -> Axes:
 
 
 def regrouped(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Return the axes after a view to another shape; None if the view splits a piece unevenly.
-
-    Example:
-        >>> regrouped(own_axes((2, 3, 4), 0), (6, 4))[0]
-        (AxisPiece(origin=0, axis=0, size=2, step=1), AxisPiece(origin=0, axis=1, size=3, step=1))
-    """
+    """Return the axes after a view to another shape; None if the view splits a piece unevenly."""
     left = [piece for pieces in axes for piece in pieces]
     groups = []
     for size in shape:

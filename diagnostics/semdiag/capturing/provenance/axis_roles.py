@@ -17,15 +17,10 @@ OWN_KEYS = "each query has keys of its own: it counts as the only query, 0, of a
 
 @dataclass(frozen=True)
 class AxisRoles:
-    """The roles of the axes of scores.
+    """The roles of the axes of scores."""
 
-    Attributes:
-        lead: the axes before the queries: samples, then, if there are two or more, heads.
-        query: the queries' axis; None if there is none.
-    """
-
-    lead: tuple[int, ...]
-    query: int | None
+    lead: tuple[int, ...]  # the axes before the queries: samples, then, if there are two or more, heads
+    query: int | None  # the queries' axis; None if there is none
 
     @property
     def in_order(self) -> bool:
@@ -49,16 +44,7 @@ def _candidates(ndim: int, key: int, queries: set[int]) -> Iterator[AxisRoles]:
 
 
 def read_axes(weighted: "WeightedProduct", rows: set[int]) -> tuple[AxisRoles, str | None]:
-    """Assign roles to the axes of scores: samples times queries must match the running module's input.
-
-    Args:
-        weighted: the scores.
-        rows: axes all of whose entries meet the same values: queries, and heads that share values.
-
-    Returns:
-        The most usual roles that fit, with as many queries as keys if possible; a remark if they may be wrong,
-        else None.
-    """
+    """Assign roles to the axes of scores: samples times queries must match the running module's input."""
     shape, key = weighted.scores.shape, weighted.key
     ones = _of_one_entry(shape, key)
     candidates = [*_candidates(len(shape), key, rows | ones)]
@@ -96,16 +82,7 @@ def _guessed(roles: AxisRoles, usual: AxisRoles, same: bool) -> bool:
 
 
 def read_leading(q: Tensor, keys: int, given: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], str | None]:
-    """Assign roles to the axes of queries (…, Lq, D) before the last two.
-
-    Args:
-        q: the queries.
-        keys: the number of keys.
-        given: shapes of the first inputs of the running modules, the innermost last.
-
-    Returns:
-        These axes, the heads' last; a remark unless exactly one assignment fits, else None.
-    """
+    """Assign roles to the axes of queries (…, Lq, D) before the last two."""
     shape = torch.Size((*q.shape[:-1], keys))
     candidates = [*_candidates(len(shape), len(shape) - 1, {len(shape) - 2})]
     fitting = _split_from_features(_fitting(candidates, shape, given), q)

@@ -40,16 +40,7 @@ def is_suspect(func: Any) -> bool:
 
 
 def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
-    """Return the dispatch key and device of an operator whose kernel is written in Python.
-
-    Args:
-        func: the operator.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        Both; None if the kernel runs below Python, or the tensors are not plain.
-    """
+    """Return the dispatch key and device of an operator whose kernel is written in Python."""
     with torch._C.DisableTorchFunction():  # a function mode would see every property access
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
@@ -74,22 +65,7 @@ def may_attend(
     fixed: Callable[[Tensor], bool],
     named: bool = False,
 ) -> bool:
-    """Return whether an operator of which we see only inputs and outputs may be attention.
-
-    It may be if its name says so. It also may be if the first three input tensors that depend on the model's input
-    are shaped like q (…, D), k (…, D) and v (…, Dv), with k and v equal in all other axes, and if one output is
-    shaped like q but as wide as v, and none like k. They need four axes, or three if the module's name says
-    attention or the schema names q, k and v, because residual streams have three. Norms, rotary embeddings and
-    gates take one or two such tensors and never match.
-
-    Args:
-        name: of the operator, without its namespace.
-        module: the module that is running.
-        given: tensors that it was given.
-        out: tensors that it returned or wrote to.
-        fixed: whether a tensor is computed from parameters alone.
-        named: whether its schema names queries, keys and values.
-    """
+    """Return whether an operator of which we see only inputs and outputs may be attention."""
     moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
     made = [t for t in out if is_plain(t) and t.is_floating_point()]
     if not moving or not made:

@@ -29,19 +29,7 @@ _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_atte
 def run_as_written(
     func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], ours: type[TorchDispatchMode]
 ) -> Callable[[], Any] | None:
-    """Return a function that runs an operator's bodies in place: under all modes, with gradients.
-
-    With gradients, torch would trace the bodies instead and run the traced graph again in the backward pass.
-
-    Args:
-        func: the operator.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        ours: the class of our mode; under any other mode, bodies may be traced.
-
-    Returns:
-        The function; None if this operator cannot be run so.
-    """
+    """Return a function that runs an operator's bodies in place: under all modes, with gradients."""
     name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
     stack = _get_current_dispatch_mode_stack()
     plain = all(is_plain(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
@@ -70,12 +58,7 @@ def run_as_written(
 
 
 def register_mode(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> None:
-    """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode.
-
-    Args:
-        operator: about to run; some operators exist only from their first use on.
-        mode: handles it like any other operator.
-    """
+    """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode."""
     if not MODES_SUPPORTED and mode not in operator.python_key_table:
 
         def rule(own: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
@@ -90,12 +73,7 @@ def has_known_bodies(func: object) -> bool:
 
 
 def under_modes(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
-    """Wrap the functions among a higher-order operator's arguments so that they run under ``modes``.
-
-    Args:
-        arguments: of the operator, nested.
-        modes: off while the operator itself runs; the innermost comes last.
-    """
+    """Wrap the functions among a higher-order operator's arguments so that they run under ``modes``."""
     return tree_map(lambda x: _under(x, modes) if _is_body(x) else x, arguments)
 
 
@@ -152,14 +130,7 @@ def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Call
 def may_hide(
     func: HigherOrderOperator, arguments: Any, fixed: Callable[[Tensor], bool], looked_for: Callable[[Any], bool]
 ) -> bool:
-    """Return whether a higher-order operator whose bodies were not seen may compute attention.
-
-    Args:
-        func: the operator.
-        arguments: its arguments.
-        fixed: whether a tensor is computed from parameters alone.
-        looked_for: whether an ordinary operator may be attention, or part of it.
-    """
+    """Return whether a higher-order operator whose bodies were not seen may compute attention."""
     if func.__name__ in _HARMLESS:
         return False
     leaves = tree_leaves(arguments)

@@ -1,10 +1,4 @@
-"""Attention computed in blocks of keys whose outputs are merged by their log-sum-exp.
-
-Over keys K₁ ∪ K₂, with l_b = log Σ_{j ∈ K_b} exp z_j and o_b the output over the block K_b, the output over all
-keys is Σ_b exp(l_b − log Σ_c exp l_c) · o_b (ring attention, flash-decoding). Each o_b is captured as an attention
-of its own. A remark says that its rows are not those of the whole attention, once an o_b is multiplied with
-something computed from an l_b.
-"""
+"""Attention computed in blocks of keys whose outputs are merged by their log-sum-exp."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,38 +20,20 @@ _SPREADING = frozenset(("expand", "repeat", "stack", "cat"))
 
 
 class MergedBlocks:
-    """Follows what is computed from attention's outputs and from its sums of exponentials, one per row.
-
-    Args:
-        recorder: knows what runs; gets the remarks.
-        tags: of all tensors.
-    """
+    """Follows what is computed from attention's outputs and from its sums of exponentials, one per row."""
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
 
     def mark_output(self, output: Tensor, sums: object = None) -> None:
-        """Mark what a captured attention returned.
-
-        Args:
-            output: its output.
-            sums: the log-sum-exp of its rows, if it returned that too.
-        """
+        """Mark what a captured attention returned."""
         if is_plain(output):
             self._tags.mark(output, "output", self._recorder.module)
         if is_plain(sums):
             self._tags.mark(sums, "sums", self._recorder.module)
 
     def observe(self, name: str, product: bool, args: Sequence[Any], given: list[Tensor], result: object) -> None:
-        """Look at an operation that has run.
-
-        Args:
-            name: of the operation.
-            product: whether it is a matrix product.
-            args: its positional arguments.
-            given: tensors among its arguments.
-            result: what it returned.
-        """
+        """Look at an operation that has run."""
         if name in SUMS and self._are_sums(name, args, given[0]):
             for out in tensors((result,)):
                 self._tags.mark(out, "sums", self._recorder.module)

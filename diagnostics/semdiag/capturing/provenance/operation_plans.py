@@ -19,26 +19,15 @@ _NOISE = ("bernoulli_", "bernoulli")
 
 
 class Plan(NamedTuple):
-    """What is known about an operation before it runs.
+    """What is known about an operation before it runs."""
 
-    Attributes:
-        name: without namespace and overload.
-        kind: fused, softmax, product, exponential, noise, foreign, suspect (torch's, and fits attention), higher
-            order or other.
-        writes: position and name of the arguments that it writes to.
-        composite: whether it only calls other operations.
-        runs_others: whether it may call operations that can be watched.
-        full: its name with the namespace.
-        named: whether it is suspect because its schema names queries, keys and values.
-    """
-
-    name: str
+    name: str  # without namespace and overload
     kind: str
-    writes: tuple[tuple[int, str], ...]
-    composite: bool
-    runs_others: bool
-    full: str
-    named: bool
+    writes: tuple[tuple[int, str], ...]  # position and name of the arguments that it writes to
+    composite: bool  # whether it only calls other operations
+    runs_others: bool  # whether it may call operations that can be watched
+    full: str  # its name with the namespace
+    named: bool  # whether it is suspect because its schema names queries, keys and values
 
 
 @lru_cache(4096)
@@ -63,10 +52,7 @@ def is_looked_for(func: Any) -> bool:
 
 
 def composite_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the device on which an operation runs as a composite; None if it does not.
-
-    Also None if its tensors are not plain.
-    """
+    """Return the device on which an operation runs as a composite; None if it does not."""
     with torch._C.DisableTorchFunction():  # a function mode would see every property access
         given = [*tensors((*args, *kwargs.values()))]
         if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):

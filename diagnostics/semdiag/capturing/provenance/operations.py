@@ -1,10 +1,4 @@
-"""Watch torch's dispatcher: trace every softmax to the values that it weights.
-
-However attention is written (``@``, einsum, a scripted function, ``out=``), the dispatcher sees one of a few
-operations. Each softmax is traced back to the product that made its input, and forward to the product that uses
-its result. It ends in one of three ways: captured; multiplied with values but not captured, which goes into the
-audit with the reason; or no attention, which is counted.
-"""
+"""Watch torch's dispatcher: trace every softmax to the values that it weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -46,11 +40,7 @@ _STORED = (torch.strided, torch.jagged)  # layouts whose storage lets us trace e
 
 
 class OperationWatch(TorchDispatchMode):
-    """Traces softmaxes below Python.
-
-    Args:
-        recorder: knows which module runs and what is covered already; gets the calls and the notes.
-    """
+    """Traces softmaxes below Python."""
 
     supports_higher_order_operators = True
 
@@ -110,12 +100,7 @@ class OperationWatch(TorchDispatchMode):
         return self._tags.scores(scores)
 
     def offer(self, history: History | None, masked: bool = False) -> None:
-        """Announce the scores' history before a function seen in Python passes them to its softmax.
-
-        Args:
-            history: of the scores.
-            masked: whether a mask has been applied to them.
-        """
+        """Announce the scores' history before a function seen in Python passes them to its softmax."""
         self._softmaxes.offered, self._softmaxes.masked = history, masked
 
     def mark_output(self, output: Tensor, sums: object = None) -> None:
@@ -168,12 +153,7 @@ class OperationWatch(TorchDispatchMode):
         return result
 
     def _run_kernel(self, func: Any, key: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a composite or a Python kernel under this mode, so that we see the operations it calls.
-
-        Autograd decomposes composites above this mode; without autograd (``inference_mode``) they arrive here
-        whole. Autocast is above this mode too, and casts the parts of those composites that it does not cast as a
-        whole.
-        """
+        """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
         with self, torch._C.DisableTorchFunction():
             included = torch._C._dispatch_tls_local_include_set()
             excluded = torch._C._dispatch_tls_local_exclude_set()

@@ -11,32 +11,16 @@ from semdiag.capturing.recording import is_plain
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product whose result may be scores.
+    """A product whose result may be scores."""
 
-    Attributes:
-        q: (…, Lq, D).
-        k: (…, Lk, D).
-        alpha: factor on the product.
-        added: added to it; None means nothing.
-    """
-
-    q: Tensor
-    k: Tensor
-    alpha: float = 1.0
-    added: Tensor | None = None
+    q: Tensor  # (…, Lq, D)
+    k: Tensor  # (…, Lk, D)
+    alpha: float = 1.0  # factor on the product
+    added: Tensor | None = None  # added to it; None means nothing
 
 
 def product_factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """Return the factors of a product.
-
-    Args:
-        name: matmul, bmm, __matmul__, baddbmm or einsum.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        The factors; None unless it multiplies two real tensors with two axes or more.
-    """
+    """Return the factors of a product."""
     if name == "einsum":
         return _einsum(args)
     alpha, added = 1.0, None

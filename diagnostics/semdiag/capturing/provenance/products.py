@@ -22,13 +22,7 @@ OUTSIDE = "runs outside the model's modules: call the module itself inside the c
 
 
 class Products:
-    """Looks at matrix products.
-
-    Args:
-        recorder: knows what runs.
-        tags: of all tensors.
-        softmaxes: of this forward pass.
-    """
+    """Looks at matrix products."""
 
     def __init__(self, recorder: Recorder, tags: Tags, softmaxes: Softmaxes) -> None:
         self._recorder, self._tags, self._softmaxes = recorder, tags, softmaxes
@@ -36,17 +30,7 @@ class Products:
     def observe(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> AttentionCall | None:
-        """Look at a matrix product that has run.
-
-        Args:
-            name: of the operation.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            result: what it returned.
-
-        Returns:
-            The attention that it completes; None unless it multiplies weights with values.
-        """
+        """Look at a matrix product that has run."""
         a, b = (*args, *kwargs.values())[1:3] if name in _ADDED else args[:2]
         if not (is_plain(a) and is_plain(b)):
             return None
@@ -69,15 +53,7 @@ class Products:
         return None
 
     def observe_entrywise(self, given: list[Tensor], result: Tensor) -> AttentionCall | None:
-        """Look at an entrywise product: einsum makes one where weights of a single key meet values.
-
-        Args:
-            given: the factors.
-            result: what it returned.
-
-        Returns:
-            The attention that it completes; None if there is none.
-        """
+        """Look at an entrywise product: einsum makes one where weights of a single key meet values."""
         for source, other in (given, given[::-1]):
             tag = self._tags.weights(source)
             if tag is None or tag.axes is None or not (tag.softmax.one_key and is_plain(other)):
@@ -197,12 +173,7 @@ class Products:
 def _one_key_product(
     axes: Axes, source: Tensor, other: Tensor, result: Tensor
 ) -> tuple[Axes, Tensor, Tensor, Tensor] | None:
-    """Read an entrywise product as a matrix product, where one axis of length 1 of the weights met values.
-
-    Returns:
-        The axes of the weights, the weights (N, M, 1), the values (N, 1, D) and the result (N, M, D); None unless
-        exactly one axis qualifies.
-    """
+    """Read an entrywise product as a matrix product, where one axis of length 1 of the weights met values."""
     axes = ((),) * (result.ndim - source.ndim) + axes
     w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, other))
     wide = [d for d in range(result.ndim) if w.shape[d] == 1 < v.shape[d]]
@@ -240,16 +211,7 @@ def _history(softmax: Softmax) -> ScoreHistory | None:
 
 
 def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
-    """Return why weights that met values are not captured; None if they can be.
-
-    Args:
-        tag: of the weights.
-        axis: the softmax's axis.
-        whole: whether all its keys meet values.
-        constant: whether the values are computed from parameters alone.
-        added: whether something is added to the product.
-        numbers: whether the product is a number.
-    """
+    """Return why weights that met values are not captured; None if they can be."""
     softmax = tag.softmax
     fixed = softmax.keys_fixed(axis)
     if tag.added_up:

@@ -20,15 +20,7 @@ _DEFORMABLE = "its keys are parameters, and its values are interpolated between 
 
 
 def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
-    """Propagate tags from an operation's inputs to its outputs.
-
-    Args:
-        tags: of all tensors.
-        name: of the operation.
-        args: its positional arguments.
-        given: all tensors it was given, by position or keyword.
-        result: what it returned.
-    """
+    """Propagate tags from an operation's inputs to its outputs."""
     if not given or name in _SHAPED:
         return
     outputs = _float_outputs(result)

@@ -18,44 +18,22 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class ScoreHistory:
-    """Scores as factor · softcap(q kᵀ) + bias; entries at or below ``floor`` are masked.
+    """Scores as factor · softcap(q kᵀ) + bias; entries at or below ``floor`` are masked."""
 
-    Until :meth:`split`, the bias is the sum of all terms, those that forbid keys among them: which terms do can be
-    told only among the keys that no later mask hides.
-
-    Attributes:
-        q: (…, Lq, D).
-        k: (…, Lk, D).
-        lead: shape of the scores before their last two axes.
-        scale: factor on the product; inside tanh, if scores are soft-capped.
-        softcap: factor outside tanh; None means no soft-cap.
-        bias: broadcastable to the scores; None means none.
-        allowed: bool, broadcastable to the scores: entries that no mask forbids; None means all.
-        floor: entries at or below it were overwritten as well; None means none was.
-        forbidding: the finite constant that was added or filled in to forbid keys; None if there is none.
-        eps: of the least precise dtype that the scores have had.
-        lowest: a term at or below this counts as -inf.
-    """
-
-    q: Tensor
-    k: Tensor
-    lead: torch.Size
-    scale: float = 1.0
-    softcap: float | None = None
-    bias: Tensor | None = None
-    allowed: Tensor | None = None
-    floor: float | None = None
-    forbidding: float | None = None
-    eps: float = 0.0
-    lowest: float = -1e36
+    q: Tensor  # (…, Lq, D)
+    k: Tensor  # (…, Lk, D)
+    lead: torch.Size  # shape of the scores before their last two axes
+    scale: float = 1.0  # factor on the product; inside tanh, if scores are soft-capped
+    softcap: float | None = None  # factor outside tanh; None means no soft-cap
+    bias: Tensor | None = None  # broadcastable to the scores; None means none
+    allowed: Tensor | None = None  # bool, broadcastable to the scores: entries that no mask forbids
+    floor: float | None = None  # entries at or below it were overwritten as well; None means none was
+    forbidding: float | None = None  # the finite constant that was added or filled in to forbid keys
+    eps: float = 0.0  # of the least precise dtype that the scores have had
+    lowest: float = -1e36  # a term at or below this counts as -inf
 
     def times(self, factor: Any) -> "ScoreHistory":
-        """Multiply by a number, or by a tensor that is constant over the keys.
-
-        Raises:
-            UntraceableError: if the factor varies over the keys, a tensor multiplies soft-capped scores, or a
-                constant that was filled in becomes too small to forbid keys.
-        """
+        """Multiply by a number, or by a tensor that is constant over the keys."""
         number = as_number(factor)
         forbidding = self.forbidding
         if forbidding is not None:
@@ -81,15 +59,7 @@ class ScoreHistory:
         return replace(changed, softcap=self.softcap * number)
 
     def plus(self, term: Any, dtype: torch.dtype) -> "ScoreHistory":
-        """Add a bias or a mask; a term that is the same for all keys does not change the softmax and is dropped.
-
-        Args:
-            term: to add.
-            dtype: of the sum, which says which terms count as -inf.
-
-        Raises:
-            UntraceableError: if the term is neither a number nor a real tensor.
-        """
+        """Add a bias or a mask; a term that is the same for all keys does not change the softmax and is dropped."""
         if as_number(term) is not None:
             return self
         if not isinstance(term, Tensor) or term.is_complex():
@@ -101,11 +71,7 @@ class ScoreHistory:
         return replace(self, bias=bias, lowest=max(self.lowest, lowest(dtype)))
 
     def filled(self, value: Any, dtype: torch.dtype, kept: Tensor | None = None) -> "ScoreHistory":
-        """Replace some scores by a very low number; ``kept`` marks the others, None if unknown.
-
-        Raises:
-            UntraceableError: if the number is not very low.
-        """
+        """Replace some scores by a very low number; ``kept`` marks the others, None if unknown."""
         number = as_number(value)
         if number is None or number > FORBIDDING:
             raise UntraceableError
@@ -117,21 +83,13 @@ class ScoreHistory:
         return replace(self, floor=floor, forbidding=self.forbidding if steep is None else steep)
 
     def bent(self) -> "ScoreHistory":
-        """Apply tanh, the first half of a soft-cap.
-
-        Raises:
-            UntraceableError: if the scores are already soft-capped, biased or masked.
-        """
+        """Apply tanh, the first half of a soft-cap."""
         if any(x is not None for x in (self.softcap, self.bias, self.allowed, self.floor)):
             raise UntraceableError
         return replace(self, softcap=1.0)
 
     def viewed(self, result: Tensor) -> "ScoreHistory":
-        """Change the dtype, or the shape of the axes before the last two.
-
-        Raises:
-            UntraceableError: if the last two axes are touched.
-        """
+        """Change the dtype, or the shape of the axes before the last two."""
         ends, new = (self.q.shape[-2], self.k.shape[-2]), result.shape[:-2]
         if result.shape[-2:] != ends or math.prod(new) != math.prod(self.lead):
             raise UntraceableError
@@ -142,14 +100,7 @@ class ScoreHistory:
         return replace(self, q=q, k=k, bias=bias, allowed=allowed, lead=new)
 
     def rows(self, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return the scores of some rows, and which of them no mask forbids.
-
-        Args:
-            index: positions of the rows in (…, Lq), one tensor per axis.
-
-        Returns:
-            (rows, Lk) each.
-        """
+        """Return the scores of some rows, and which of them no mask forbids."""
         dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
         shape = (*self.lead, self.q.shape[-2], self.k.shape[-2])
         q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].to(dtype)
@@ -196,15 +147,7 @@ class ScoreHistory:
         heads: int | None,
         full: Tensor | None = None,
     ) -> AttentionCall:
-        """Describe the attention, without module, layer and occurrence, which are not known here.
-
-        Args:
-            v: values (…, Lk, Dv).
-            mixed: (…, Lq, Dv).
-            allowed: broadcastable to the scores.
-            heads: number of heads, for scores with three axes.
-            full: the keys of fully masked rows, broadcastable to the scores; None means there are none.
-        """
+        """Describe the attention, without module, layer and occurrence, which are not known here."""
         q = self.q.expand(*self.lead, *self.q.shape[-2:])
         k, v = (_shared(x, self.lead) for x in (self.k, v))
         if k.shape[:-2] != v.shape[:-2]:
@@ -246,12 +189,7 @@ class ScoreHistory:
 
 
 def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:
-    """Return a history for scores of unknown origin: all of them go into the bias.
-
-    Args:
-        scores: (…, Lq, Lk).
-        keys: shape of the keys before their last axis, (…, Lk).
-    """
+    """Return a history for scores of unknown origin: all of them go into the bias."""
     allowed, bias, forbidding = split_scores(scores)
     zero = scores.new_zeros(())
     q, k = zero.expand(*scores.shape[:-1], 1), zero.expand(*keys, 1)

@@ -20,16 +20,7 @@ MECHANISM = "softmax provenance"
 
 
 class SoftmaxProvenance:
-    """Traces score tensors from the product that makes them to the softmax that consumes them.
-
-    Tags are kept in a weak table beside the tensors; nothing is attached to them. A tensor loses its tag when it
-    passes through an operation that is not listed, or when an unlisted operation writes to it or to its queries,
-    keys or masks. What is lost here is still known below Python, as numbers.
-
-    Args:
-        writes: how many operations have written to a tensor's storage.
-        product: the product that scores came from, as known below Python.
-    """
+    """Traces score tensors from the product that makes them to the softmax that consumes them."""
 
     def __init__(self, writes: Callable[[Tensor], int], product: Callable[[Tensor], Scores | None]) -> None:
         self._writes, self._product_of = writes, product
@@ -58,16 +49,7 @@ class SoftmaxProvenance:
     def masked(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-        """Return a softmax's arguments with the scores of keys that the recorder's mask drops at -inf.
-
-        Scores that come from no known product are left alone; if they are attention's, they are captured below
-        Python, and :func:`~semdiag.capturing.sparsify.sparsify` says so. So are scores whose keys are parameters
-        (a router's, a vocabulary's): that is no attention that is captured. If a history is known only below
-        Python, the scores count as they are, without a mask or bias of their own.
-
-        Returns:
-            Positional and keyword arguments, and whether a mask that can drop a key was asked for.
-        """
+        """Return a softmax's arguments with the scores of keys that the recorder's mask drops at -inf."""
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         tag = self._product_of(scores)
@@ -98,10 +80,7 @@ class SoftmaxProvenance:
     def _order(
         self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None
     ) -> tuple[list[int], bool]:
-        """Return the order samples, heads, queries, keys of the axes of scores, as read once they meet values.
-
-        Also return whether each query has keys of its own and counts as the only query of a sample.
-        """
+        """Return the order samples, heads, queries, keys of the axes of scores, as read once they meet values."""
         key = scores.ndim - 1
         weighted = WeightedProduct(
             scores=scores,
@@ -122,14 +101,7 @@ class SoftmaxProvenance:
         return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Look at an operation that has just run.
-
-        Args:
-            name: of the torch function.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            result: what it returned.
-        """
+        """Look at an operation that has just run."""
         try:
             if name in _PRODUCTS:
                 self._product(name, args, kwargs, result)

@@ -28,17 +28,7 @@ EXPONENTIALS = ("exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "pow", "pow_"
 
 
 class Softmaxes:
-    """The softmaxes of one forward pass whose outcome is not known yet.
-
-    Args:
-        recorder: knows what runs; gets the notes.
-        tags: of all tensors.
-
-    Attributes:
-        offered: history of the scores that a function seen in Python is about to pass to its softmax.
-        masked: whether a mask was applied to them.
-        without: operation and module of products of scores that met no softmax, by the number of the product.
-    """
+    """The softmaxes of one forward pass whose outcome is not known yet."""
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
@@ -50,15 +40,7 @@ class Softmaxes:
         self.without: dict[int, tuple[str, str]] = {}
 
     def observe(self, name: str, scores: Tensor, axis: int, result: object, overwritten: bool) -> None:
-        """Start to trace a softmax that has run.
-
-        Args:
-            name: of the operation.
-            scores: its input.
-            axis: the axis that it normalises.
-            result: what it returned.
-            overwritten: whether it may have overwritten its input, which :meth:`before_write` saved.
-        """
+        """Start to trace a softmax that has run."""
         if not (isinstance(result, Tensor) and is_plain(scores)) or scores.layout != torch.strided:
             self._recorder.skip("softmax", f"of a {type(scores).__name__}: only plain tensors are captured")
             return
@@ -71,14 +53,7 @@ class Softmaxes:
         self._tags.tag_weights(result, Weights(softmax, axes, logarithm="log" in name))
 
     def observe_exponential(self, name: str, args: Sequence[object], out: Tensor, overwritten: bool) -> None:
-        """Start to trace an exponential: it may be a softmax whose sum divides later, or is 1 already.
-
-        Args:
-            name: of the operation.
-            args: its positional arguments.
-            out: what it returned.
-            overwritten: whether it may have overwritten its input, which :meth:`before_write` saved.
-        """
+        """Start to trace an exponential: it may be a softmax whose sum divides later, or is 1 already."""
         source, unit = _exponent(name, args), _unit(name, args, out.dtype)
         if not is_plain(source) or not unit or source.shape != out.shape:
             return
@@ -164,16 +139,7 @@ def _exponent(name: str, args: Sequence[object]) -> object:
 
 
 def _unit(name: str, args: Sequence[object], dtype: torch.dtype) -> float:
-    """Return ln of an exponential's base: its argument times this are the scores.
-
-    Args:
-        name: of the operation.
-        args: its positional arguments.
-        dtype: of its result, to which torch rounds a base.
-
-    Returns:
-        The logarithm; 0 if the base is no positive number.
-    """
+    """Return ln of an exponential's base: its argument times this are the scores."""
     if not name.startswith("pow"):
         return math.log(2) if name.startswith("exp2") else 1.0
     base = args[0].detach() if isinstance(args[0], Tensor) else args[0]
@@ -185,13 +151,7 @@ def _unit(name: str, args: Sequence[object], dtype: torch.dtype) -> float:
 
 
 def find_axis(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
-    """Find the axis of a softmax that is written out: the one along which the weights sum to one.
-
-    Args:
-        softmax: its ``axis`` is set if found.
-        axes: of the weights.
-        weights: that it may have made.
-    """
+    """Find the axis of a softmax that is written out: the one along which the weights sum to one."""
     if softmax.axis is not None or not weights.numel():
         return
     with outside_all_modes(weights.device.type):

@@ -18,17 +18,11 @@ History = tuple[ScoreHistory, Callable[[], bool]]
 
 
 class Product(NamedTuple):
-    """A product (N, M, D) x (N, D, K).
+    """A product (N, M, D) x (N, D, K)."""
 
-    Attributes:
-        number: identifies it.
-        sizes: M and K.
-        fixed: for each factor, whether it is computed from parameters alone.
-    """
-
-    number: int
-    sizes: tuple[int, int]
-    fixed: tuple[bool, bool]
+    number: int  # identifies it
+    sizes: tuple[int, int]  # M and K
+    fixed: tuple[bool, bool]  # for each factor, whether it is computed from parameters alone
 
     def whole_in(self, axes: Axes) -> bool:
         """Return whether the axes still contain both sides of the product that are longer than 1."""
@@ -62,34 +56,20 @@ class Scores(NamedTuple):
 
 @dataclass(eq=False)
 class Softmax:
-    """A softmax, from its input to the product with values.
+    """A softmax, from its input to the product with values."""
 
-    Attributes:
-        number: identifies it as the origin of axes.
-        scores: its input.
-        axis: the axis that it normalises; None until it is found, for a softmax that is written out with exp.
-        tag: the product of queries and keys that made its input; None if there is none.
-        history: how its input came from that product, if this was seen in Python.
-        heads: number of heads, where the surrounding function knows it and the tensors do not.
-        module: where it ran.
-        outside: whether no module of the model was running.
-        masked: whether a mask was applied to its input as if it were attention.
-        reason: why it is not captured although it met values; None otherwise.
-        done: whether it is captured.
-        unit: factor on its input: the logarithm of the base, where it is written out with a base other than e.
-    """
-
-    number: int
-    scores: Tensor
-    axis: int | None
-    tag: Scores | None
-    history: History | None
-    heads: int | None
-    module: str
-    outside: bool
-    masked: bool = False
-    reason: str | None = None
-    done: bool = False
+    number: int  # identifies it as the origin of axes
+    scores: Tensor  # its input
+    axis: int | None  # the axis that it normalises
+    tag: Scores | None  # the product of queries and keys that made its input; None if there is none
+    history: History | None  # how its input came from that product, if this was seen in Python
+    heads: int | None  # number of heads, where the surrounding function knows it and the tensors do not
+    module: str  # where it ran
+    outside: bool  # whether no module of the model was running
+    masked: bool = False  # whether a mask was applied to its input as if it were attention
+    reason: str | None = None  # why it is not captured although it met values; None otherwise
+    done: bool = False  # whether it is captured
+    # factor on its input: the logarithm of the base, where it is written out with a base other than e
     unit: float = 1.0
 
     @property
@@ -135,27 +115,16 @@ class Softmax:
 
 
 class Weights(NamedTuple):
-    """A tensor that came from a softmax.
+    """A tensor that came from a softmax."""
 
-    Attributes:
-        softmax: the softmax.
-        axes: where the softmax's axes are in it; None if unknown.
-        exact: whether its entries are still the softmax's.
-        dropout: probability with which they were dropped.
-        spread: whether they were multiplied with a tensor that has more axes.
-        logarithm: whether they are log-probabilities.
-        added_up: whether they were summed or averaged over an axis other than the keys'.
-        sampled: whether they were multiplied with values interpolated between positions.
-    """
-
-    softmax: Softmax
-    axes: Axes | None
-    exact: bool = True
-    dropout: float = 0.0
-    spread: bool = False
-    logarithm: bool = False
-    added_up: bool = False
-    sampled: bool = False
+    softmax: Softmax  # the softmax
+    axes: Axes | None  # where the softmax's axes are in it; None if unknown
+    exact: bool = True  # whether its entries are still the softmax's
+    dropout: float = 0.0  # probability with which they were dropped
+    spread: bool = False  # whether they were multiplied with a tensor that has more axes
+    logarithm: bool = False  # whether they are log-probabilities
+    added_up: bool = False  # whether they were summed or averaged over an axis other than the keys'
+    sampled: bool = False  # whether they were multiplied with values interpolated between positions
 
 
 class _Store:
@@ -173,14 +142,7 @@ class _Store:
 
 
 class Tags:
-    """What one thread knows of tensors.
-
-    Args:
-        parameters: addresses of the storages of the model's parameters and buffers.
-
-    Attributes:
-        marks: kinds of marks that some tensor has; "one key" if some softmax has a single key.
-    """
+    """What one thread knows of tensors."""
 
     def __init__(self, parameters: set[int]) -> None:
         self.marks: set[str] = set()
@@ -232,10 +194,7 @@ class Tags:
         self._store(tensor).scores[_geometry(tensor)] = tag
 
     def derive_scores(self, tensor: Tensor, tag: Scores) -> None:
-        """Tag a tensor as derived from scores, unless it already has a better tag.
-
-        A product whose two factors both depend on the model's input is better than one with a fixed factor.
-        """
+        """Tag a tensor as derived from scores, unless it already has a better tag."""
         store, key = self._store(tensor), _geometry(tensor)
         known = store.scores.get(key)
         if known is None or (any(known.product.fixed) and not any(tag.product.fixed)):
@@ -258,14 +217,7 @@ class Tags:
         return None if store is None else store.marks.get(kind)
 
     def mark(self, tensor: Tensor, kind: str, module: str = "") -> None:
-        """Mark a tensor's storage, whatever its geometry: its entries are of this kind or derived from such.
-
-        Args:
-            tensor: to mark.
-            kind: "sampled" (values interpolated between positions), "sums" (of exponentials of scores) or "output"
-                (of attention).
-            module: that made it.
-        """
+        """Mark a tensor's storage, whatever its geometry: its entries are of this kind or derived from such."""
         if address(tensor) != -1:
             self._store(tensor).marks.setdefault(kind, module)
             self.marks.add(kind)
@@ -280,15 +232,7 @@ class Tags:
         return self._writes[address(tensor)]
 
     def written(self, tensor: Tensor, noise: bool) -> bool:
-        """Note a write to a tensor: the entries of all tensors that share its storage may change.
-
-        Args:
-            tensor: that is written to.
-            noise: whether it is multiplied with noise, which is recognised as dropout.
-
-        Returns:
-            Whether anything is known of its storage.
-        """
+        """Note a write to a tensor: the entries of all tensors that share its storage may change."""
         storage = address(tensor)
         self._writes[storage] += 1
         store = self._stores.get(storage)

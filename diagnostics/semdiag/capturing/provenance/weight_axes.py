@@ -12,15 +12,10 @@ from semdiag.capturing.provenance.axes import Axes, AxisPiece, entries
 
 @dataclass(frozen=True)
 class WeightAxes:
-    """The pieces of the weights' axes in a product, without the keys'.
+    """The pieces of the weights' axes in a product, without the keys'."""
 
-    Attributes:
-        batch: pieces of the batch axis, which both factors share.
-        rows: pieces of the weights' own axis: queries, and heads that share their values.
-    """
-
-    batch: tuple[AxisPiece, ...]
-    rows: tuple[AxisPiece, ...]
+    batch: tuple[AxisPiece, ...]  # pieces of the batch axis, which both factors share
+    rows: tuple[AxisPiece, ...]  # pieces of the weights' own axis: queries, and heads that share their values
 
     @classmethod
     def of(cls, axes: Axes, shape: torch.Size, left: bool) -> "WeightAxes":
@@ -41,10 +36,7 @@ class WeightAxes:
         return x.permute(*_sorted(self.pieces, order), x.ndim - 1).reshape(*shape, width)
 
     def arrange_values(self, v: Tensor, lead: Sequence[int], query: int | None) -> Tensor:
-        """Reorder (N, K, D) to (*lead, K, D); ``lead`` lists the softmax's axes of samples and heads.
-
-        Axes of heads that share their values get length 1, unless other pieces of the same axis are in the batch.
-        """
+        """Reorder (N, K, D) to (*lead, K, D); ``lead`` lists the softmax's axes of samples and heads."""
         shared = tuple(p for p in self.rows if p.axis != query)
         kept, (length, width) = (*self.batch, *shared), v.shape[-2:]
         by = _sorted(kept, (*lead,) if query is None else (*lead, query))

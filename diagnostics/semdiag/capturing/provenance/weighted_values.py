@@ -28,53 +28,25 @@ class UnfollowedError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class WeightedProduct:
-    """A product of a softmax's result with another tensor.
+    """A product of a softmax's result with another tensor."""
 
-    Attributes:
-        scores: the softmax's input.
-        key: the axis that the softmax normalises.
-        history: how the scores came from queries and keys; None if unknown.
-        product: the axes of that product in the scores; None if unknown.
-        heads: number of heads, where the surrounding function knows it.
-        number: the softmax's number as an origin in ``axes``.
-        axes: of the factor that holds the weights.
-        weights: that factor, if its entries may differ from the softmax's; None if they are the same.
-        dropout: probability with which weights were dropped.
-        left: whether the weights are the left factor.
-        input_shapes: of the first inputs of the running modules, the innermost last.
-    """
-
-    scores: Tensor
-    key: int
-    history: ScoreHistory | None
-    product: Axes | None
-    heads: int | None
-    number: int
-    axes: Axes
-    weights: Tensor | None
-    dropout: float
-    left: bool
-    input_shapes: Sequence[tuple[int, ...]] = ()
+    scores: Tensor  # the softmax's input
+    key: int  # the axis that the softmax normalises
+    history: ScoreHistory | None  # how the scores came from queries and keys; None if unknown
+    product: Axes | None  # the axes of that product in the scores; None if unknown
+    heads: int | None  # number of heads, where the surrounding function knows it
+    number: int  # the softmax's number as an origin in ``axes``
+    axes: Axes  # of the factor that holds the weights
+    weights: Tensor | None  # that factor, if its entries may differ from the softmax's; None if they are the same
+    dropout: float  # probability with which weights were dropped
+    left: bool  # whether the weights are the left factor
+    input_shapes: Sequence[tuple[int, ...]] = ()  # of the first inputs of the running modules, the innermost last
 
 
 def attention_of(
     weighted: WeightedProduct, shape: torch.Size, other: Tensor, result: Tensor, generator: torch.Generator
 ) -> tuple[AttentionCall, str | None]:
-    """Describe the attention, without module, layer, occurrence and mechanism, which are not known here.
-
-    Args:
-        weighted: the product.
-        shape: of the factor that holds the weights.
-        other: the other factor, the values.
-        result: the product's value.
-        generator: draws the rows on which a history is checked.
-
-    Returns:
-        The attention; a remark if the roles of its axes are uncertain, else None.
-
-    Raises:
-        UnfollowedError: if axes of the weights are missing, or their entries are not the softmax's.
-    """
+    """Describe the attention, without module, layer, occurrence and mechanism, which are not known here."""
     v, mixed, weights = _upright(weighted, other, result)
     axes = WeightAxes.of(weighted.axes, shape, weighted.left)
     _check_all_there(weighted, axes)
@@ -123,12 +95,7 @@ def _check_all_there(weighted: WeightedProduct, axes: WeightAxes) -> None:
 
 
 def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None)) -> bool:
-    """Return whether finite weights are the softmax of the scores, or its entries at some keys, up to rounding.
-
-    exp(z) / Σ rounds by eps/2 at each step, relative to w, and exp of a rounded log w by eps/2 · |log w|: up to
-    eps/2 · (4 + |log w|) together, of which twice is allowed. Where z is less a rounded logsumexp, exp(z) is not
-    divided any more: its rows then sum to exp(logsumexp z), which is 1 up to rounding.
-    """
+    """Return whether finite weights are the softmax of the scores, or its entries at some keys, up to rounding."""
     dtype = torch.promote_types(torch.float32, torch.promote_types(s.dtype, weights.dtype))
     logs = s.to(dtype).log_softmax(-1)[..., keys]
     expected = logs.exp()
@@ -144,11 +111,7 @@ def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None
 
 
 def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, weighted: WeightedProduct) -> AttentionCall:
-    """Describe attention whose first or last column meets no value: an extra logit in the denominator.
-
-    Raises:
-        UnfollowedError: if another column is left out, or the sink is not finite or out of reach.
-    """
+    """Describe attention whose first or last column meets no value: an extra logit in the denominator."""
     ends = (slice(None, -1), slice(-1, None)), (slice(1, None), slice(0, 1))
     keys, rest = next((end for end in ends if _are_of(weights, s, weighted.dropout, end[0])), (None, None))
     if keys is None or rest is None:
@@ -170,11 +133,7 @@ def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, weighted: W
 
 
 def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
-    """Return whether a history reproduces the softmax's input on random rows, up to a constant per row.
-
-    Each rounding changes the difference of two scores of a row by up to eps · the largest. Allowed are eight steps
-    in the dtype of the scores, and 64 in float32 or better, where the order of summation in the product shows.
-    """
+    """Return whether a history reproduces the softmax's input on random rows, up to a constant per row."""
     if history.lead != s.shape[:-2] or not s.numel() or (history.q.shape[-2], history.k.shape[-2]) != s.shape[-2:]:
         return False
     where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator)

@@ -113,16 +113,7 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
 
 
 class SweepProgress(TimedBar):
-    """A bar on stderr: epochs of all runs together, time left, and a line for every run that ends.
-
-    In a log a line a minute takes the bar's place.
-
-    Args:
-        runs: of the sweep.
-        rows: the state of each at the beginning.
-        folder: of the sweep; its histories tell the epochs of the running ones.
-        quiet: whether to show nothing.
-    """
+    """A bar on stderr: epochs of all runs together, time left, and a line for every run that ends."""
 
     def __init__(self, runs: "list[SweepRun]", rows: "dict[str, RunResult]", folder: Path, quiet: bool) -> None:
         self._folder, self._count, self._failed = folder, len(runs), 0

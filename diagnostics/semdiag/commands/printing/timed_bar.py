@@ -8,14 +8,7 @@ from semdiag.presenting.terminal.terminal import terminal
 
 
 class TimedBar(ABC):
-    """Progress of a training on a terminal; in a log, a line a minute.
-
-    Args:
-        columns: texts around the bar: before it, directly after it, before the time left, and at the end.
-        quiet: whether to show nothing.
-        start: the first line of a log; empty: none.
-        task: of :meth:`rich.progress.Progress.add_task`.
-    """
+    """Progress of a training on a terminal; in a log, a line a minute."""
 
     def __init__(self, columns: tuple[str, str, str, str], quiet: bool, start: str = "", **task: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

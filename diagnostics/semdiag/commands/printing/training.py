@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def summarise(trainer: "Trainer", several: bool) -> None:
-    """Print the result of a run.
-
-    Args:
-        trainer: at its end.
-        several: whether it is one of several runs, so that its seed names it.
-    """
+    """Print the result of a run."""
     from semdiag_models.tasks.text import unigram_perplexity
 
     history, until = trainer.history, trainer.training.until

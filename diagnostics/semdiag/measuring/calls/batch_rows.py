@@ -9,33 +9,12 @@ from semdiag.measuring.counted import counted
 
 
 def rows_per_sample(rows: int, samples: int) -> int:
-    """Return how many consecutive rows count as one sample.
-
-    Args:
-        rows: length of a call's batch axis.
-        samples: number of samples in the batch; 0 if unknown.
-
-    Returns:
-        rows / samples; 1 if that is no whole number, so that every row counts as a sample.
-
-    Example:
-        >>> rows_per_sample(12, 3), rows_per_sample(4, 3)
-        (4, 1)
-    """
+    """Return how many consecutive rows count as one sample."""
     return rows // samples if samples and rows % samples == 0 else 1
 
 
 class SampleNumbers:
-    """Numbers samples across batches; no two batches share a number, whatever counts as a sample.
-
-    Example:
-        >>> numbers = SampleNumbers()
-        >>> for samples in (2, 2):
-        ...     numbers.start(samples)
-        ...     print(numbers.of(4).tolist(), numbers.of(3).tolist())
-        [0, 0, 1, 1] [0, 1, 2]
-        [3, 3, 4, 4] [3, 4, 5]
-    """
+    """Numbers samples across batches; no two batches share a number, whatever counts as a sample."""
 
     def __init__(self) -> None:
         self._batch, self._first, self._next = 0, 0, 0
@@ -45,30 +24,14 @@ class SampleNumbers:
         self._batch, self._first, self._next = samples, self._next, self._next + samples
 
     def of(self, rows: int) -> NDArray[np.int32]:
-        """Return the sample number of each row of a call's batch axis.
-
-        Args:
-            rows: length of that axis.
-        """
+        """Return the sample number of each row of a call's batch axis."""
         numbers = self._first + np.arange(rows, dtype=np.int32) // rows_per_sample(rows, self._batch)
         self._next = max(self._next, int(numbers[-1]) + 1)
         return numbers.astype(np.int32)
 
 
 def folded(rows: int, samples: int) -> str | None:
-    """Say that a batch axis does not hold one row per sample.
-
-    Args:
-        rows: length of a call's batch axis.
-        samples: number of samples in the batch; 0 if unknown.
-
-    Returns:
-        The first half of a sentence; None if there is nothing to say.
-
-    Example:
-        >>> folded(12, 3)
-        'its batch axis holds 4 rows per sample (heads or windows)'
-    """
+    """Say that a batch axis does not hold one row per sample."""
     if not samples or rows == samples:
         return None
     if rows % samples == 0:
@@ -77,12 +40,7 @@ def folded(rows: int, samples: int) -> str | None:
 
 
 def counted_as(rows: int, samples: int) -> str:
-    """Say as which sample the rows of such a batch axis count: the second half of a sentence.
-
-    Example:
-        >>> counted_as(12, 3)
-        'the first 4 count as sample 0, and so on, which mixes samples if heads come before them'
-    """
+    """Say as which sample the rows of such a batch axis count: the second half of a sentence."""
     several = rows_per_sample(rows, samples)
     if several == 1:
         return "each row counts as a sample"
@@ -90,15 +48,7 @@ def counted_as(rows: int, samples: int) -> str:
 
 
 def check_rows(call: AttentionCall, samples: int) -> None:
-    """Refuse a call whose rows cannot be assigned to samples.
-
-    Args:
-        call: of any model.
-        samples: number of samples that the model was given.
-
-    Raises:
-        NotAvailableError: if the batch axis does not hold one row per sample.
-    """
+    """Refuse a call whose rows cannot be assigned to samples."""
     problem = folded(call.q.shape[0], samples)
     if problem is not None:
         raise NotAvailableError(

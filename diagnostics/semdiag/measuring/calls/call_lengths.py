@@ -17,29 +17,7 @@ def longest_call(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
-    """Return the largest number of queries, and of keys, in the attention calls on some inputs.
-
-    For token ids, these are the sequence lengths, with encoder and decoder together. For anything else (images,
-    spectrograms, waveforms), the model runs once on the batch with the largest samples, and its calls are counted.
-
-    Args:
-        loaded: any model.
-        batches: its inputs.
-        device: where to run; None means where the model is.
-        dtype: of the model; None means its own.
-
-    Returns:
-        Both numbers, at least 1.
-
-    Raises:
-        InputError: if the model cannot run on the inputs.
-
-    Example:
-        >>> from semdiag.measuring.calls.running import unnamed
-        >>> layer = torch.nn.MultiheadAttention(4, 1, batch_first=True).eval()
-        >>> longest_call(unnamed(layer), [(torch.zeros(1, 3, 4), torch.zeros(1, 5, 4), torch.zeros(1, 5, 4))])
-        (3, 5)
-    """
+    """Return the largest number of queries, and of keys, in the attention calls on some inputs."""
     if all(map(only_token_ids, batches)):
         further = loaded.module.config.extra_tokens if isinstance(loaded.module, Encoder) else 0
         length = max(map(longest, batches), default=1) + further

@@ -27,16 +27,7 @@ _KEY_PLACES = ("sample", "layer", "head", "key")
 
 
 class Collector:
-    """Consumes calls and makes the tables of one model's measurements.
-
-    Args:
-        model: written into the column ``model``.
-        k: counterfactual numbers of heavy hitters.
-        draws: which queries are looked at.
-        wanted: how many keys a model selects that approximates its largest scores; None for any other model.
-        min_keys: queries with fewer are left out.
-        max_queries: rows that a table keeps; see :class:`~semdiag.measuring.kept_rows.KeptRows`.
-    """
+    """Consumes calls and makes the tables of one model's measurements."""
 
     def __init__(
         self,

@@ -16,22 +16,14 @@ _STRIP = 2**24  # entries of a mask processed at once
 
 @dataclass(frozen=True, eq=False)
 class CountedRows:
-    """The row statistics of an attention call, and which of its queries and keys count.
+    """The row statistics of an attention call, and which of its queries and keys count."""
 
-    Attributes:
-        call: the call.
-        statistics: of every row that is looked at, padded queries included.
-        queries: (B, H, R) bool, false for padded queries.
-        attending: (B, H, R) bool, queries that count and keep a key, and so have a softmax.
-        places: (B, H, R) int64, positions of the queries, -1 for none; None means all, in order.
-        real_keys: what :attr:`keys` shall be, where the call is a part that lacks queries of the whole; else None.
-    """
-
-    call: AttentionCall
-    statistics: RowStatistics
-    queries: Tensor
-    attending: Tensor
-    places: Tensor | None = None
+    call: AttentionCall  # the call
+    statistics: RowStatistics  # of every row that is looked at, padded queries included
+    queries: Tensor  # (B, H, R) bool, false for padded queries
+    attending: Tensor  # (B, H, R) bool, queries that count and keep a key, and so have a softmax
+    places: Tensor | None = None  # (B, H, R) int64, positions of the queries, -1 for none
+    # what :attr:`keys` shall be, where the call is a part that lacks queries of the whole; else None
     real_keys: Tensor | None = None
 
     @cached_property
@@ -64,21 +56,13 @@ class CountedRows:
         return z, seen, kept
 
     def first_weight(self) -> Tensor:
-        """Return the attention weight on the first real key, (B, H, R); NaN for a row without keys.
-
-        It is computed from this key's scores alone; 0 if the query does not attend to it.
-        """
+        """Return the attention weight on the first real key, (B, H, R); NaN for a row without keys."""
         z, _, kept = self._first
         weight = torch.where(kept, (z - self.statistics.kept_log_sum_exp).exp().clamp(max=1), 0.0)
         return weight.masked_fill(self.statistics.kept == 0, torch.nan)
 
     def first_kept(self, k: int | None = None) -> Tensor:
-        """Return whether a row attends to the first real key, (B, H, R) bool.
-
-        Args:
-            k: whether it is among the row's k largest scores, 1 … K of the statistics; None means the row's own
-                S_i.
-        """
+        """Return whether a row attends to the first real key, (B, H, R) bool."""
         z, seen, kept = self._first
         if k is None:
             return kept
@@ -95,12 +79,7 @@ class CountedRows:
 
 
 def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) -> Tensor:
-    """Return the keys to which some real query of a call may attend, (B, H, Lk) bool; the others are padding.
-
-    Args:
-        call: the call, with all its queries.
-        samples: a slice, or positions (int64).
-    """
+    """Return the keys to which some real query of a call may attend, (B, H, Lk) bool; the others are padding."""
     counted, allowed, first = (
         call.counted[samples, :1],
         part_of(call.allowed, samples, slice(None)),
@@ -123,14 +102,7 @@ def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) ->
 
 
 def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:
-    """Reduce an attention call to the statistics of its rows.
-
-    Args:
-        call: the call.
-        top: K, the largest number of heavy hitters for counterfactuals.
-        places: (B, H, R) int64, the queries to look at, from
-            :meth:`~semdiag.measuring.calls.query_draws.QueryDraws.places`; None means all.
-    """
+    """Reduce an attention call to the statistics of its rows."""
     statistics = row_statistics(
         call.q,
         call.k,

@@ -30,11 +30,7 @@ class KeptScores:
         self._sinks[layer] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
 
     def scores(self, layer: int, occurrence: int | None = None) -> Tensor:
-        """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are concatenated along B.
-
-        Raises:
-            InputError: if there is no such call, or the forward passes differ in length.
-        """
+        """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are concatenated along B."""
         own = self._occurrences.get(layer)
         if own is None:
             known = (
@@ -53,11 +49,7 @@ class KeptScores:
         return torch.cat(parts)
 
     def weights(self, layer: int, occurrence: int | None = None) -> Tensor:
-        """Return the softmax of :meth:`scores`, with the sink's logit in the denominator; 0 in rows without keys.
-
-        Raises:
-            InputError: as :meth:`scores`.
-        """
+        """Return the softmax of :meth:`scores`, with the sink's logit in the denominator; 0 in rows without keys."""
         scores = self.scores(layer, occurrence)
         total = scores.logsumexp(-1, keepdim=True)
         sinks = self._sinks[layer]

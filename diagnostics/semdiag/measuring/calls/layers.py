@@ -16,33 +16,19 @@ from semdiag.measuring.tables import CALLS, REMARKS, RESIDUALS, SKIPPED
 
 @dataclass
 class Layer:
-    """What is known of one attention layer: a module, and which of its calls in a forward pass.
+    """What is known of one attention layer: a module, and which of its calls in a forward pass."""
 
-    Attributes:
-        number: position in the order of first calls.
-        mechanism: the adapter that saw it.
-        kinds: kinds of its masks so far.
-        heads: number of query heads.
-        key_heads: number of key heads.
-        width: of a head; None where the scores alone are known.
-        longest: largest number of keys.
-        calls: number of calls so far.
-        residual: largest so far, relative to the largest output; NaN if one was NaN.
-        residual_over_rounding: the same, in units of the possible effect of rounding.
-        rounding: largest possible effect of rounding so far, relative to the largest output.
-    """
-
-    number: int
-    mechanism: str
-    kinds: set[str] = field(default_factory=set)
-    heads: int = 0
-    key_heads: int = 0
-    width: int | None = None
-    longest: int = 0
-    calls: int = 0
-    residual: float = 0.0
-    residual_over_rounding: float = 0.0
-    rounding: float = 0.0
+    number: int  # position in the order of first calls
+    mechanism: str  # the adapter that saw it
+    kinds: set[str] = field(default_factory=set)  # kinds of its masks so far
+    heads: int = 0  # number of query heads
+    key_heads: int = 0  # number of key heads
+    width: int | None = None  # of a head; None where the scores alone are known
+    longest: int = 0  # largest number of keys
+    calls: int = 0  # number of calls so far
+    residual: float = 0.0  # largest so far, relative to the largest output; NaN if one was NaN
+    residual_over_rounding: float = 0.0  # the same, in units of the possible effect of rounding
+    rounding: float = 0.0  # largest possible effect of rounding so far, relative to the largest output
 
     def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
         """Record a call; the generator draws the rows on which the residual is checked."""
@@ -104,13 +90,7 @@ class Layers:
 
 
 def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
-    """Return the table ``skipped``: what looks like attention but was not captured, and modules never called.
-
-    Args:
-        model: written into the column ``model``.
-        audit: of the capture.
-        captured: names of the modules with captured calls.
-    """
+    """Return the table ``skipped``: what looks like attention but was not captured, and modules never called."""
     rows = [{"model": model, **seen._asdict(), "times": times} for seen, times in audit.skipped.items()]
     reached = captured | {seen.module for seen in audit.skipped}
     idle = [name for name in audit.modules if name not in reached]

@@ -67,19 +67,12 @@ class AlarmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rule:
-    """A threshold of a quantity, or a change of it.
+    """A threshold of a quantity, or a change of it."""
 
-    Attributes:
-        quantity: a column of the table of heads.
-        band: of the alarm.
-        side: ``above``, ``below``, ``halves`` or ``doubles``.
-        threshold: a value; for a change, the number of steps within which it happens.
-    """
-
-    quantity: str
-    band: str
-    side: str
-    threshold: float
+    quantity: str  # a column of the table of heads
+    band: str  # of the alarm
+    side: str  # ``above``, ``below``, ``halves`` or ``doubles``
+    threshold: float  # a value; for a change, the number of steps within which it happens
 
     @property
     def text(self) -> str:
@@ -88,12 +81,7 @@ class Rule:
         return f"{self.side} {within}{self.threshold:g}"
 
     def crossed(self, value: float, earlier: Iterable[tuple[int, float]]) -> bool:
-        """Return whether a value crosses the rule.
-
-        Args:
-            value: the current one.
-            earlier: step and value of the same head, within the steps of a change.
-        """
+        """Return whether a value crosses the rule."""
         if self.side == ABOVE:
             return value > self.threshold
         if self.side == BELOW:
@@ -105,16 +93,7 @@ class Rule:
 
 
 def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> list[Rule]:
-    """Return the rules of ``Monitor(alarm=…)``, severe ones first.
-
-    Args:
-        alarm: quantity to threshold, pair of thresholds, or change; None means no rules.
-        k: heavy hitters for which the monitor has columns.
-        every: steps from one look to the next.
-
-    Raises:
-        InputError: if a quantity is unknown, a rule is malformed, or no row can ever cross it.
-    """
+    """Return the rules of ``Monitor(alarm=…)``, severe ones first."""
     if alarm is not None and not isinstance(alarm, Mapping):
         raise InputError(f"alarm takes a dictionary from quantities to thresholds. Got {alarm!r}.")
     rules = [rule for quantity, setting in (alarm or {}).items() for rule in _rules(quantity, setting, k, every)]
@@ -170,29 +149,17 @@ def _thresholds(quantity: str, setting: Any, parts: tuple[Any, ...]) -> tuple[st
 
 @dataclass
 class Watch:
-    """Records which heads have crossed which rules.
+    """Records which heads have crossed which rules."""
 
-    Attributes:
-        rules: severe ones first.
-        crossed: quantity, band, side, layer, occurrence and head of every alarm so far.
-        history: values of the steps that a change looks back to, by quantity, layer, occurrence and head.
-        met: quantities that had a value in some row.
-    """
-
-    rules: Sequence[Rule]
+    rules: Sequence[Rule]  # severe ones first
+    # quantity, band, side, layer, occurrence and head of every alarm so far
     crossed: set[tuple[Any, ...]] = field(default_factory=set)
+    # values of the steps that a change looks back to, by quantity, layer, occurrence and head
     history: dict[tuple[Any, ...], deque[tuple[int, float]]] = field(default_factory=dict)
-    met: set[str] = field(default_factory=set)
+    met: set[str] = field(default_factory=set)  # quantities that had a value in some row
 
     def look(self, rows: Sequence[dict[str, Any]]) -> list[Alarm]:
-        """Check the rows of one step.
-
-        Args:
-            rows: of the table of heads; their ``alarm`` is filled in.
-
-        Returns:
-            New alarms, severe ones first.
-        """
+        """Check the rows of one step."""
         alarms = []
         for row in rows:
             place = row["layer"], row["occurrence"], row["head"]
@@ -235,11 +202,7 @@ class Watch:
 
 
 def checked_on_alarm(on_alarm: Any) -> str | Callable[[Alarm], object]:
-    """Return ``warn``, ``raise`` or a callable; refuse anything else.
-
-    Raises:
-        InputError: if it is none of these.
-    """
+    """Return ``warn``, ``raise`` or a callable; refuse anything else."""
     if on_alarm in ("warn", "raise") or callable(on_alarm):
         return on_alarm  # type: ignore[no-any-return]
     raise InputError(f'on_alarm must be "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')

@@ -47,46 +47,18 @@ def quantities(k: Sequence[int]) -> list[str]:
 
 
 def quantities_among(columns: Iterable[str]) -> list[str]:
-    """Return the columns of a file that are quantities, those of any k included.
-
-    Example:
-        >>> quantities_among(["step", "entropy", "mass_k8", "note"])
-        ['entropy', 'mass_k8']
-    """
+    """Return the columns of a file that are quantities, those of any k included."""
     return [name for name in columns if name in LIMITS or re.fullmatch(rf"({'|'.join(OF_K)})_k\d+", name)]
 
 
 def head_key(row: Mapping[str, Any]) -> str:
-    """Return a row's layer, occurrence and head as a logger's key.
-
-    Example:
-        >>> head_key({"layer": 3, "head": 5, "occurrence": 0})
-        'layer_3/head_5'
-    """
+    """Return a row's layer, occurrence and head as a logger's key."""
     again = f".{row['occurrence']}" if row["occurrence"] else ""
     return f"layer_{row['layer']}{again}/head_{row['head']}"
 
 
 def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
-    """Reduce the rows of a call to one row per head; NaN for a quantity that no row has.
-
-    max_logit: the largest score of a query and a key that it attends to (nats; with scale and bias; +inf if a
-    score is not finite). above: fraction of the rows with a score above ``logit`` or one that is not finite.
-    entropy (mean), least_entropy: of the weights, nats. first_key, heaviest_key: mean weights on the first real
-    key, and on the heaviest key of each row. dispersion δ, separation Δ, xi: medians. output_rank: e to the
-    entropy of the singular values of the head's outputs on these rows, each divided by their sum. query_norm,
-    key_norm: the largest; NaN where the scores alone are known.
-
-    Source: Roy and Vetterli 2007 for the effective rank. Deviation: none.
-
-    Args:
-        rows: of one attention call, (b, H, r).
-        k: counterfactual numbers of heavy hitters.
-        logit: threshold of ``above``.
-
-    Returns:
-        One dictionary per head, with ``head`` and ``rows``.
-    """
+    """Reduce the rows of a call to one row per head; NaN for a quantity that no row has."""
     statistics, used = rows.statistics, rows.attending
     weight = statistics.largest_weight()
     above = (statistics.kept_maximum > logit) | (statistics.non_finite > 0)
@@ -173,21 +145,7 @@ def _output_rank(rows: CountedRows) -> list[float]:
 
 
 def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, float]:
-    """Return the numbers of one step for a logger: of every head, and the largest, smallest and median per layer.
-
-    Args:
-        rows: of the table of heads, of one step.
-        k: counterfactual numbers of heavy hitters.
-
-    Returns:
-        By keys like ``attention/layer_3/head_5/max_logit`` and ``attention/layer_3/max_logit/max``.
-
-    Example:
-        >>> place = {"layer": 0, "occurrence": 0, **dict.fromkeys(LIMITS, math.nan)}
-        >>> logged = scalars([{**place, "head": 0, "entropy": 1.0}, {**place, "head": 1, "entropy": 3.0}], ())
-        >>> logged["attention/layer_0/head_1/entropy"], logged["attention/layer_0/entropy/median"]
-        (3.0, 2.0)
-    """
+    """Return the numbers of one step for a logger: of every head, and the largest, smallest and median per layer."""
     logged: dict[str, float] = {}
     layers: dict[str, dict[str, list[float]]] = {}
     for row in rows:

@@ -19,20 +19,7 @@ from semdiag_models.run_lock import RunLock
 
 
 class MonitorLog:
-    """Rows that are added step by step: appended to a CSV file, or to a parquet file that is rewritten.
-
-    A CSV file whose last line is incomplete, because training was killed while writing, is continued without that
-    line. Rows that could not be written are written with the next ones. The log locks its file until it is closed.
-
-    Args:
-        path: ``.csv`` or ``.parquet``; None keeps rows in memory only.
-        columns: names of the columns.
-        first_step: number of the first step; warn if the file already has this step. None means no warning.
-
-    Raises:
-        InputError: if the suffix is another one, the folder does not exist, the file cannot be written or has
-            other columns, or another log has locked it.
-    """
+    """Rows that are added step by step: appended to a CSV file, or to a parquet file that is rewritten."""
 
     def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
         self.path, self.columns = path, columns
@@ -62,11 +49,7 @@ class MonitorLog:
             )
 
     def open(self) -> None:
-        """Lock the file and read its rows; nothing happens if the log is already open.
-
-        Raises:
-            InputError: if it cannot be written or continued, or another log has locked it.
-        """
+        """Lock the file and read its rows; nothing happens if the log is already open."""
         if self.path is None or self._lock is not None:
             return
         with suppress(OSError, NotImplementedError):  # on file systems without locks
@@ -82,11 +65,7 @@ class MonitorLog:
             raise
 
     def close(self) -> None:
-        """Write the remaining rows and unlock the file.
-
-        Raises:
-            OSError: if the file cannot be written; it is unchanged.
-        """
+        """Write the remaining rows and unlock the file."""
         try:
             self.write()
         finally:
@@ -105,23 +84,12 @@ class MonitorLog:
         return pd.concat([self._earlier, own], ignore_index=True) if len(own) else self._earlier.copy()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """Add rows, also to the file.
-
-        Args:
-            rows: a value or None for every column.
-
-        Raises:
-            OSError: if the file cannot be written; the rows are kept, and the file is unchanged.
-        """
+        """Add rows, also to the file."""
         self._rows += rows
         self.write()
 
     def write(self) -> None:
-        """Write the rows that are not in the file yet.
-
-        Raises:
-            OSError: if the file cannot be written; it is unchanged.
-        """
+        """Write the rows that are not in the file yet."""
         new = self._rows[self._written :]
         if self.path is None or not new:
             return
@@ -199,14 +167,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
 
 
 def read_heads(path: Path) -> pd.DataFrame:
-    """Read the table of heads of a monitor.
-
-    Args:
-        path: its file, or the file of layers beside it.
-
-    Raises:
-        InputError: if it does not exist, cannot be read, or is another table.
-    """
+    """Read the table of heads of a monitor."""
     heads = path if path.stem.endswith("-heads") else path.with_name(f"{path.stem}-heads{path.suffix}")
     if heads.suffix not in (".csv", ".parquet"):
         raise InputError(f"A monitor writes .csv or .parquet. Got {path}.")

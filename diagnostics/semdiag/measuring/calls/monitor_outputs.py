@@ -12,19 +12,7 @@ from semdiag.measuring.calls.monitor_scalars import Scalars, ScalarWriter
 
 
 class Outputs:
-    """The tables of a monitor, and the loggers that get what is added to them.
-
-    Args:
-        path: of the file of layers; None keeps rows in memory.
-        tensorboard: see :class:`~semdiag.measuring.calls.monitor_scalars.Scalars`.
-        log: see there.
-        k: counterfactual numbers of heavy hitters.
-        first_step: of the training.
-
-    Attributes:
-        layers: rows of layers.
-        heads: rows of heads.
-    """
+    """The tables of a monitor, and the loggers that get what is added to them."""
 
     def __init__(
         self,
@@ -41,11 +29,7 @@ class Outputs:
         self.heads = MonitorLog(beside, head_columns(k), None)
 
     def open(self) -> None:
-        """Open the files and the loggers.
-
-        Raises:
-            InputError: if one cannot be opened.
-        """
+        """Open the files and the loggers."""
         self.layers.open()
         self.heads.open()
         self._scalars.open()

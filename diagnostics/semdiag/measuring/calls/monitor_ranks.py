@@ -19,33 +19,16 @@ PATIENCE = timedelta(minutes=10)  # how long a look waits for the other ranks
 
 @dataclass(frozen=True)
 class Look:
-    """What one rank saw of one step.
+    """What one rank saw of one step."""
 
-    Attributes:
-        step: its number.
-        rows: of the table of layers.
-        heads: of the table of heads.
-        parts: by module, a fingerprint of the part of its weights that the rank holds.
-    """
-
-    step: int
-    rows: list[dict[str, Any]]
-    heads: list[dict[str, Any]]
-    parts: dict[str, str]
+    step: int  # its number
+    rows: list[dict[str, Any]]  # of the table of layers
+    heads: list[dict[str, Any]]  # of the table of heads
+    parts: dict[str, str]  # by module, a fingerprint of the part of its weights that the rank holds
 
 
 class Ranks:
-    """This process among those of torch.distributed; they communicate in a group of their own, on the CPU.
-
-    Args:
-        ranks: ``all`` for looks that join all ranks, if there are several; ``own`` for looks of this rank alone.
-
-    Attributes:
-        rank: of this process; 0 if it is alone.
-
-    Raises:
-        InputError: if ranks is neither.
-    """
+    """This process among those of torch.distributed; they communicate in a group of their own, on the CPU."""
 
     def __init__(self, ranks: str) -> None:
         if ranks not in ("all", "own"):
@@ -61,14 +44,7 @@ class Ranks:
         return self.rank == 0 or self._group is None
 
     def open(self, settings: Mapping[str, Any]) -> None:
-        """Connect to the other ranks.
-
-        Args:
-            settings: on which all monitors must agree.
-
-        Raises:
-            InputError: if a rank starts no monitor, or one with other settings.
-        """
+        """Connect to the other ranks."""
         if self._wanted and not self._together and _several():
             warnings.warn(
                 "The monitor was made before torch.distributed was initialised, so it sees its own process only. "
@@ -96,11 +72,7 @@ class Ranks:
                 )
 
     def together(self, look: Look) -> list[Look]:
-        """Return what every rank saw of a step, in rank order; if they cannot be reached, what this one saw.
-
-        It waits until all ranks have looked, and every rank gets the same. If a rank has ended, does not arrive in
-        time or looks at another step, it warns, and this rank continues alone.
-        """
+        """Return what every rank saw of a step, in rank order; if they cannot be reached, what this one saw."""
         if self._group is None:
             return [look]
         try:
@@ -121,11 +93,7 @@ class Ranks:
             self._go_on_alone(step, "its forward pass failed")
 
     def part(self, model: nn.Module, name: str) -> None:
-        """Note which part of a module's weights this rank holds when it first attends.
-
-        Replicated weights, and those that FSDP has gathered, are the same in every rank. Those of tensor-parallel
-        layers differ, and then the ranks have different heads.
-        """
+        """Note which part of a module's weights this rank holds when it first attends."""
         if self._group is not None and name not in self._parts:
             self._parts[name] = _fingerprint(model, name)
 

@@ -10,16 +10,7 @@ from semdiag.measuring.calls.monitor_ranks import Look
 
 
 class Reduction:
-    """Combines the looks of all ranks; every rank gets the same result.
-
-    Rows of the same module, occurrence and head become one: ``rows`` is their sum, largest and smallest values are
-    those of all ranks, and everything else is the ranks' mean, weighted by rows. This includes medians and
-    ``output_rank``, which no reduction gives exactly: the median of all rows lies between the ranks' smallest and
-    largest median, and so does this mean.
-
-    Ranks with different weights of a module (tensor-parallel layers) have different heads of it, numbered in rank
-    order. Ranks that get the same samples all count their rows.
-    """
+    """Combines the looks of all ranks; every rank gets the same result."""
 
     def __init__(self) -> None:
         self._heads_before: dict[tuple[str, str], int] = {}  # by module and part of its weights

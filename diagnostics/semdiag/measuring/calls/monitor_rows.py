@@ -23,17 +23,7 @@ def columns(k: Sequence[int]) -> list[str]:
 def sampled_rows(
     call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int | None = 8
 ) -> CountedRows:
-    """Return a few random rows of an attention call, or all of them.
-
-    Args:
-        call: one attention call.
-        k: counterfactual numbers of heavy hitters.
-        generator: on CPU; chooses samples and queries, the same for all heads.
-        queries: of each sample, at most; None means every row, without storing scores.
-
-    Returns:
-        The rows, shapes (b, H, r).
-    """
+    """Return a few random rows of an attention call, or all of them."""
     most = min(max(k, default=0), call.k.shape[2])
     call = replace(call, v=call.v[..., :0])  # values are unused: copy none
     if queries is None:

@@ -15,12 +15,7 @@ class ScalarWriter(Protocol):
 
 
 class Scalars:
-    """Sends numbers by name.
-
-    Args:
-        tensorboard: a directory for TensorBoard, or a writer, which is neither opened nor closed here.
-        log: called with a dictionary and the step.
-    """
+    """Sends numbers by name."""
 
     def __init__(
         self,
@@ -37,11 +32,7 @@ class Scalars:
         return self._writer is not None or self._log is not None
 
     def open(self) -> None:
-        """Open the writer.
-
-        Raises:
-            InputError: if TensorBoard is wanted but not installed.
-        """
+        """Open the writer."""
         self._writer = self._tensorboard
         if self._own:
             try:

@@ -16,20 +16,7 @@ FEWEST = 2  # a single query shows no variation
 
 
 class QueryDraws:
-    """Draws the same fraction of the queries of every call: N per sample and head of the longest sequence.
-
-    N are drawn of the L queries of the longest expected sequence, or of the first call's, if that is longer. The
-    fraction is fixed at the first call, so that plain means are estimates; if a longer sequence follows,
-    :attr:`said` says how many are drawn of it. The draw depends on the seed, the layer and the sample's number,
-    not on the batches.
-
-    Args:
-        count: N, queries per sample and head; None means all.
-        seed: of the draws.
-
-    Raises:
-        InputError: unless count is a whole number of at least 2.
-    """
+    """Draws the same fraction of the queries of every call: N per sample and head of the longest sequence."""
 
     def __init__(self, count: int | None, seed: int) -> None:
         if isinstance(count, Tensor):
@@ -60,15 +47,7 @@ class QueryDraws:
         ]
 
     def places(self, call: AttentionCall) -> Tensor | None:
-        """Draw from the queries of a call that count.
-
-        Args:
-            call: with its padded queries marked.
-
-        Returns:
-            (B, H, R) int64 positions, -1 (at the end) for none; None means all. Columns 2s and 2s + 1 belong to
-            stratum s.
-        """
+        """Draw from the queries of a call that count."""
         batch, heads, length, _ = call.q.shape
         if not self._started:
             self._longest, self._started = max(self._longest, length), True

@@ -7,22 +7,7 @@ DRAWS = "its forward pass draws random numbers in evaluation mode"
 
 
 class RandomNumbers:
-    """The state of torch's global generators at construction, for the CPU and a CUDA device.
-
-    Draws from a model's own generator, or from another library, go unnoticed.
-
-    Args:
-        device: where the model runs.
-
-    Example:
-        >>> numbers = RandomNumbers(torch.device("cpu"))
-        >>> first = torch.rand(2)
-        >>> numbers.drawn
-        True
-        >>> numbers.again()
-        >>> torch.equal(first, torch.rand(2))
-        True
-    """
+    """The state of torch's global generators at construction, for the CPU and a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

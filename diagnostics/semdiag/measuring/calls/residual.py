@@ -19,18 +19,10 @@ _HALVES = torch.float16, torch.bfloat16
 
 
 class Residual(NamedTuple):
-    """The deviation of the attention's formula, recomputed on random rows, from the layer's output.
+    """The deviation of the attention's formula, recomputed on random rows, from the layer's output."""
 
-    Attributes:
-        residual: the largest deviation, relative to the largest output of these rows.
-        over_rounding: the largest deviation in units of the possible effect of rounding on that output; at most 1
-            if the capture is complete.
-        rounding: possible effect of rounding in the median row, relative to the largest output: a missing term
-            with a smaller effect goes unnoticed.
-    """
-
-    residual: float
-    over_rounding: float
+    residual: float  # the largest deviation, relative to the largest output of these rows
+    over_rounding: float  # the largest deviation in units of the possible effect of rounding on that output
     rounding: float
 
 
@@ -49,27 +41,7 @@ class _Rows(NamedTuple):
 
 
 def recomputation_residual(call: AttentionCall, generator: torch.Generator | None = None) -> Residual:
-    """Return the deviation of the attention's formula, recomputed on random rows, from the layer's output.
-
-    The formula is that of :class:`AttentionCall`, with soft-cap, bias, sinks, grouped heads and selection. It
-    shows whether the capture is complete: a missed bias, soft-cap or mask deviates by more than rounding. Rows
-    without an allowed key and padded queries are left out: a layer may return anything for them.
-
-    Source: docs/theory.md#residual for what rounding can do. Deviation: none.
-
-    Args:
-        call: one attention call.
-        generator: on CPU; draws 32 rows of all samples, heads and queries. None means a fixed seed.
-
-    Returns:
-        Three numbers; NaN if an output is not finite, or with dropout in training mode.
-
-    Example:
-        >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])
-        >>> call = AttentionCall("attention", 0, one, two, two, 0.0, None, None, None, 2 * one)
-        >>> recomputation_residual(call).residual
-        0.0
-    """
+    """Return the deviation of the attention's formula, recomputed on random rows, from the layer's output."""
     if call.dropout:
         return UNKNOWN
     generator = torch.Generator().manual_seed(0) if generator is None else generator

@@ -31,25 +31,13 @@ _GROUPED = (
 
 
 class Run:
-    """Runs the model on a batch when called; a consumer gets every attention call of the forward pass.
+    """Runs the model on a batch when called; a consumer gets every attention call of the forward pass."""
 
-    Calls have their padded queries marked, and layers numbered: a module called twice per forward pass is two
-    layers.
-
-    Attributes:
-        module: what runs: the model, or a copy that was moved or converted.
-        device: of the module.
-        dtype: of the module.
-        audit: of the capture.
-        padding: which queries are padding.
-        drew: whether an external model drew random numbers, so that another run on the same inputs would differ.
-    """
-
-    module: nn.Module
-    device: torch.device
-    dtype: torch.dtype
-    audit: Audit
-    padding: Padding
+    module: nn.Module  # what runs: the model, or a copy that was moved or converted
+    device: torch.device  # of the module
+    dtype: torch.dtype  # of the module
+    audit: Audit  # of the capture
+    padding: Padding  # which queries are padding
 
     def __init__(
         self, loaded: LoadedModel, consume: Callable[[AttentionCall], None], queries: Tensor | None
@@ -61,18 +49,7 @@ class Run:
         self._failure: BaseException | None = None
 
     def __call__(self, batch: Batch) -> Any:
-        """Run the model on a batch.
-
-        Args:
-            batch: on any device.
-
-        Returns:
-            What the model returns; None for an external model, whose output we cannot interpret.
-
-        Raises:
-            NotAvailableError: if an external model fails in float64, which not every operation supports.
-            InputError: if it fails in another dtype.
-        """
+        """Run the model on a batch."""
         size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
         if self._queries is not None:
             self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
@@ -109,11 +86,7 @@ class Run:
         return None
 
     def alike(self) -> None:
-        """Refuse a model that draws random numbers, so that copies of an input in one batch differ.
-
-        Raises:
-            NotAvailableError: if it drew some.
-        """
+        """Refuse a model that draws random numbers, so that copies of an input in one batch differ."""
         if self.drew:
             raise NotAvailableError(f"{DRAWS}: copies of an input differ by more than the added noise")
 
@@ -140,20 +113,7 @@ def running(
     dtype: torch.dtype | None = None,
     queries: Tensor | None = None,
 ) -> Iterator[Run]:
-    """Run a model in evaluation mode without gradients; restore the mode of every module afterwards.
-
-    The model is copied only if it must be moved or converted.
-
-    Args:
-        loaded: the model.
-        consume: gets each attention call while its tensors are alive.
-        device: where to run; None means where the model is.
-        dtype: of the model; None means its own.
-        queries: (N, L) bool over all samples to come, false for padding; None means what each batch says.
-
-    Yields:
-        A function from batches to what the model returns.
-    """
+    """Run a model in evaluation mode without gradients; restore the mode of every module afterwards."""
     run = Run(loaded, consume, queries)
     with ExitStack() as stack:
         run.module, run.device, run.dtype = stack.enter_context(in_evaluation(loaded, device, dtype))
@@ -167,16 +127,7 @@ def running(
 def in_evaluation(
     loaded: LoadedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
-    """Put a model on a device, in evaluation mode without gradients; restore the mode of every module afterwards.
-
-    Args:
-        loaded: the model; copied only if it must be moved or converted.
-        device: where to run; None means where the model is.
-        dtype: of the model; None means its own.
-
-    Yields:
-        The module that runs, its device and its dtype.
-    """
+    """Put a model on a device, in evaluation mode without gradients; restore the mode of every module afterwards."""
     module, place, kind = _placed(loaded.module, device, dtype)
     modes = [(part, part.training) for part in module.modules()]
     try:
@@ -189,11 +140,7 @@ def in_evaluation(
 
 
 def unnamed(module: LoadedModel | nn.Module) -> LoadedModel:
-    """Wrap a user's module as if it had been loaded; a loaded model stays as it is.
-
-    Raises:
-        InputError: if it is no module.
-    """
+    """Wrap a user's module as if it had been loaded; a loaded model stays as it is."""
     if isinstance(module, LoadedModel):
         return module
     if not isinstance(module, nn.Module):
@@ -205,18 +152,7 @@ def unnamed(module: LoadedModel | nn.Module) -> LoadedModel:
 
 
 def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return a model's device and dtype: those of its first floating-point tensor with values.
-
-    Weights without values (offloaded to memory or disk, and fetched in the forward pass) are ignored for the
-    device.
-
-    Args:
-        module: any; without tensors it is on the CPU.
-
-    Example:
-        >>> home_of(nn.Linear(2, 2).double())
-        (device(type='cpu'), torch.float64)
-    """
+    """Return a model's device and dtype: those of its first floating-point tensor with values."""
     tensors = _floating(module)
     first = next((t for t in tensors if not t.is_meta), None)
     kind = torch.get_default_dtype() if not tensors else tensors[0].dtype
@@ -226,19 +162,7 @@ def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 def placed(
     module: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Move and convert a module in place, as transformers loads it.
-
-    Rotary frequencies keep their precision: rounded to bfloat16 they would turn the 1,000th position by up to two
-    radians too far. What its models name (:func:`_kept_in_float32`: routers' weights) is float32 in 16 bits.
-
-    Args:
-        module: any.
-        device: where to; None means where it is.
-        dtype: of its floating-point parameters and buffers; None means their own.
-
-    Returns:
-        The same module.
-    """
+    """Move and convert a module in place, as transformers loads it."""
     own = [(held, name, held[name].data) for held, name in _frequencies(module)]
     own += [(held, name, held[name].data.float()) for held, name in _kept_in_float32(module, dtype)]
     module.to(device=device, dtype=dtype)
@@ -248,12 +172,7 @@ def placed(
 
 
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str]]:
-    """Return where the tensors stand that transformers keeps in float32 while it loads a model in 16 bits.
-
-    Args:
-        module: any; of transformers' models those tensors that they name.
-        dtype: of the others.
-    """
+    """Return where the tensors stand that transformers keeps in float32 while it loads a model in 16 bits."""
     names = ["_keep_in_fp32_modules_strict"] * (dtype in (torch.bfloat16, torch.float16))
     names += ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     named = {kept for part in module.modules() for name in names for kept in getattr(part, name, None) or ()}
@@ -279,12 +198,7 @@ def _frequencies(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def converted(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a module must be converted to run in a dtype.
-
-    Args:
-        module: any.
-        dtype: of its floating-point parameters and buffers, as of :func:`placed`.
-    """
+    """Return whether a module must be converted to run in a dtype."""
     own = {id(held[name]) for held, name in (*_frequencies(module), *_kept_in_float32(module, dtype))}
     return any(t.dtype != dtype for t in _floating(module) if id(t) not in own)
 
@@ -312,15 +226,7 @@ def _placed(
 
 
 def refuse_masked(module: nn.Module, how: str) -> None:
-    """Refuse a model under sparsify, since a copy of it would run without the mask.
-
-    Args:
-        module: the model.
-        how: the copy would run, in words.
-
-    Raises:
-        InputError: if it runs under sparsify.
-    """
+    """Refuse a model under sparsify, since a copy of it would run without the mask."""
     if runs_masked(module):
         raise InputError(
             f"The model runs under sparsify, which masks the model itself: a copy of it, {how}, would run without "

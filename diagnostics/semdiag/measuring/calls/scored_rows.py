@@ -17,24 +17,14 @@ class NotAvailableError(InputError):
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """Rows of scores and statistics of their sets; shapes (B, H, L) unless stated otherwise.
+    """Rows of scores and statistics of their sets; shapes (B, H, L) unless stated otherwise."""
 
-    Attributes:
-        scores: (B, H, L, L) float64, nats; -inf where a key is not allowed.
-        selected: (B, H, L, L) bool, S_i; empty for padded queries.
-        counted: bool, false for padded queries and for rows without keys.
-        kept: int64, k_i.
-        dispersion: δ_i in nats; 0 if a row does not count.
-        separation: Δ_i in nats; +inf if nothing is dropped, 0 for a tie up to rounding, negative if the set is not
-            that of the largest scores.
-    """
-
-    scores: Tensor
-    selected: Tensor
-    counted: Tensor
-    kept: Tensor
-    dispersion: Tensor
-    separation: Tensor
+    scores: Tensor  # (B, H, L, L) float64, nats; -inf where a key is not allowed
+    selected: Tensor  # (B, H, L, L) bool, S_i; empty for padded queries
+    counted: Tensor  # bool, false for padded queries and for rows without keys
+    kept: Tensor  # int64, k_i
+    dispersion: Tensor  # δ_i in nats; 0 if a row does not count
+    separation: Tensor  # Δ_i in nats
 
     @property
     def weights(self) -> Tensor:
@@ -49,22 +39,7 @@ class ScoredRows:
 
 
 def scored_rows(call: AttentionCall) -> ScoredRows:
-    """Score an attention call and compute δ, Δ and the sets.
-
-    It needs a few L × L matrices per sample and head: pass small batches.
-
-    Source: docs/theory.md#attention-call. Deviation: a separation within the rounding of the dot products
-    is a tie, Δ = 0.
-
-    Args:
-        call: one attention call.
-
-    Returns:
-        Its rows.
-
-    Raises:
-        NotAvailableError: if the call has attention sinks.
-    """
+    """Score an attention call and compute δ, Δ and the sets."""
     if call.sinks is not None:
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
     scores, seen = call.scores(torch.float64), call.part().allowed

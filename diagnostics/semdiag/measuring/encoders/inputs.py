@@ -10,20 +10,7 @@ from semdiag_models import Encoder, InputError
 
 
 def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
-    """Return those of several k that do not exceed the number of keys.
-
-    Args:
-        k: numbers of kept keys.
-        longest: the largest number of keys of a query.
-        what: names that number in the message.
-
-    Raises:
-        InputError: if a k is below 1, or none fits.
-
-    Example:
-        >>> fitting([4, 16], 10, "the length of the inputs")
-        [4]
-    """
+    """Return those of several k that do not exceed the number of keys."""
     fits = [value for value in k if value <= longest]
     if min(k) < 1 or not fits:
         raise InputError(f"k must lie in 1 … {longest}, {what}. Got k={min(k)}.")
@@ -31,17 +18,7 @@ def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
 
 
 def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int]) -> list[Tensor]:
-    """Return an encoder's inputs as int64, after checking them.
-
-    Args:
-        encoder: the model.
-        batches: token ids (N, L), at least one sample each.
-        k: counterfactual numbers of heavy hitters.
-
-    Raises:
-        InputError: if they are no token ids, a token id or a length does not fit the model, all are PAD, or no k
-            is in 1 … length.
-    """
+    """Return an encoder's inputs as int64, after checking them."""
     config = encoder.config
     tokens = [checked_batch(encoder, batch) for batch in batches]
     padding_counts = config.pad_as_token or config.extra_tokens
@@ -54,15 +31,7 @@ def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int])
 
 
 def checked_batch(encoder: Encoder, batch: Batch) -> Tensor:
-    """Return a batch of an encoder's inputs as int64, after checking it.
-
-    Args:
-        encoder: the model.
-        batch: token ids (N, L), at least one sample.
-
-    Raises:
-        InputError: if it is no token ids, or a token id or the length does not fit the model.
-    """
+    """Return a batch of an encoder's inputs as int64, after checking it."""
     config = encoder.config
     if not isinstance(batch, Tensor):
         raise InputError(f"Inputs must be whole token ids of shape (N, L). Got {type(batch).__name__}.")

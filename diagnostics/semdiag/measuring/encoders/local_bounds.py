@@ -23,39 +23,15 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LocalBounds:
-    """Bounds of the gradient of the mean loss at one parameter vector; natural logarithms.
+    """Bounds of the gradient of the mean loss at one parameter vector; natural logarithms."""
 
-    Attributes:
-        tensors: by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`; −∞ for key biases.
-        network: of all parameters together.
-        any_residual: the same with the largest possible residual, √2, for every input.
-    """
-
-    tensors: dict[str, float]
-    network: float
-    any_residual: float
+    tensors: dict[str, float]  # by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`
+    network: float  # of all parameters together
+    any_residual: float  # the same with the largest possible residual, √2, for every input
 
 
 def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> LocalBounds:
-    """Bound the gradient of the mean cross-entropy in every tensor, while no mask changes.
-
-    For each input, the gradient in the pooled token is known, Φᵀ(softmax − one-hot). Its norm is propagated back
-    through the blocks as a bound of each token's gradient; the bounds of the tensors are means over the inputs.
-
-    Source: docs/theory.md#local-form. Deviation: not in the paper.
-
-    Args:
-        encoder: a float64 model in evaluation mode; hooks are added and removed.
-        tokens: (N, L) int64 on its device, each with a token that is not padding.
-        labels: (N,) int64 on the same device; None means that every residual counts as √2.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1)).double().eval()
-        >>> bounds = local_bounds(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]))
-        >>> bounds.network < bounds.any_residual, bounds.tensors["blocks.0.attention.k.bias"]
-        (True, -inf)
-    """
+    """Bound the gradient of the mean cross-entropy in every tensor, while no mask changes."""
     length = tokens.shape[1] + encoder.config.extra_tokens
     per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
     head = encoder.head.weight.detach()

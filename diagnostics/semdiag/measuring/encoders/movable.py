@@ -16,40 +16,16 @@ _TOKENS = 10_000  # per forward pass: about what fits into a core's cache
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Position of a parameter tensor in the vector of all parameters.
+    """Position of a parameter tensor in the vector of all parameters."""
 
-    Attributes:
-        name: as in :func:`~semdiag.measuring.encoders.weights.named_tensors`, like group and bound.
-        group: of the tensor.
-        bound: its name among the constants of Theorem 2.
-        part: of the vector.
-    """
-
-    name: str
-    group: str
-    bound: str
-    part: slice
+    name: str  # as in :func:`~semdiag.measuring.encoders.weights.named_tensors`, like group and bound
+    group: str  # of the tensor
+    bound: str  # its name among the constants of Theorem 2
+    part: slice  # of the vector
 
 
 class MovableEncoder:
-    """An encoder in evaluation mode whose parameters are views into one vector.
-
-    Moving it copies into that vector. The original model is never written to, so nothing needs to be restored.
-
-    Args:
-        encoder: the model.
-        device: where to run.
-        dtype: of the parameters.
-        gradients: whether the copy's parameters require gradients.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> moved = MovableEncoder(encoder)
-        >>> moved.move_to(0 * moved.origin)
-        >>> moved.logits(torch.tensor([[0, 1, 1, 0]])).tolist(), encoder.head.weight.any().item()
-        ([[0.0, 0.0]], True)
-    """
+    """An encoder in evaluation mode whose parameters are views into one vector."""
 
     def __init__(
         self,
@@ -83,21 +59,12 @@ class MovableEncoder:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits (N, classes) at the current point, in passes of about 10,000 tokens.
-
-        Args:
-            tokens: (N, L) int64 on its device.
-        """
+        """Return logits (N, classes) at the current point, in passes of about 10,000 tokens."""
         per_pass = max(1, _TOKENS // tokens.shape[1])
         return torch.cat([self.encoder(batch) for batch in torch.split(tokens, per_pass)])
 
     def loss_and_accuracy(self, tokens: Tensor, labels: Tensor) -> tuple[float, float]:
-        """Return the mean cross-entropy (nats) and accuracy in [0, 1] at the current point.
-
-        Args:
-            tokens: (N, L) int64 on its device.
-            labels: (N,) int64 on its device.
-        """
+        """Return the mean cross-entropy (nats) and accuracy in [0, 1] at the current point."""
         logits = self.logits(tokens)
         right = predicted_classes(logits) == labels
         return float(F.cross_entropy(logits.cpu().double(), labels.cpu())), float(right.double().mean())
@@ -106,20 +73,7 @@ class MovableEncoder:
 def usable_samples(
     encoder: Encoder, tokens: Tensor, labels: Tensor | None, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Return the samples that have a loss: those with a token other than PAD.
-
-    Args:
-        encoder: the model.
-        tokens: (N, L) int64.
-        labels: (N,) classes; None raises.
-        device: of the result.
-
-    Returns:
-        Tokens and labels on the device.
-
-    Raises:
-        InputError: if the labels are unknown or none of the model's classes, or no sample is left.
-    """
+    """Return the samples that have a loss: those with a token other than PAD."""
     if labels is None:
         raise InputError(
             "The loss of these inputs is unknown, because --inputs has no labels. Leave out --inputs: the run's "

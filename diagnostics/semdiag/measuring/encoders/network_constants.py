@@ -31,53 +31,30 @@ POST_NORM = Assumption("blocks normalise their outputs (post-norm), as in the pa
 
 @dataclass(frozen=True, eq=False)
 class BlockForms:
-    """One block's constants.
+    """One block's constants."""
 
-    Attributes:
-        weights: of the block.
-        trace: what the inputs showed.
-        sound: per sample, shape (N,) and (N, H).
-        paper: for all inputs together, shape () and (H,).
-    """
-
-    weights: BlockWeights
-    trace: LayerTrace
-    sound: BlockConstants
-    paper: BlockConstants
+    weights: BlockWeights  # of the block
+    trace: LayerTrace  # what the inputs showed
+    sound: BlockConstants  # per sample, shape (N,) and (N, H)
+    paper: BlockConstants  # for all inputs together, shape () and (H,)
 
 
 @dataclass(frozen=True, eq=False)
 class NetworkForms:
-    """A network's constants.
+    """A network's constants."""
 
-    Attributes:
-        blocks: first to last.
-        log_sound: ln λ_g by name, the largest over the samples.
-        log_paper: the paper's ln λ_g by name: for its W, V, P, R, and for our tensors by the chain rule.
-        sound: λ_L, the largest over the samples.
-        paper: the paper's λ_L, over its W, V, P, R.
-        infinite: number of samples whose sound λ_g is infinite, by name.
-        each: sound ln λ_L of every sample, shape (N,).
-    """
-
-    blocks: list[BlockForms]
-    log_sound: dict[str, Tensor]
+    blocks: list[BlockForms]  # first to last
+    log_sound: dict[str, Tensor]  # ln λ_g by name, the largest over the samples
+    # the paper's ln λ_g by name: for its W, V, P, R, and for our tensors by the chain rule
     log_paper: dict[str, Tensor]
-    sound: Bound
-    paper: Bound
-    infinite: dict[str, int]
-    each: Tensor
+    sound: Bound  # λ_L, the largest over the samples
+    paper: Bound  # the paper's λ_L, over its W, V, P, R
+    infinite: dict[str, int]  # number of samples whose sound λ_g is infinite, by name
+    each: Tensor  # sound ln λ_L of every sample, shape (N,)
 
 
 def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
-    """Combine the constants of Theorem 2 input by input, and in the paper's form for all inputs at once.
-
-    Source: docs/theory.md#network. Deviation: none.
-
-    Args:
-        encoder: a float64 model.
-        traces: of its inputs.
-    """
+    """Combine the constants of Theorem 2 input by input, and in the paper's form for all inputs at once."""
     blocks = [_block(encoder, layer, traces) for layer in range(len(traces.layers))]
     head = spectral_norm(encoder.head.weight.detach())
     shares = torch.ones(()) if encoder.config.cls_tokens else 1 / traces.tokens.double()

@@ -19,31 +19,18 @@ _MLP_NORM_EPS = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class BlockAtPoint:
-    """One block at one input, with its L tokens that are not padding.
+    """One block at one input, with its L tokens that are not padding."""
 
-    Attributes:
-        attention: at this input.
-        tokens: (L, d), the attention's input.
-        mlp_tokens: (L, d), the MLP's.
-        hidden: (L, mlp width), input of the MLP's second matrix.
-        weights: of the block.
-        pre_norm: whether it normalises the inputs of its parts rather than their outputs.
-        streams: (2, L, d), inputs of the two normalisations.
-        eps: of the two normalisations.
-        slopes: (L, mlp width), σ' of the MLP's hidden units.
-        activation: λ_σ, the largest possible slope.
-    """
-
-    attention: AttentionAtPoint
-    tokens: Tensor
-    mlp_tokens: Tensor
-    hidden: Tensor
-    weights: BlockWeights
-    pre_norm: bool
-    streams: Tensor
-    eps: tuple[float, float]
-    slopes: Tensor
-    activation: float
+    attention: AttentionAtPoint  # at this input
+    tokens: Tensor  # (L, d), the attention's input
+    mlp_tokens: Tensor  # (L, d), the MLP's
+    hidden: Tensor  # (L, mlp width), input of the MLP's second matrix
+    weights: BlockWeights  # of the block
+    pre_norm: bool  # whether it normalises the inputs of its parts rather than their outputs
+    streams: Tensor  # (2, L, d), inputs of the two normalisations
+    eps: tuple[float, float]  # of the two normalisations
+    slopes: Tensor  # (L, mlp width), σ' of the MLP's hidden units
+    activation: float  # λ_σ, the largest possible slope
 
     @property
     def after_attention(self) -> Tensor:
@@ -72,13 +59,7 @@ class BlockAtPoint:
 
 
 def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) -> list[BlockAtPoint]:
-    """Return one pass of a batch through one block, split by sample.
-
-    Args:
-        encoder: a float64 model in evaluation mode.
-        call: the pass, from :func:`~semdiag.capturing.block_calls.watch_blocks`.
-        valid: (B, L) bool, false for padding; None if there is none.
-    """
+    """Return one pass of a batch through one block, split by sample."""
     weights, attention = block_weights(encoder, call.layer), call.attention
     block = encoder.blocks[call.layer]
     pre_norm = encoder.config.norm == "pre"
@@ -118,20 +99,7 @@ def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) ->
 
 
 def log_point_constant(at: BlockAtPoint) -> float:
-    """Return a block's constant at one input in closed form, in the norm Σ_tokens ‖·‖₂.
-
-    Pre-norm: max_l [ m_l + Σ_i m_i r_il / s_l ], m_i = 1 + B_R B_P λ_σ/s'_i. Post-norm: max_l [ m_l + Σ_i m_i r_il
-    ], m_i = (1 + B_R B_P λ_σ)/(s_i s'_i). r bounds the attention's derivatives
-    (:func:`~semdiag.mathematics.bounds.point_bounds.attention_reach`); s and s' belong to the tokens.
-
-    Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        at: the block.
-
-    Returns:
-        ln of the constant; −∞ without a token.
-    """
+    """Return a block's constant at one input in closed form, in the norm Σ_tokens ‖·‖₂."""
     if not len(at.slopes):
         return -math.inf
     first, second = at.stds
@@ -145,19 +113,7 @@ def log_point_constant(at: BlockAtPoint) -> float:
 
 
 def log_exact_constant(at: BlockAtPoint) -> float:
-    """Return the largest column sum of a block's Jacobian at one input, max_l Σ_i ‖∂Z_i/∂X_l‖₂, for a fixed mask.
-
-    In the norm Σ_tokens ‖·‖₂, no output moves further than this times the input. Columns are computed in the order
-    of their Frobenius norms, which are upper bounds, until no other one can be the largest.
-
-    Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        at: the block.
-
-    Returns:
-        ln of the column sum; −∞ without a token.
-    """
+    """Return the largest column sum of a block's Jacobian at one input, max_l Σ_i ‖∂Z_i/∂X_l‖₂, for a fixed mask."""
     if not len(at.slopes):
         return -math.inf
     first, after = at.norm_jacobians[0], at.after_attention

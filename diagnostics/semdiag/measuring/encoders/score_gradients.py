@@ -18,19 +18,7 @@ BOUNDED_TENSORS = ("attention.q.weight", "attention.q.bias", "attention.k.weight
 
 
 def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
-    """Bound the gradient of the mean cross-entropy in W_q, b_q and W_k of every block at this point.
-
-    Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        encoder: a float64 model in evaluation mode whose parameters require gradients; hooks are added and
-            removed.
-        tokens: (N, L) int64 on its device.
-        labels: (N,) int64 on the same device.
-
-    Returns:
-        Natural logarithms by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`.
-    """
+    """Bound the gradient of the mean cross-entropy in W_q, b_q and W_k of every block at this point."""
     length = tokens.shape[1] + encoder.config.extra_tokens
     per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
     sums = torch.zeros(len(encoder.blocks), len(BOUNDED_TENSORS), encoder.config.heads).to(tokens.device).double()

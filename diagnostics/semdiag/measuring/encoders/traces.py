@@ -22,71 +22,37 @@ _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """One block on the evaluated inputs: one entry per sample (and head), without padding.
+    """One block on the evaluated inputs: one entry per sample (and head), without padding."""
 
-    Attributes:
-        token_norm: (N,) Ξ, largest norm at the attention's input.
-        score_reach: (N,) largest |scale|·‖q‖·‖k‖, a bound of the scores to which their rounding is proportional.
-        attention_std: (N,) smallest sqrt(var + eps) that the first normalisation sees.
-        mlp_std: (N,) the same for the second.
-        mlp_token_norm: (N,) Ξ_P, largest norm at the MLP's input.
-        hidden_norm: (N,) largest norm at the MLP's second matrix.
-        log_map: (N, H) ln λ_A; +inf if the kind of attention is not covered, or Δ ≤ 0.
-        log_form: (N, H) ln λ_M.
-        dispersion: (N, H) largest δ of a query.
-        separation: (N, H) smallest Δ of a query.
-        not_positive: (N, H) int64, queries with Δ ≤ 0.
-        not_finite: (N, H) int64, queries with a score that is NaN or infinite; their sample has no constant.
-        load: (N, H) int64, largest key load.
-    """
-
-    token_norm: Tensor
+    token_norm: Tensor  # (N,) Ξ, largest norm at the attention's input
+    # (N,) largest |scale|·‖q‖·‖k‖, a bound of the scores to which their rounding is proportional
     score_reach: Tensor
-    attention_std: Tensor
-    mlp_std: Tensor
-    mlp_token_norm: Tensor
-    hidden_norm: Tensor
-    log_map: Tensor
-    log_form: Tensor
-    dispersion: Tensor
-    separation: Tensor
-    not_positive: Tensor
-    not_finite: Tensor
-    load: Tensor
+    attention_std: Tensor  # (N,) smallest sqrt(var + eps) that the first normalisation sees
+    mlp_std: Tensor  # (N,) the same for the second
+    mlp_token_norm: Tensor  # (N,) Ξ_P, largest norm at the MLP's input
+    hidden_norm: Tensor  # (N,) largest norm at the MLP's second matrix
+    log_map: Tensor  # (N, H) ln λ_A; +inf if the kind of attention is not covered, or Δ ≤ 0
+    log_form: Tensor  # (N, H) ln λ_M
+    dispersion: Tensor  # (N, H) largest δ of a query
+    separation: Tensor  # (N, H) smallest Δ of a query
+    not_positive: Tensor  # (N, H) int64, queries with Δ ≤ 0
+    not_finite: Tensor  # (N, H) int64, queries with a score that is NaN or infinite; their sample has no constant
+    load: Tensor  # (N, H) int64, largest key load
 
 
 @dataclass(frozen=True, eq=False)
 class InputTraces:
-    """The evaluated inputs, layer by layer.
+    """The evaluated inputs, layer by layer."""
 
-    Attributes:
-        layers: one trace per block.
-        tokens: (N,) int64, tokens that are not padding, CLS and global tokens included.
-        counts: (N, rows of the embedding) int64, how often each token id occurs among them.
-        pooled_norm: (N,) norm of the pooled representation.
-        logits: (N, classes) of the head.
-    """
-
-    layers: Sequence[LayerTrace]
-    tokens: Tensor
-    counts: Tensor
-    pooled_norm: Tensor
-    logits: Tensor
+    layers: Sequence[LayerTrace]  # one trace per block
+    tokens: Tensor  # (N,) int64, tokens that are not padding, CLS and global tokens included
+    counts: Tensor  # (N, rows of the embedding) int64, how often each token id occurs among them
+    pooled_norm: Tensor  # (N,) norm of the pooled representation
+    logits: Tensor  # (N, classes) of the head
 
 
 def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
-    """Run the inputs and measure, input by input, everything that the bounds need.
-
-    λ_A is the form with each token's own load, from the masks that the model used. For heavy-hitter masks, the
-    sums over a token's queries are doubled: this covers the union S_i ∪ S'_i with any second mask that gives no
-    token a larger (weighted) load than the measured one.
-
-    Source: docs/theory.md#attention-map. Deviation: none.
-
-    Args:
-        encoder: a float64 model in evaluation mode; hooks are added and removed.
-        tokens: (N, L) int64 on its device.
-    """
+    """Run the inputs and measure, input by input, everything that the bounds need."""
     tracer = _Tracer(encoder)
     length = tokens.shape[1] + encoder.config.extra_tokens
     per_pass = max(1, _SCORES // (encoder.config.heads * length**2))

@@ -41,36 +41,18 @@ OTHER_TENSORS = {
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A parameter tensor, with query, key and value split.
+    """A parameter tensor, with query, key and value split."""
 
-    Attributes:
-        name: as in the encoder's state dict, with ``qkv`` split: ``blocks.0.attention.q.weight``.
-        layer: of its block; -1 for the embedding and the head.
-        group: ``qk``, ``value-output``, ``mlp-in``, ``mlp-out``, ``embedding`` or ``head``.
-        bound: its name among the constants of Theorem 2.
-        values: a view of the parameter: writing to it moves the encoder.
-        gradient: a view of the parameter's gradient; None before a backward pass.
-    """
-
-    name: str
-    layer: int
-    group: str
-    bound: str
-    values: Tensor
-    gradient: Tensor | None
+    name: str  # as in the encoder's state dict, with ``qkv`` split: ``blocks.0.attention.q.weight``
+    layer: int  # of its block; -1 for the embedding and the head
+    group: str  # ``qk``, ``value-output``, ``mlp-in``, ``mlp-out``, ``embedding`` or ``head``
+    bound: str  # its name among the constants of Theorem 2
+    values: Tensor  # a view of the parameter: writing to it moves the encoder
+    gradient: Tensor | None  # a view of the parameter's gradient; None before a backward pass
 
 
 def named_tensors(encoder: Encoder) -> list[NamedTensor]:
-    """Return all parameter tensors of an encoder in the order of its layers, embedding first, head last.
-
-    They are views that share the parameters' memory.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> [tensor.name for tensor in named_tensors(encoder)][:3]
-        ['embedding.weight', 'blocks.0.attention.q.weight', 'blocks.0.attention.q.bias']
-    """
+    """Return all parameter tensors of an encoder in the order of its layers, embedding first, head last."""
     named = [_whole(encoder, "embedding.weight")]
     for layer in range(len(encoder.blocks)):
         for name, (bound, group) in BLOCK_TENSORS.items():

@@ -20,18 +20,7 @@ class Completeness(StrEnum):
 
 
 def completeness(row: Mapping[str, Any]) -> Completeness:
-    """Judge whether attention recomputed from the capture agrees with the model's.
-
-    Args:
-        row: of the table ``models`` or ``calls``.
-
-    Returns:
-        Complete if rounding explains every deviation; blind if rounding could hide a missing head or mask.
-
-    Example:
-        >>> completeness({"residual": 0.03, "residual_over_rounding": 0.4, "rounding": 0.05}).value
-        'recomputed within rounding'
-    """
+    """Judge whether attention recomputed from the capture agrees with the model's."""
     residual, excess = float(row["residual"]), float(row["residual_over_rounding"])
     if math.isnan(residual):
         return Completeness.UNKNOWN

@@ -16,19 +16,7 @@ def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
 
 
 def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
-    """Return what a top-k mask would keep by one model's own scores, for queries with more than k keys.
-
-    Args:
-        findings: with counterfactual columns for k.
-        model: a value of the column ``model``.
-        k: keys kept.
-
-    Returns:
-        share (fraction of all measured queries with more than k keys), mass and mass_p5 (attention weight kept,
-        median and 5th percentile), lowest and highest (median mass of a layer), lowest_layer and highest_layer,
-        and medians: dispersion, whole (δ over all keys), separation. sampled: number of queries behind all but the
-        share, if only a sample is kept; else 0. Empty if no query has more keys, or scores are not finite.
-    """
+    """Return what a top-k mask would keep by one model's own scores, for queries with more than k keys."""
     if diverged(findings, model):
         return {}
     queries = findings.measurements.queries[findings.measurements.queries["model"] == model]

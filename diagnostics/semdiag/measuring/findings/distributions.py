@@ -28,34 +28,14 @@ def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
 
 
 def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
-    """Return percentiles of a quantity of one model for every layer and head, and pooled: ``(ALL, ALL)``.
-
-    Args:
-        findings: of any number of models.
-        model: its path.
-        quantity: a column of the queries, or of the loads.
-
-    Returns:
-        By layer and head, in order; from the table ``sketches`` if the model has more queries than are kept.
-        Layers, heads and pools with scores that are not finite are unknown.
-    """
+    """Return percentiles of a quantity of one model for every layer and head, and pooled: ``(ALL, ALL)``."""
     broken = broken_places(findings, model)
     table = _place_percentiles(findings, model, quantity)
     return {place: _unknown(row) if place in broken else row for place, row in table.items()}
 
 
 def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) -> pd.DataFrame:
-    """Return the rows behind percentiles, intervals and verdicts on a model, or on one of its layers.
-
-    Args:
-        findings: of any number of models.
-        model: its path.
-        quantity: a column of the queries, or of the loads.
-        layer: one of its layers; ALL means all.
-
-    Returns:
-        The columns sample and ``quantity``; all values are NaN if some score is not finite.
-    """
+    """Return the rows behind percentiles, intervals and verdicts on a model, or on one of its layers."""
     rows = rows_of(_rows(findings, quantity), model)
     rows = rows.loc[slice(None) if layer == ALL else rows["layer"] == layer, ["sample", quantity]]
     return rows.assign(**{quantity: np.nan}) if (layer, ALL) in broken_places(findings, model) else rows
@@ -80,29 +60,13 @@ def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pl
 
 
 def pooled_percentiles(findings: Findings, quantity: str) -> dict[str, Percentiles]:
-    """Return percentiles of a quantity over all layers and heads.
-
-    Args:
-        findings: of any number of models.
-        quantity: a column of the queries, or of the loads.
-
-    Returns:
-        :func:`~semdiag.measuring.percentiles.percentiles` by model.
-    """
+    """Return percentiles of a quantity over all layers and heads."""
     models = _rows(findings, quantity)["model"].unique()
     return {str(model): findings(place_percentiles, str(model), quantity)[ALL, ALL] for model in models}
 
 
 def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFrame]:
-    """Return percentiles of a quantity in every layer, heads pooled.
-
-    Args:
-        findings: of any number of models.
-        quantity: a column of the queries, or of the loads.
-
-    Returns:
-        By model, one row per layer, in order.
-    """
+    """Return percentiles of a quantity in every layer, heads pooled."""
     tables = {}
     for model, rows in _rows(findings, quantity).groupby("model", sort=False):
         places = findings(place_percentiles, str(model), quantity).items()
@@ -115,30 +79,13 @@ def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFra
 
 
 def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
-    """Return percentiles of a quantity per layer and head, and pooled, of every model.
-
-    Args:
-        findings: of any number of models.
-        quantity: dispersion, separation or load.
-
-    Returns:
-        model, layer and head (ALL if pooled), then the columns of
-        :func:`~semdiag.measuring.percentiles.percentiles`.
-    """
+    """Return percentiles of a quantity per layer and head, and pooled, of every model."""
     models = [str(model) for model in findings.measurements.models["model"]]
     return pd.DataFrame({"model": model, **row} for model in models for row in _places(findings, model, quantity))
 
 
 def within_table(findings: Findings) -> pd.DataFrame:
-    """Return percentiles of what every counterfactual k would keep, by layer and head and pooled, by model.
-
-    Args:
-        findings: of any number of models.
-
-    Returns:
-        Columns model, quantity (dispersion, separation, mass or load), k, layer and head (ALL if pooled),
-        then those of :func:`~semdiag.measuring.percentiles.percentiles`.
-    """
+    """Return percentiles of what every counterfactual k would keep, by layer and head and pooled, by model."""
     table: list[dict[Any, Any]] = []
     for model in findings.measurements.models["model"]:
         own = findings.measurements.of(model)

@@ -25,27 +25,14 @@ def drawn(findings: Findings) -> list[str]:
 
 
 def in_part(findings: Findings, *models: str) -> bool:
-    """Return whether a table of queries has only some of a model's queries: drawn, or a sample of too many.
-
-    Args:
-        findings: of the models.
-        models: their paths; without any, all models.
-    """
+    """Return whether a table of queries has only some of a model's queries: drawn, or a sample of too many."""
     table = findings.measurements.models
     own = table[table["model"].isin(models)] if models else table
     return bool((own["share"] * own["share_kept"] < 1).any())
 
 
 def require_every_query(findings: Findings, what: str) -> None:
-    """Refuse what rests on extremes or on every query if only some were drawn or kept.
-
-    Args:
-        findings: of any number of models.
-        what: the refused thing, as the subject of a sentence.
-
-    Raises:
-        InputError: naming it.
-    """
+    """Refuse what rests on extremes or on every query if only some were drawn or kept."""
     if in_part(findings):
         raise InputError(
             f"{what} needs every query, but only some were drawn or kept: measure without --queries, and with at "
@@ -54,18 +41,7 @@ def require_every_query(findings: Findings, what: str) -> None:
 
 
 def estimate_table(findings: Findings) -> pd.DataFrame:
-    """Return mean and percentiles per layer and head and pooled, for models whose queries were drawn.
-
-    Source: :func:`~semdiag.mathematics.sampled_intervals.sampled_estimates`. Deviation: none.
-
-    Args:
-        findings: of any number of models.
-
-    Returns:
-        model, layer and head (ALL if pooled), quantity, statistic (mean, p1 … p99), estimate, low and high (95%;
-        missing if too few were drawn) and target, what the interval is about: one row for each of
-        :data:`~semdiag.mathematics.sampled_intervals.TARGETS`.
-    """
+    """Return mean and percentiles per layer and head and pooled, for models whose queries were drawn."""
     rows: list[list[object]] = []
     for model in drawn(findings):
         own = findings.measurements.of(model)
@@ -105,12 +81,7 @@ def drawing(findings: Findings, model: str) -> Summary:
 
 
 def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispersion",)) -> list[str]:
-    """Return sentences on what was drawn and which tables come from a sketch; none if all was measured.
-
-    Args:
-        findings: of any number of models.
-        quantities: dispersion or separation, or both: their medians are stated.
-    """
+    """Return sentences on what was drawn and which tables come from a sketch; none if all was measured."""
     sentences = []
     for model in drawn(findings):
         words = drawing(findings, model)

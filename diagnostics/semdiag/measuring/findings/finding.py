@@ -21,27 +21,16 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One claim and its verdict.
+    """One claim and its verdict."""
 
-    Attributes:
-        subject: a model's path, or a pair's label.
-        claim: in words.
-        form: ``sound`` or ``paper``; empty if the claim has only one.
-        where: ``all``, a percentile (``p95``), a layer (``layer 2``) or a tensor's name.
-        verdict: one word.
-        numbers: the deciding numbers, by name; logarithms are natural and named ``ln …``.
-        note: a further remark for readers; may be empty.
-        percentile: at which the claim was judged; None if it was not judged at a percentile.
-    """
-
-    subject: str
-    claim: str
-    form: str
-    where: str
-    verdict: Verdict
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
-    percentile: int | None = None
+    subject: str  # a model's path, or a pair's label
+    claim: str  # in words
+    form: str  # ``sound`` or ``paper``; empty if the claim has only one
+    where: str  # ``all``, a percentile (``p95``), a layer (``layer 2``) or a tensor's name
+    verdict: Verdict  # one word
+    numbers: Mapping[str, float] = field(default_factory=dict)  # the deciding numbers, by name
+    note: str = ""  # a further remark for readers; may be empty
+    percentile: int | None = None  # at which the claim was judged; None if it was not judged at a percentile
 
     def __str__(self) -> str:
         words_of = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
@@ -52,21 +41,7 @@ class Finding:
 
 
 def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
-    """Return the verdict on a claim about many rows: violated if any row violates it, else that of most rows.
-
-    Args:
-        holds: rows for which the claim holds and says something.
-        violated: rows that contradict it.
-        vacuous: rows for which it holds trivially.
-        not_met: rows that break its assumptions.
-
-    Returns:
-        The verdict; nothing conclusive without rows.
-
-    Example:
-        >>> of_rows(holds=90, violated=0, vacuous=8, not_met=2).value
-        'holds'
-    """
+    """Return the verdict on a claim about many rows: violated if any row violates it, else that of most rows."""
     if violated:
         return Verdict.VIOLATED
     counts = {Verdict.HOLDS: holds, Verdict.VACUOUS: vacuous, Verdict.NOT_MET: not_met}
@@ -74,15 +49,7 @@ def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
 
 
 def agreed(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict that all have in common; inconclusive if they differ or there are none.
-
-    Args:
-        verdicts: for instance one per percentile.
-
-    Example:
-        >>> agreed([Verdict.HOLDS, Verdict.VIOLATED]).value
-        'nothing conclusive'
-    """
+    """Return the verdict that all have in common; inconclusive if they differ or there are none."""
     words = set(verdicts)
     return words.pop() if len(words) == 1 else Verdict.NOTHING
 

@@ -18,13 +18,7 @@ Describe = Callable[[Percentile, str], Summary]
 
 
 def by_layer(command: str, findings: Findings, describe: Describe) -> Summary:
-    """Return the numbers of every model by layer and head and pooled, also for every counterfactual k.
-
-    Args:
-        command: that prints them.
-        findings: of one or more models.
-        describe: makes numbers from the percentiles of a column and the suffix of a counterfactual's columns.
-    """
+    """Return the numbers of every model by layer and head and pooled, also for every counterfactual k."""
     measurements = findings.measurements
     results = []
     for row in measurements.models.to_dict("records"):

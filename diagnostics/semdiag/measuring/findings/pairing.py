@@ -19,29 +19,15 @@ RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 
 @dataclass(frozen=True)
 class Pair:
-    """A full-attention model and a counterpart that differs from it only in its attention.
+    """A full-attention model and a counterpart that differs from it only in its attention."""
 
-    Attributes:
-        label: task, attention and seed in words.
-        full: the full model's path.
-        other: the counterpart's path.
-    """
-
-    label: str
-    full: str
-    other: str
+    label: str  # task, attention and seed in words
+    full: str  # the full model's path
+    other: str  # the counterpart's path
 
 
 def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
-    """Pair every model of one attention kind with the full-attention model trained on the same data.
-
-    Args:
-        models: the table of :class:`Measurements`.
-        attention: kind of the counterpart; None means every kind but full.
-
-    Returns:
-        The pairs, and the paths of full models and counterparts that have no partner.
-    """
+    """Pair every model of one attention kind with the full-attention model trained on the same data."""
     pairs, alone = [], []
     models = models[~external(models)]  # their training is unknown
     sparse = models["attention"] != "full" if attention is None else models["attention"] == attention
@@ -61,15 +47,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
 
 
 def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
-    """Return other models that could serve as the full model of a pair.
-
-    Args:
-        models: the table of :class:`Measurements`.
-        pair: from :func:`find_pairs`.
-
-    Returns:
-        Paths of full-attention models of the same run and snapshot, with other weights.
-    """
+    """Return other models that could serve as the full model of a pair."""
     full = models[models["attention"] == "full"]
     chosen = full[full["model"] == pair.full].iloc[0]
     same = [all(_equal(row[name], chosen[name]) for name in RUN_AND_SNAPSHOT) for _, row in full.iterrows()]
@@ -78,14 +56,7 @@ def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
 
 
 def compared_pairs(findings: Findings) -> list[Pair]:
-    """Return the pairs that a report compares: with the model of --against, or full models with counterparts.
-
-    Args:
-        findings: of any number of models; the reference's path is ``provenance["against"]``.
-
-    Returns:
-        The pairs, of every kind of attention.
-    """
+    """Return the pairs that a report compares: with the model of --against, or full models with counterparts."""
     measurements = findings.measurements
     against = measurements.provenance.get("against")
     if against is not None and against in set(measurements.models["model"]):
@@ -115,16 +86,7 @@ def unlearned_sentences(findings: Findings) -> list[str]:
 
 
 def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
-    """Pair every model with one reference, whether or not they match.
-
-    Args:
-        models: the table of :class:`Measurements`.
-        against: the reference's path.
-
-    Returns:
-        One pair per other model; if exactly one of the two has full attention, that one is ``full``, else the
-        reference is.
-    """
+    """Pair every model with one reference, whether or not they match."""
     reference = models[models["model"] == against].iloc[0]
     pairs = []
     for _, row in models[models["model"] != against].iterrows():
@@ -136,15 +98,7 @@ def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
 
 
 def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
-    """Return the differences between the two models of a pair besides attention.
-
-    Args:
-        models: the table of :class:`Measurements`.
-        pair: two of its models.
-
-    Returns:
-        Sentences like ``seed 1 and 2``; empty for a pair that :func:`find_pairs` makes.
-    """
+    """Return the differences between the two models of a pair besides attention."""
     full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
     both = full["attention"] != "full" and other["attention"] != "full"
     names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both else ())]
@@ -158,23 +112,13 @@ def _equal(one: Any, two: Any) -> bool:
 
 
 def attention_word(row: Any) -> str:
-    """Return a model's attention in one word: ``full``, ``topk-5``, ``banded-5-global-1``.
-
-    Args:
-        row: of the table of models: attention, k, global_tokens.
-    """
+    """Return a model's attention in one word: ``full``, ``topk-5``, ``banded-5-global-1``."""
     kind = str(row["attention"]) if pd.isna(row["k"]) else f"{row['attention']}-{row['k']}"
     return f"{kind}-global-{row['global_tokens']}" if row["global_tokens"] else kind
 
 
 def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
-    """Shorten a path to its end.
-
-    Args:
-        path: to shorten.
-        among: paths from which it must differ; it stays whole if another one has the same end.
-        letters: number of characters to keep.
-    """
+    """Shorten a path to its end."""
     tail = path[-letters:]
     if len(path) <= letters or sum(other.endswith(tail) for other in set(among) | {path}) > 1:
         return path

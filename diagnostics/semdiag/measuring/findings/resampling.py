@@ -1,12 +1,4 @@
-"""95% intervals over whole sequences, because the queries of one sequence are dependent.
-
-A mean has Student's interval, corrected for skewness. For ratios of percentiles and rank correlations whole
-sequences are resampled. A percentile bootstrap of few sequences is too narrow: its variance is divided by n
-instead of n − 1, and its shape is normal instead of Student's. Both are corrected in the levels of the percentiles
-(:func:`tail_levels`). The resulting coverage: docs/reading-a-report.md. With fewer units than :data:`FEWEST` there
-is no interval: resampled values stay within the range of the n values, which contains the median of their law with
-probability 1 − 2^(1 − n).
-"""
+"""95% intervals over whole sequences, because the queries of one sequence are dependent."""
 
 import math
 from collections.abc import Sequence
@@ -32,12 +24,7 @@ class Interval:
     high: float
 
     def if_varied(self) -> "Interval":
-        """Return it without its ends if they are equal to rounding: sequences all alike show no variation.
-
-        Example:
-            >>> Interval(0.0, 0.0, 0.0).if_varied(), Interval(0.5, 0.25, 0.75).if_varied().low
-            (Interval(estimate=0.0, low=nan, high=nan), 0.25)
-        """
+        """Return it without its ends if they are equal to rounding: sequences all alike show no variation."""
         varied = self.high - self.low > _ROUNDING * max(abs(self.low), abs(self.high))
         return self if varied else Interval(self.estimate, math.nan, math.nan)
 
@@ -47,26 +34,7 @@ class Interval:
 
 
 def tail_levels(units: int) -> tuple[float, float]:
-    """Return the percentiles of the resampled values that bound an interval; it is wider for few units.
-
-    Φ(−sqrt(n/(n − 1)) t_{0.975, n − 1}) on each side instead of 0.025.
-
-    Source: Hesterberg 2015, What Teachers Should Know About the Bootstrap (expanded percentile interval).
-    Deviation: none.
-
-    Args:
-        units: n ≥ FEWEST, the number of units drawn with replacement: sequences, planes.
-
-    Returns:
-        Two percentiles in [0, 100].
-
-    Raises:
-        ValueError: for fewer units.
-
-    Example:
-        >>> [round(level, 2) for level in tail_levels(8)], [round(level, 2) for level in tail_levels(10_000)]
-        ([0.57, 99.43], [2.5, 97.5])
-    """
+    """Return the percentiles of the resampled values that bound an interval; it is wider for few units."""
     if units < FEWEST:
         raise ValueError(f"An interval needs at least {FEWEST} units. Got {units}.")
     reach = math.sqrt(units / (units - 1)) * float(scipy.stats.t.ppf(0.975, units - 1))
@@ -75,19 +43,7 @@ def tail_levels(units: int) -> tuple[float, float]:
 
 
 def interval_ends(resampled: NDArray[np.float64], units: int) -> tuple[float, float]:
-    """Return the ends of an interval: resampled values at :func:`tail_levels`.
-
-    Args:
-        resampled: of an estimate.
-        units: n ≥ 1, the number of units drawn with replacement.
-
-    Returns:
-        Both ends; NaN for fewer units than FEWEST, or if a resampled value is NaN.
-
-    Example:
-        >>> interval_ends(np.array([2.0, 2.0]), units=5), interval_ends(np.array([2.0, 2.0]), units=4)
-        ((2.0, 2.0), (nan, nan))
-    """
+    """Return the ends of an interval: resampled values at :func:`tail_levels`."""
     if units < FEWEST or not resampled.size:
         return math.nan, math.nan
     low, high = np.percentile(resampled, tail_levels(units))
@@ -102,26 +58,7 @@ def ratio_interval(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Interval:
-    """Return the ratio of one percentile of a quantity in two sets of queries, with a bootstrap interval.
-
-    Whole sequences are drawn with replacement. If both sets come from the same samples, both sides of the ratio
-    use the same draw, so that common variation cancels.
-
-    Args:
-        numerator: queries with the columns sample and ``quantity``; the same number for every sample.
-        denominator: queries like these.
-        quantity: the column.
-        percentile: the percentile of the queries to compare.
-        resamples: bootstrap draws.
-        seed: of the draws.
-
-    Returns:
-        Estimate and interval; NaN if a side has no finite value, or the denominator is 0; no interval for fewer
-        sequences than FEWEST.
-
-    Raises:
-        ValueError: if a side has no samples.
-    """
+    """Return the ratio of one percentile of a quantity in two sets of queries, with a bootstrap interval."""
     above, below = _Sequences(numerator, quantity), _Sequences(denominator, quantity)
     paired = above.count == below.count
     rng = np.random.default_rng(seed)
@@ -163,10 +100,7 @@ class _Sequences:
         self.held = held.reshape(self.count + 1, chunks).astype(np.float64)  # floats: for a product by BLAS
 
     def percentiles(self, draws: Sequence[NDArray[np.int64]], percentile: float) -> NDArray[np.float64]:
-        """Return the linearly interpolated percentile for each draw, which takes sequence s ``draw[s]`` times.
-
-        NaN if nothing finite was drawn.
-        """
+        """Return the linearly interpolated percentile for each draw, which takes sequence s ``draw[s]`` times."""
         step = max(1, _AT_ONCE // (self.count + sum(self.values.shape)))
         parts = (np.array(draws[start : start + step]) for start in range(0, len(draws), step))
         return np.concatenate([self._percentiles(times, percentile) for times in parts])
@@ -187,12 +121,7 @@ class _Sequences:
 
 
 def mean_interval(rows: pd.DataFrame, quantity: str, *, share: bool = True) -> Interval:
-    """Return the mean of a quantity over rows, as :func:`sum_ratio_interval` of their samples.
-
-    Example:
-        >>> mean_interval(pd.DataFrame({"sample": [0, 0, 1, 2, 3, 4], "x": [1.0] * 6}), "x")
-        Interval(estimate=1.0, low=1.0, high=1.0)
-    """
+    """Return the mean of a quantity over rows, as :func:`sum_ratio_interval` of their samples."""
     values = rows[quantity].to_numpy(np.float64)
     finite = np.isfinite(values)
     owner = np.unique(rows["sample"].to_numpy()[finite], return_inverse=True)[1]
@@ -201,23 +130,7 @@ def mean_interval(rows: pd.DataFrame, quantity: str, *, share: bool = True) -> I
 
 
 def sum_ratio_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], *, share: bool = False) -> Interval:
-    """Return Σ sums / Σ counts over sequences, such as the loss per token, with an interval.
-
-    Formula and source: :func:`~semdiag.mathematics.sampled_intervals.ratio_ends`.
-
-    Args:
-        sums: (N,) sum of each sequence.
-        counts: (N,) number of terms of each sum; sequences with 0 are left out.
-        share: whether the quotient lies between 0 and 1; the interval then does, too.
-
-    Returns:
-        Estimate and interval; NaN if all counts are 0. No interval for fewer sequences than FEWEST, or if a sum is
-        not finite.
-
-    Example:
-        >>> sum_ratio_interval(np.array([2.0, 4.0, 2.0, 2.0, 2.0]), np.array([1.0, 2.0, 1.0, 1.0, 1.0]))
-        Interval(estimate=2.0, low=2.0, high=2.0)
-    """
+    """Return Σ sums / Σ counts over sequences, such as the loss per token, with an interval."""
     sums, counts = sums[counts > 0], counts[counts > 0]
     estimate = float(sums.sum() / counts.sum()) if len(sums) else math.nan
     if len(sums) < FEWEST or not np.isfinite(sums).all():
@@ -229,26 +142,7 @@ def sum_ratio_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], *
 def rank_correlation_interval(
     rows: pd.DataFrame, first: str, second: str, resamples: int = 200, seed: int = 0
 ) -> Interval:
-    """Return Spearman's rank correlation of two quantities, with a bootstrap interval.
-
-    Whole sequences are drawn with replacement, and the rows are ranked anew in every draw; equal values
-    share their mean rank.
-
-    Args:
-        rows: with the columns sample, ``first`` and ``second``; finite values.
-        first: a column.
-        second: a column.
-        resamples: bootstrap draws.
-        seed: of the draws.
-
-    Returns:
-        Estimate and interval; NaN if a column is constant.
-
-    Example:
-        >>> rows = pd.DataFrame({"sample": [0, 1, 2], "x": [1.0, 2.0, 3.0], "y": [9.0, 5.0, 5.0]})
-        >>> round(rank_correlation_interval(rows, "x", "y").estimate, 3)
-        -0.866
-    """
+    """Return Spearman's rank correlation of two quantities, with a bootstrap interval."""
     if rows.empty:
         return Interval(float("nan"), float("nan"), float("nan"))
     samples, owner = np.unique(rows["sample"], return_inverse=True)

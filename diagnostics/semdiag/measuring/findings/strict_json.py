@@ -1,8 +1,4 @@
-"""Write and read what a command prints with ``--json``: strict JSON under a schema.
-
-Unknown numbers are null. Infinities are the strings "inf" and "-inf": a bound of "inf" is no guarantee, a
-logarithm of "-inf" is the constant 0. In version 1 of the schemas, all three were null.
-"""
+"""Write and read what a command prints with ``--json``: strict JSON under a schema."""
 
 import math
 from typing import Any
@@ -16,12 +12,7 @@ MODEL_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")  # of every
 
 
 def json_ready(value: Any) -> Any:
-    """Replace what JSON cannot represent, at any depth: NaN by None, infinities by the strings "inf" and "-inf".
-
-    Example:
-        >>> json_ready({"ln bound": [math.inf, -math.inf, math.nan, 0.5]})
-        {'ln bound': ['inf', '-inf', None, 0.5]}
-    """
+    """Replace what JSON cannot represent, at any depth: NaN by None, infinities by the strings "inf" and "-inf"."""
     if isinstance(value, dict):
         return {str(key): json_ready(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -32,15 +23,7 @@ def json_ready(value: Any) -> Any:
 
 
 def number_from_json(value: float | str | None) -> float:
-    """Return the number that :func:`json_ready` wrote; NaN for null.
-
-    Raises:
-        ValueError: if it is a string other than "inf" and "-inf".
-
-    Example:
-        >>> [number_from_json(value) for value in (0.5, "-inf", None)]
-        [0.5, -inf, nan]
-    """
+    """Return the number that :func:`json_ready` wrote; NaN for null."""
     if value is None:
         return math.nan
     if isinstance(value, str) and value not in ("inf", "-inf"):
@@ -59,13 +42,7 @@ def has_schema(content: Any, command: str) -> bool:
 
 
 def json_object(command: str, findings: Findings, **content: Any) -> Summary:
-    """Return the object that a command prints.
-
-    Args:
-        command: its name, part of the schema.
-        findings: supply the provenance.
-        content: further entries.
-    """
+    """Return the object that a command prints."""
     whole = {"schema": schema(command), "provenance": findings.measurements.provenance, **content}
     return Summary(json_ready(whole))
 

@@ -7,15 +7,7 @@ from semdiag.measuring.findings.findings import Findings
 
 
 def check_supposed_k(findings: Findings, k: int) -> None:
-    """Refuse a k that would drop no key of a full-attention model, because no query has more keys.
-
-    Args:
-        findings: of the measured models.
-        k: the user's, for the mask that such a model is supposed to have.
-
-    Raises:
-        InputError: if the largest number of keys of such a model is smaller.
-    """
+    """Refuse a k that would drop no key of a full-attention model, because no query has more keys."""
     kinds = findings.measurements.models.set_index("model")["attention"]
     for model, keys in findings(pooled_percentiles, "keys").items():
         if kinds[model] in DENSE and keys["p100"] < k:

@@ -27,37 +27,13 @@ FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "un
 
 
 def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
-    """Describe the runs that models come from.
-
-    Args:
-        models: any; those without a training history are left out.
-
-    Returns:
-        One row per model: model, task, attention (in one word, with the inverse temperature unless it is 1),
-        kind, seed, setting (every other choice of architecture and training, as JSON: runs of one setting may be
-        compared), epochs (trained), planned, and state: ``finished``, ``stopped at --until``, ``unfinished``,
-        ``not begun``, or ``snapshot`` for a file that is not the run's last.
-    """
+    """Describe the runs that models come from."""
     rows = [_row(model) for model in models if model.training is not None and "train_accuracy" in model.history]
     return RUNS.of_rows(rows)
 
 
 def setting_in_words(model: LoadedModel) -> str:
-    """Return the settings that differ from the defaults, except the attention and those with their own column.
-
-    Args:
-        model: an encoder of semdiag_models.
-
-    Returns:
-        Names and values, like ``activation gelu, learning_rate 0.5``; only those of the architecture if the
-        training is unknown. ``usual`` if there are none.
-
-    Example:
-        >>> from semdiag_models import Encoder
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, mlp_width=32, activation="gelu"))
-        >>> setting_in_words(LoadedModel("model", "", encoder, "python", "unknown"))
-        'activation gelu, mlp_width 32'
-    """
+    """Return the settings that differ from the defaults, except the attention and those with their own column."""
     chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
     listed = {*_COLUMNS, "listops"}  # the task's label names the law of listops
     others = [n for n, value in chosen.items() if n not in listed and _USUAL[n] not in (MISSING, value)]
@@ -109,22 +85,7 @@ def _state(model: LoadedModel) -> str:
 
 
 def setting_labels(settings: Sequence[str]) -> dict[str, str]:
-    """Label settings by their task and by what distinguishes them.
-
-    Args:
-        settings: JSON from :func:`run_table`.
-
-    Returns:
-        A label for each, like ``even-pairs`` or ``even-pairs, activation gelu``.
-
-    Example:
-        >>> relu, gelu = ('{"task": "parity", "activation": "%s"}' % name for name in ("relu", "gelu"))
-        >>> setting_labels([relu, gelu])[gelu]
-        'parity, activation gelu'
-        >>> frozen = ('{"task": "parity", "frozen": %s}' % names for names in ("[]", '["qk"]'))
-        >>> sorted(setting_labels([*frozen]).values())
-        ['parity, frozen none', 'parity, frozen qk']
-    """
+    """Label settings by their task and by what distinguishes them."""
     read = {setting: json.loads(setting) for setting in dict.fromkeys(settings)}
     labels = {}
     for setting, values in read.items():

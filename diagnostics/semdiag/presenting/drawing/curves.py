@@ -7,21 +7,7 @@ POINTS = 500
 
 
 def cumulative_curve(values: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return points of the cumulative distribution of the finite values above 0, exact at evenly spaced shares.
-
-    Values at or below 0 count in the shares but have no point: they lie left of a logarithmic axis.
-
-    Args:
-        values: any shape.
-        points: at most this many.
-
-    Returns:
-        Abscissae (a quantile each) and the shares of values at most as large; empty if there are none.
-
-    Example:
-        >>> cumulative_curve([1.0, 2.0, 3.0, float("inf")], points=3)
-        (array([1., 2., 3.]), array([0. , 0.5, 1. ]))
-    """
+    """Return points of the cumulative distribution of the finite values above 0, exact at evenly spaced shares."""
     array = np.asarray(values, dtype=np.float64).ravel()
     array = array[np.isfinite(array)]
     if not array.size:
@@ -32,19 +18,7 @@ def cumulative_curve(values: ArrayLike, points: int = POINTS) -> tuple[NDArray[n
 
 
 def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the share of counts that are at least x, for every x that occurs.
-
-    Args:
-        counts: whole numbers, any shape; entries that are not finite are left out.
-        points: at most this many different x; the smallest and largest always stay.
-
-    Returns:
-        The counts in ascending order, and the shares in (0, 1].
-
-    Example:
-        >>> exceedance_curve([1, 1, 2, 5])
-        (array([1., 2., 5.]), array([1.  , 0.5 , 0.25]))
-    """
+    """Return the share of counts that are at least x, for every x that occurs."""
     array = np.asarray(counts, dtype=np.float64).ravel()
     distinct, repeats = np.unique(array[np.isfinite(array)], return_counts=True)
     if not distinct.size:

@@ -13,14 +13,7 @@ _LIGHT = 0.55
 
 
 def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[float], str] | None = None) -> None:
-    """Draw cells, grey where they are not finite, with a colour bar.
-
-    Args:
-        ax: the panel.
-        cells: (rows, columns).
-        scale: from values to colours.
-        text: formats the number written into each cell; None: no numbers.
-    """
+    """Draw cells, grey where they are not finite, with a colour bar."""
     image = ax.imshow(cells, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
     ax.set_facecolor("#bbbbbb")
     ax.grid(visible=False)

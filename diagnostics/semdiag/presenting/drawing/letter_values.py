@@ -26,19 +26,7 @@ def draw_letter_values(
     *,
     narrow: bool = False,
 ) -> None:
-    """Draw the percentiles of one set of queries as nested boxes, its median and one extreme.
-
-    Values at or below 0 are below a logarithmic axis: boxes are cut there, not moved.
-
-    Args:
-        ax: with its scale set.
-        x: centre of the boxes.
-        width: of the innermost box.
-        table: ``p1`` … ``p99``, ``p50`` and ``extreme``; nothing is drawn if they are NaN.
-        style: of the attention kind.
-        extreme: the percentile marked as a point.
-        narrow: whether all boxes are as wide as the innermost.
-    """
+    """Draw the percentiles of one set of queries as nested boxes, its median and one extreme."""
     if not np.isfinite(table["p50"]):
         return
     floor = ax.get_ylim()[0]
@@ -66,16 +54,7 @@ def draw_letter_values(
 def layer_boxes(
     ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]], extreme: str = "p100"
 ) -> list[tuple[float, dict[Hashable, float], AttentionStyle]]:
-    """Draw one group of boxes per layer, one box of each table, and number the layers from 0.
-
-    Args:
-        ax: with its scale set.
-        boxes: label for the legend, style, and percentiles by layer.
-        extreme: the percentile marked as a point.
-
-    Returns:
-        The position of each box, with its row and style.
-    """
+    """Draw one group of boxes per layer, one box of each table, and number the layers from 0."""
     layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
     width, drawn = 0.84 / max(len(boxes), 1), []
     narrow = width * panel_inches(ax) / max(len(layers), 1) < _DISTINCT
@@ -98,19 +77,7 @@ def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
 
 
 def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, float]:
-    """Return the smallest and the largest positive percentile, for a logarithmic axis.
-
-    Args:
-        tables: concatenated percentile tables.
-        low: column of the smallest values to show; if none is positive, a column of higher percentiles is used.
-        high: column of the largest.
-
-    Returns:
-        Two positive numbers.
-
-    Raises:
-        NothingToDrawError: if there are none.
-    """
+    """Return the smallest and the largest positive percentile, for a logarithmic axis."""
     nothing = "No query has a finite value above 0, so there is nothing to show on a logarithmic axis."
     tops = tables[high].to_numpy(float) if len(tables) else np.zeros(0)
     tops = tops[np.isfinite(tops) & (tops > 0)]

@@ -23,17 +23,7 @@ _FAR = 30  # ratio of largest to smallest value above which colours are logarith
 
 @paper_style
 def monitored_run(rows: pd.DataFrame) -> Figure:
-    """Draw heat maps of layers against steps, with the first alarm of each layer marked.
-
-    Args:
-        rows: a monitor's table of heads.
-
-    Returns:
-        A panel per quantity, with the most extreme head of each layer and step.
-
-    Raises:
-        NothingToDrawError: if there is no row.
-    """
+    """Draw heat maps of layers against steps, with the first alarm of each layer marked."""
     if rows.empty:
         raise NothingToDrawError("The file has no rows: no step was looked at.")
     pairs = zip(rows["layer"].tolist(), rows["occurrence"].astype(int).tolist(), strict=True)

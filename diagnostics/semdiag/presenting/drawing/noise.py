@@ -12,11 +12,7 @@ def percent(level: float) -> str:
 
 
 def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return in words the noise level, samples and draws behind some secants.
-
-    Returns:
-        For instance ``input noise 1% of each token's RMS, 50 samples, one draw each (seed 0)``.
-    """
+    """Return in words the noise level, samples and draws behind some secants."""
     levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
     samples = int(secants.groupby("model")["sample"].nunique().max())
     seed = findings.measurements.provenance.get("seed")

@@ -22,53 +22,27 @@ class NothingToDrawError(ValueError):
 
 @dataclass(frozen=True)
 class Series:
-    """One model in a panel.
+    """One model in a panel."""
 
-    Attributes:
-        model: its path, as in the tables of measurements.
-        attention: its kind.
-        k: keys kept per query; None for full attention.
-        length: tokens of the longest input.
-        label: for the legend.
-        style: colour, marker, line.
-    """
-
-    model: str
-    attention: str
-    k: int | None
-    length: int
-    label: str
-    style: AttentionStyle
+    model: str  # its path, as in the tables of measurements
+    attention: str  # its kind
+    k: int | None  # keys kept per query; None for full attention
+    length: int  # tokens of the longest input
+    label: str  # for the legend
+    style: AttentionStyle  # colour, marker, line
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Models of the same task, seed, size, setting and snapshot.
+    """Models of the same task, seed, size, setting and snapshot."""
 
-    Attributes:
-        title: common properties in which other panels differ.
-        series: one entry per model, full attention first.
-        snapshot: ``last``, ``initialisation``, … ; empty if snapshots do not matter.
-    """
-
-    title: str
-    series: tuple[Series, ...]
-    snapshot: str = ""
+    title: str  # common properties in which other panels differ
+    series: tuple[Series, ...]  # one entry per model, full attention first
+    snapshot: str = ""  # ``last``, ``initialisation``, … ; empty if snapshots do not matter
 
 
 def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> list[Panel]:
-    """Group models into panels, last snapshots before all others.
-
-    Args:
-        models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
-        keys: columns in which the models of a panel agree.
-
-    Returns:
-        The panels in order of appearance.
-
-    Raises:
-        NothingToDrawError: if there is no model.
-    """
+    """Group models into panels, last snapshots before all others."""
     if models.empty:
         raise NothingToDrawError("No model was measured.")
     foreign = external(models)
@@ -84,12 +58,7 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
 
 
 def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, str]:
-    """Return each model in words, like ``even-pairs, top-k (k = 5)``.
-
-    Args:
-        models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
-        last_only: whether to leave out other snapshots if there are last ones.
-    """
+    """Return each model in words, like ``even-pairs, top-k (k = 5)``."""
     panels = panels_of(models)
     last = [panel for panel in panels if panel.snapshot in ("last", "")]
     shown = last if last_only and last else panels
@@ -97,11 +66,7 @@ def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, 
 
 
 def short_labels(models: pd.DataFrame) -> dict[str, str]:
-    """Return each model in few words, for ticks: what distinguishes it from the others.
-
-    Args:
-        models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
-    """
+    """Return each model in few words, for ticks: what distinguishes it from the others."""
     whole = model_labels(models)
     tasks = dict(zip(models["model"], models["task"], strict=True)) if models["task"].nunique() > 1 else {}
     labels = {s.model: s.label for panel in panels_of(models) for s in panel.series}
@@ -111,13 +76,7 @@ def short_labels(models: pd.DataFrame) -> dict[str, str]:
 
 
 def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
-    """Return an attention's name for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``.
-
-    Args:
-        kind: as in the measurements.
-        k: keys kept per query; None if not limited.
-        global_tokens: to which all queries also attend.
-    """
+    """Return an attention's name for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``."""
     name = attention_style(kind).name
     more = f" + {global_tokens} global" if global_tokens else ""
     return name if k is None or kind == "full" else f"{name} (k = {k}{more})"

@@ -21,18 +21,7 @@ class Range(NamedTuple):
 
 @cache
 def reference_ranges(quantity: str) -> tuple[Range, ...]:
-    """Return the ranges of trained language models.
-
-    Source: ``experiments/reference_ranges.py``, which measures them. They are not limits: a model
-    outside may be fine.
-
-    Args:
-        quantity: ``dispersion`` or ``entropy`` (nats), ``first_weight``.
-
-    Example:
-        >>> [one.model for one in reference_ranges("dispersion")]
-        ['MiniLM', 'SmolLM2']
-    """
+    """Return the ranges of trained language models."""
     with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
         table = pd.read_csv(file)
     rows = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
@@ -40,12 +29,7 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
 
 
 def draw_band(ax: Axes, quantity: str) -> None:
-    """Shade the range of these models behind a panel.
-
-    Args:
-        ax: with the quantity as ordinate.
-        quantity: of :func:`reference_ranges`.
-    """
+    """Shade the range of these models behind a panel."""
     ranges = reference_ranges(quantity)
     low, high = min(each.low for each in ranges), max(each.high for each in ranges)
     label = f"heads of {' and '.join(_MODELS)}"
@@ -53,9 +37,5 @@ def draw_band(ax: Axes, quantity: str) -> None:
 
 
 def reference_words(quantity: str) -> str:
-    """Return the ranges in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``.
-
-    Args:
-        quantity: of :func:`reference_ranges`.
-    """
+    """Return the ranges in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
     return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in reference_ranges(quantity))

@@ -23,19 +23,7 @@ _PNG_DPI = 150
 
 @paper_style
 def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write a figure in several formats; control characters in its texts become their escapes.
-
-    Args:
-        figure: to be saved.
-        path: without suffix; its folder is created if missing.
-        formats: of png, svg and pdf.
-
-    Returns:
-        The files, in the order of the formats.
-
-    Raises:
-        InputError: if a format is unknown.
-    """
+    """Write a figure in several formats; control characters in its texts become their escapes."""
     unknown = [name for name in formats if name not in _METADATA]
     if unknown:
         raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")

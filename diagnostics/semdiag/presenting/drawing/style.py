@@ -63,21 +63,13 @@ PAPER: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class AttentionStyle:
-    """The style of one kind of attention in every figure; marker and line also distinguish it in grey.
+    """The style of one kind of attention in every figure; marker and line also distinguish it in grey."""
 
-    Attributes:
-        name: in words.
-        color: from seaborn's colour-blind palette.
-        marker: of points.
-        line: line style.
-        width: of lines in points; input-agnostic controls are thinner.
-    """
-
-    name: str
-    color: str
-    marker: str
-    line: str | tuple[int, tuple[int, ...]]
-    width: float
+    name: str  # in words
+    color: str  # from seaborn's colour-blind palette
+    marker: str  # of points
+    line: str | tuple[int, tuple[int, ...]]  # line style
+    width: float  # of lines in points; input-agnostic controls are thinner
 
 
 ATTENTION_STYLES = {
@@ -100,31 +92,17 @@ DENSE_STYLES = {
 
 
 def attention_style(kind: str) -> AttentionStyle:
-    """Return the fixed style of an attention kind; a grey one for a kind without.
-
-    Args:
-        kind: as in the measurements, like ``topk``.
-    """
+    """Return the fixed style of an attention kind; a grey one for a kind without."""
     return (ATTENTION_STYLES | DENSE_STYLES).get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
 
 
 def palette(count: int) -> list[str]:
-    """Return distinct colours that are safe for colour-blind readers; the eleventh repeats the first.
-
-    Example:
-        >>> palette(2)
-        ['#0173b2', '#de8f05']
-    """
+    """Return distinct colours that are safe for colour-blind readers; the eleventh repeats the first."""
     return [_COLORBLIND[i % len(_COLORBLIND)] for i in range(count)]
 
 
 def lightened(color: str, share: float) -> tuple[float, float, float]:
-    """Mix a colour with white.
-
-    Args:
-        color: any matplotlib colour.
-        share: of white, 0 … 1.
-    """
+    """Mix a colour with white."""
     red, green, blue = (value + (1 - value) * share for value in to_rgb(color))
     return red, green, blue
 
@@ -175,23 +153,13 @@ def panel_inches(ax: Axes) -> float:
 
 
 def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
-    """Return a text broken into lines that fit a panel.
-
-    Args:
-        ax: the panel.
-        text: one or several lines.
-        size: of the letters in points.
-    """
+    """Return a text broken into lines that fit a panel."""
     letters = max(12, int(_LETTERS_PER_INCH * 7.0 / size * panel_inches(ax)))
     return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, letters))
 
 
 def wrap_titles(figure: Figure) -> None:
-    """Break the titles of panels that are wider than these.
-
-    Args:
-        figure: with its panels drawn.
-    """
+    """Break the titles of panels that are wider than these."""
     for ax in figure.axes:
         title = ax.get_title(loc="left")
         for text in ax.get_children() if title else ():
@@ -202,18 +170,7 @@ def wrap_titles(figure: Figure) -> None:
 def panel_grid(
     panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a number of panels, outside pyplot's global state.
-
-    Args:
-        panels: their number.
-        height: of a panel, in inches.
-        sharex: one scale of abscissae for all panels.
-        sharey: one scale of ordinates for all panels.
-        columns: panels per row; by default one to three, depending on their number.
-
-    Returns:
-        The figure, as wide as the page, and its axes, row by row.
-    """
+    """Return a figure with a number of panels, outside pyplot's global state."""
     columns = columns or (panels if panels <= 3 else 2 if panels == 4 else 3)
     height *= 1.3 if panels == 1 else 1.1 if columns == 2 else 1.0
     columns = 1 if _STACKED.get() else columns
@@ -232,12 +189,7 @@ def panel_grid(
 
 
 def finished(figure: Figure, note: str) -> Figure:
-    """Finish a figure: one legend above all panels, with each label once, and a note below on the marks.
-
-    Args:
-        figure: with its panels drawn.
-        note: one or two lines.
-    """
+    """Finish a figure: one legend above all panels, with each label once, and a note below on the marks."""
     panels = figure.axes
     entries = {
         label: handle for ax in panels for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
@@ -255,12 +207,7 @@ def finished(figure: Figure, note: str) -> Figure:
 
 
 def note_below(figure: Figure, text: str) -> None:
-    """Add a note below the panels that explains the marks, and break titles that are too wide.
-
-    Args:
-        figure: with its panels drawn.
-        text: one or two lines.
-    """
+    """Add a note below the panels that explains the marks, and break titles that are too wide."""
     wrap_titles(figure)
     letters = int(_LETTERS_PER_INCH * figure.get_figwidth())
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
@@ -275,13 +222,7 @@ def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
 
 
 def number_layers(ax: Axes, layers: Sequence[int], places: Sequence[float] | None = None) -> None:
-    """Label the layers on the axis of abscissae, as many of them as have room.
-
-    Args:
-        ax: the panel.
-        layers: in order.
-        places: where each stands; None: at its number.
-    """
+    """Label the layers on the axis of abscissae, as many of them as have room."""
     step = max(1, math.ceil(len(layers) * _LAYER_INCHES / panel_inches(ax)))
     ticks = layers if places is None else places
     ax.set_xticks(ticks[::step], [str(int(layer)) for layer in layers[::step]])
@@ -289,11 +230,7 @@ def number_layers(ax: Axes, layers: Sequence[int], places: Sequence[float] | Non
 
 
 def plain_numbers(axis: Axis) -> None:
-    """Label a logarithmic axis 0.1, 1, 10 instead of with powers of ten.
-
-    Where at most two of them are in view, 0.2 and 0.5 are labelled, too; where less than a factor of three is in
-    view, every tick.
-    """
+    """Label a logarithmic axis 0.1, 1, 10 instead of with powers of ten."""
 
     def between(value: float, _: int | None) -> str:
         low, high = np.log10(np.clip(sorted(axis.get_view_interval()), 1e-300, None))

@@ -40,33 +40,7 @@ def not_shown(rows: int) -> str:
 
 
 class NumberTable:
-    """A table that fits the width of the terminal.
-
-    A number is shown whole or not at all: cut short it would be wrong. Where a table is too wide, headings break
-    between words first, then names at hyphens and dots; then columns are dropped, and named below.
-
-    Args:
-        columns: as declared; those without a value in any row are dropped.
-        rows: their entries by name.
-        title: above the table; empty: none.
-        caption: below the table; empty: none.
-        unit: replaces ``{}`` in headings.
-
-    Example:
-        >>> from semdiag.presenting.columns import text
-        >>> table = NumberTable(
-        ...     [Column("task", form=text), Column("loss", "best loss", drop=1), Column("epochs")],
-        ...     [{"task": "missing-duplicate", "loss": 0.0123, "epochs": 17}],
-        ... )
-        >>> Console(width=21).print(table)  # doctest: +NORMALIZE_WHITESPACE
-        <BLANKLINE>
-        task        epochs
-        ──────────────────
-        missing-        17
-        duplicate
-        <BLANKLINE>
-        Left out to fit 21 columns: best loss.
-    """
+    """A table that fits the width of the terminal."""
 
     def __init__(
         self,

@@ -19,14 +19,7 @@ def clock() -> float:
 
 
 class Minutes:
-    """Progress lines on stderr, for logs; terminals have bars. Inside ``with`` a thread watches the clock.
-
-    Args:
-        start: the first line, which says what starts; empty if it was printed before.
-        state: describes the progress.
-        share: returns the share of the work that is done, in [0, 1], to estimate the time left; None if unknown.
-        silent: whether to print nothing.
-    """
+    """Progress lines on stderr, for logs; terminals have bars. Inside ``with`` a thread watches the clock."""
 
     def __init__(
         self, start: str, state: Callable[[], str], share: Callable[[], float | None], silent: bool
@@ -83,11 +76,6 @@ class Minutes:
 
 
 def minutes(seconds: float) -> str:
-    """Return a time in minutes, or in hours and minutes.
-
-    Example:
-        >>> minutes(59), minutes(3600 + 120)
-        ('1 min', '1 h 2 min')
-    """
+    """Return a time in minutes, or in hours and minutes."""
     whole = max(1, round(seconds / 60))
     return f"{whole} min" if whole < 60 else f"{whole // 60} h {whole % 60} min"

@@ -12,26 +12,13 @@ _WIDTH = 50  # of a stage's name
 
 
 def _shown(stage: str) -> str:
-    """Return a stage's name, of a long path the last folders that have room.
-
-    Example:
-        >>> _shown("a/very/long/path/to/checkpoints/even-pairs-topk-5/last.pt: bounds")
-        '…/to/checkpoints/even-pairs-topk-5/last.pt: bounds'
-    """
+    """Return a stage's name, of a long path the last folders that have room."""
     end = stage[1 - _WIDTH :]
     return stage if len(stage) <= _WIDTH else f"…{end[max(0, end.find('/')) :]}"
 
 
 class Stages:
-    """Two progress bars on a terminal, for a command's stages and the current stage's steps; else a line a minute.
-
-    Args:
-        name: of the command's work.
-        stages: their number.
-        quiet: whether to show nothing.
-        what: object of the work, for the first line in a log, printed after the first batch; empty for no such
-            line.
-    """
+    """Two progress bars on a terminal, for a command's stages and the current stage's steps; else a line a minute."""
 
     def __init__(self, name: str, stages: int, quiet: bool, what: str = "") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -60,12 +47,7 @@ class Stages:
         self._open.__exit__(kind, error, trace)
 
     def announce(self, stage: str, steps: int) -> None:
-        """Start a stage and end the one before.
-
-        Args:
-            stage: its name.
-            steps: their number; 0 if unknown.
-        """
+        """Start a stage and end the one before."""
         if self._begun:
             self._minutes.begin()
         self._bar.advance(self._whole, int(self._begun))

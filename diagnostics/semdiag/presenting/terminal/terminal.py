@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 def visible(text: str) -> str:
-    r"""Return a text with control characters escaped: :func:`semdiag_models.plain_text.visible`.
-
-    Example:
-        >>> print(visible("a title" + chr(27) + "[31m"))
-        a title\x1b[31m
-    """
+    r"""Return a text with control characters escaped: :func:`semdiag_models.plain_text.visible`."""
     if text.replace("\n", "").isprintable():  # without control sequences; the other function would import torch
         return text
     from semdiag_models.plain_text import visible

@@ -4,11 +4,6 @@ from typing import Any
 
 
 def title(result: dict[str, Any]) -> str:
-    """Return a model's title: its path, its task if it has one, its attention.
-
-    Example:
-        >>> title({"model": "last.pt", "task": "parity", "attention": "full"})
-        'last.pt  parity full'
-    """
+    """Return a model's title: its path, its task if it has one, its attention."""
     task = f"{result['task']} " if result["task"] else ""
     return f"{result['model']}  {task}{result['attention']}"

@@ -43,21 +43,7 @@ def _number_words(numbers: Mapping[str, float]) -> Iterator[str]:
 
 
 def verdict_line(finding: Finding) -> str:
-    """Return a claim with its verdict; for a claim about many rows, how many of how many exceed the bound.
-
-    Args:
-        finding: of any verdict. A sound claim that does not hold is an error of semdiag.
-
-    Example:
-        >>> numbers = {"holds": 9000, "violated": 0, "vacuous": 1000, "not_met": 0}
-        >>> verdict_line(Finding("model", "ξ bounds pairs", "sound", "all", Verdict.HOLDS, numbers))
-        'ξ bounds pairs [sound]: 0 of 10,000 exceed the bound; for 1,000 the bound is too loose to test'
-        >>> verdict_line(Finding("pair", "the mask wins", "paper", "p75", Verdict.VIOLATED, {"left side": 1.21}))
-        'the mask wins [paper], p75: does not hold (left side = 1.21)'
-        >>> numbers = {"holds": 9, "smallest log10 gap": 0.3, "largest log10 gap": 1.8}
-        >>> verdict_line(Finding("model", "ξ bounds pairs", "sound", "all", Verdict.HOLDS, numbers))
-        'ξ bounds pairs [sound]: 0 of 9 exceed the bound (bounds are 2 to 63 times what was measured)'
-    """
+    """Return a claim with its verdict; for a claim about many rows, how many of how many exceed the bound."""
     numbers, form, where = finding.numbers, finding.form, finding.where
     claim = finding.claim + (f" [{form}]" if form else "") + ("" if where == "all" else f", {where}")
     exceeding, vacuous, unmet = (int(numbers.get(name, 0)) for name in ("violated", "vacuous", "not_met"))

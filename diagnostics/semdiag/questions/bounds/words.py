@@ -64,11 +64,7 @@ def _is_fixed(findings: Findings, pair: Pair) -> bool:
 
 
 def bounds_sentences(findings: Findings) -> list[str]:
-    """Return whether the constants hold, and where a mask has the better guarantee.
-
-    Returns:
-        Sentences per model, then per pair.
-    """
+    """Return whether the constants hold, and where a mask has the better guarantee."""
     sentences = []
     for model, label in model_labels(findings.measurements.models).items():
         of_model = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
@@ -81,11 +77,7 @@ def bounds_sentences(findings: Findings) -> list[str]:
 
 
 def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
-    """Return sentences on the loss's gradient, its local bound, the worst case and the gaps; none if unknown.
-
-    Args:
-        rungs: from :func:`~semdiag.questions.bounds.answer.rungs.network_rungs`.
-    """
+    """Return sentences on the loss's gradient, its local bound, the worst case and the gaps; none if unknown."""
     if not rungs:
         return []
     gap = rungs["sound"] - rungs["gradient"]
@@ -98,11 +90,7 @@ def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
 
 
 def constants_sentences(judged: Iterable[Finding]) -> list[str]:
-    """Return sentences on one model's constants: those that could have failed, then the vacuous ones.
-
-    Args:
-        judged: findings on all tensors of one model together, one for each form.
-    """
+    """Return sentences on one model's constants: those that could have failed, then the vacuous ones."""
     by_form = sorted(judged, key=lambda f: FORMS.index(f.form))
     vacuous = [f for f in by_form if f.verdict is Verdict.VACUOUS]
     sentences = [_constants_sentence(f) for f in by_form if f not in vacuous]

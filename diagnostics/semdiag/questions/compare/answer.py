@@ -18,21 +18,7 @@ _COLUMNS = [
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """Return the changes of every head, of every layer (head ALL), and in total (both ALL).
-
-    Every query counts alike. Intervals (95%) resample whole samples: they are about other inputs of the same kind.
-
-    Args:
-        findings: with the table compared.
-
-    Returns:
-        model, base, layer, head; rank: of a head by its total variation, from 1 (missing for ALL); queries;
-        total_variation: the mean, with low and high (NaN for single heads), and largest, of one query;
-        dispersion_base, dispersion, moved: means of δ, δ' and |δ' − δ| (nats); top_queries that may attend to keys
-        beyond their top-k, and overlap: mean of these (NaN for none); output_change ‖P'V' − PV‖, by_weights
-        ‖(P' − P)V‖ and by_values ‖P'(V' − V)‖, relative to ‖PV‖, norms over all queries (NaN where PV is 0);
-        weights_share: ‖(P' − P)V‖² in the sum of both parts' (NaN where both are 0).
-    """
+    """Return the changes of every head, of every layer (head ALL), and in total (both ALL)."""
     rows = []
     for (model, base), of_model in findings.measurements.compared.groupby(["model", "base"], sort=False):
         names = {"model": model, "base": base}
@@ -55,16 +41,7 @@ def head_ranking(findings: Findings) -> pd.DataFrame:
 
 
 def answer_table(findings: Findings) -> pd.DataFrame:
-    """Return the changes of the outputs, one row per model.
-
-    Args:
-        findings: with the table compared_outputs.
-
-    Returns:
-        model, base, samples; predictions, and how many changed, divergence (mean KL(base || model), nats) with
-        low and high; targets, loss_base, loss (means, nats); output_change (mean over samples). NaN where a model
-        predicts nothing, or no target is known.
-    """
+    """Return the changes of the outputs, one row per model."""
     rows = []
     for (model, base), of_model in findings.measurements.compared_outputs.groupby(["model", "base"], sort=False):
         predictions, targets = int(of_model["predictions"].sum()), int(of_model["targets"].sum())
@@ -108,14 +85,7 @@ def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
 
 
 def compare_summary(findings: Findings) -> Summary:
-    """Return the changes from the base to the model.
-
-    Args:
-        findings: with the table compared.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.compare/2``: an entry for each model that was compared.
-    """
+    """Return the changes from the base to the model."""
     changes, ranking, answers = findings(change_table), findings(head_ranking), findings(answer_table)
     results = []
     for row in records(findings.measurements.models):

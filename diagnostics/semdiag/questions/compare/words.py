@@ -10,11 +10,7 @@ _ROUNDING, _NAMED = 1e-5, 5
 
 
 def comparison_sentences(result: Summary) -> list[str]:
-    """Return sentences on what changed from the base to the model.
-
-    Args:
-        result: the entry of results that :func:`semdiag.questions.compare.answer.compare_summary` makes.
-    """
+    """Return sentences on what changed from the base to the model."""
     whole, most = result["all"], result["heads"][0]
     samples = result["outputs"]["samples"] if result["outputs"] else None
     interval = interval_words(*_ends(whole), "{:.3g}".format, samples)

@@ -16,11 +16,7 @@ from semdiag_models.errors import unknown_name
 
 @dataclass(frozen=True)
 class ConvergencePlan:
-    """What is measured of training runs.
-
-    Raises:
-        InputError: if a target is no accuracy.
-    """
+    """What is measured of training runs."""
 
     target: float = TARGET  # training accuracy that counts as having learned
     targets: Mapping[str, float] = field(default_factory=dict)  # for single tasks, instead of the target
@@ -39,22 +35,7 @@ def convergence_survey(
     *,
     plan: ConvergencePlan,
 ) -> Measurements:
-    """Measure the last checkpoints of runs, and add the table of runs.
-
-    Args:
-        models: checkpoints; those without a training history are left out and named in
-            ``provenance["left_out"]``.
-        conditions: under which they are measured.
-        announce: called with a path and its number of steps before it is measured.
-        after_step: called with the number of finished steps.
-        plan: the target.
-
-    Returns:
-        Measurements with the table runs.
-
-    Raises:
-        InputError: if none of them is a training run, or something cannot be measured.
-    """
+    """Measure the last checkpoints of runs, and add the table of runs."""
     loaded = load_all(models, conditions.config)
     runs = run_table(loaded)
     left_out = [model.path for model in loaded if model.path not in set(runs["model"])]

@@ -49,21 +49,13 @@ def speed_words(low: float, high: float) -> str:
 
 
 def epoch_words(row: Mapping[Any, Any]) -> str:
-    """Return the range of a median speed-up if every arrival may be off by one epoch; a dash if unknown.
-
-    Args:
-        row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.
-    """
+    """Return the range of a median speed-up if every arrival may be off by one epoch; a dash if unknown."""
     known = row["pairs"] and row["speed_up_low"] == row["speed_up_high"]
     return speed_words(row["epoch_low"], row["epoch_high"]) if known else "–"
 
 
 def interval_words(row: Mapping[Any, Any]) -> str:
-    """Return the interval of a median speed-up over seeds, or why there is none.
-
-    Args:
-        row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.
-    """
+    """Return the interval of a median speed-up over seeds, or why there is none."""
     if row["pairs"] == 0:
         return "–"
     if row["pairs"] == 1:
@@ -74,14 +66,7 @@ def interval_words(row: Mapping[Any, Any]) -> str:
 
 
 def convergence_in_short(findings: Findings) -> list[str]:
-    """Return per task which attention needs the fewest epochs, and what limits that.
-
-    Args:
-        findings: with runs.
-
-    Returns:
-        One sentence per setting, then what no weights can learn, what is unfinished or left out.
-    """
+    """Return per task which attention needs the fewest epochs, and what limits that."""
     runs = findings(arrivals)
     sentences = []
     for group, target, rows in _settings(findings):
@@ -95,11 +80,7 @@ def convergence_in_short(findings: Findings) -> list[str]:
 
 
 def convergence_sentences(findings: Findings) -> list[str]:
-    """Return per task and attention how many epochs were needed, and the speed-up over full attention.
-
-    Args:
-        findings: with runs.
-    """
+    """Return per task and attention how many epochs were needed, and the speed-up over full attention."""
     runs = findings(arrivals)
     sentences = []
     for group, target, rows in _settings(findings):

@@ -13,11 +13,7 @@ _NEARLY_ALL = 0.95
 
 
 def within_sentences(findings: Findings) -> list[str]:
-    """Return what a top-k mask would leave of models of which only the attention is known.
-
-    Returns:
-        One sentence on the dispersion of each model, then one per k.
-    """
+    """Return what a top-k mask would leave of models of which only the attention is known."""
     measurements = findings.measurements
     sentences = []
     for model in measurements.models[external(measurements.models)]["model"]:

@@ -16,10 +16,7 @@ from semdiag.questions.dispersion.answer.comparisons import PairComparison, pair
 
 
 def dispersion_glance(findings: Findings) -> Glance:
-    """Return in how many pairs the top-k model has the smaller dispersion; without pairs, the dispersion.
-
-    A mask makes the range of scores smaller before anything is learned, so untrained pairs are not judged.
-    """
+    """Return in how many pairs the top-k model has the smaller dispersion; without pairs, the dispersion."""
     compared = findings(pair_comparisons)
     untrained = [pair for pair in compared if pair.snapshot == "initialisation"]
     trained = [pair for pair in compared if pair not in untrained]

@@ -77,13 +77,7 @@ def _recall_sentences(findings: Findings) -> list[str]:
 
 
 def span_sentence(findings: Findings, model: str, label: str = "") -> str:
-    """Return a sentence on the dispersion of a model that is compared with no other.
-
-    Args:
-        findings: of any number of models.
-        model: a value of the column ``model``.
-        label: its name in the sentence; by default ``model``.
-    """
+    """Return a sentence on the dispersion of a model that is compared with no other."""
     label = label or model
     delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
     if math.isnan(delta["p50"]):

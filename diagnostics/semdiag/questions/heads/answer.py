@@ -18,17 +18,7 @@ _EXTREMES = (  # column, whether the largest or the smallest, in words
 
 
 def head_table(findings: Findings) -> pd.DataFrame:
-    """Return one row per model, layer and head; layers and heads count from 0.
-
-    Returns:
-        model, layer, head, then: ``dispersion``, the median δ in nats; ``entropy`` of the attention weights (nats)
-        and ``first_weight``, the weight on the first key that is no padding (the sink share), both means over all
-        queries, of measurements that have the table ``heads``; ``largest_weight``, the median of the
-        largest attention weight of a query; ``first_key``, the share of the same queries that keep that first key
-        (in a model that keeps every key: that have it among their k largest scores; NaN without a k, and in
-        measurements of older versions); ``mass``, the median share of the weight on the k largest scores (NaN
-        without a k). k is the smallest that was measured.
-    """
+    """Return one row per model, layer and head; layers and heads count from 0."""
     measurements = findings.measurements
     queries = measurements.queries
     finite = queries[queries["dispersion"].abs() < float("inf")]
@@ -62,11 +52,7 @@ def heads_glance(findings: Findings) -> Glance:
 
 
 def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
-    """Return the heads with extreme δ, weight on the first key and entropy; none for several models.
-
-    Returns:
-        Layer, head, and its extremes in words; each head once.
-    """
+    """Return the heads with extreme δ, weight on the first key and entropy; none for several models."""
     table = findings(head_table)
     if len(findings.measurements.models) != 1 or len(table) < 2:
         return []

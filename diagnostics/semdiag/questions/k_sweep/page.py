@@ -18,11 +18,7 @@ from semdiag.questions.k_sweep.words import k_sweep_in_short, k_sweep_sentences
 
 
 def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return what every k would keep, the paper's conditions, and the changes by real masks.
-
-    The model's own k is ``k``, that of the sweep ``swept_k``. Layers and heads are told apart where the sweep is
-    the report's only section: every layer, head and k would outweigh a whole report.
-    """
+    """Return what every k would keep, the paper's conditions, and the changes by real masks."""
     sweep = findings.measurements.sweep
     sweep = sweep if alone else sweep[sweep["layer"] == ALL]
     tables = {"k_sweep": sweep, "k_sweep_conditions": findings(condition_table)}

@@ -155,12 +155,7 @@ def place_lines(findings: Findings, model: str) -> list[str]:
 
 
 def needed_words(row: Mapping[str, Any]) -> str:
-    """Return the k that a length needs, and its share of the keys.
-
-    Example:
-        >>> needed_words({"k": 32, "kept": 0.21, "largest": 64}), needed_words({"k": None, "largest": 64})
-        ('32 (21%)', 'above 64')
-    """
+    """Return the k that a length needs, and its share of the keys."""
     return f"above {row['largest']}" if pd.isna(row["k"]) else f"{row['k']} ({percent(row['kept'])}%)"
 
 

@@ -12,19 +12,7 @@ WORKING = 0.95  # accuracy
 
 
 def landscape_facts(findings: Findings) -> pd.DataFrame:
-    """Summarise every plane on which the loss was measured.
-
-    Returns:
-        One row per model and plane: cells, samples, checkpoint_loss, checkpoint_accuracy, lowest_loss and
-        highest_loss of the cells, not_finite (cells whose loss is), and working_distance: the largest distance
-        from the checkpoint, relative to the length of its parameters, up to which every evaluated cell has an
-        accuracy of at least 95%; NaN if the checkpoint itself has less.
-
-    Example:
-        >>> cells = [(0.0, 0.0, 1.0), (-1.0, 0.0, 0.97), (2.0, 0.0, 0.5), (0.0, 3.0, 0.99)]
-        >>> working_distance(pd.DataFrame(cells, columns=["x", "y", "accuracy"]))
-        1.0
-    """
+    """Summarise every plane on which the loss was measured."""
     table = findings.measurements.landscape
     rows = []
     for (model, plane), cells in table[table["loss"].notna()].groupby(["model", "plane"], sort=False):
@@ -41,11 +29,7 @@ def landscape_facts(findings: Findings) -> pd.DataFrame:
 
 
 def working_distance(cells: pd.DataFrame) -> float:
-    """Return the distance up to which every evaluated cell has an accuracy of at least 95%.
-
-    Returns:
-        That of the farthest such cell, in units of the checkpoint's length; NaN if the nearest cell fails.
-    """
+    """Return the distance up to which every evaluated cell has an accuracy of at least 95%."""
     distances = np.hypot(cells["x"].to_numpy(float), cells["y"].to_numpy(float))
     fails = distances[~(cells["accuracy"].to_numpy() >= WORKING)]
     reached = distances[distances < fails.min()] if fails.size else distances
@@ -56,11 +40,7 @@ _CELLS = ("loss", "accuracy")
 
 
 def landscape_summary(findings: Findings) -> Summary:
-    """Return every plane of every model, with its cells and its summary numbers.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.landscape/2``; matrices have one list per y.
-    """
+    """Return every plane of every model, with its cells and its summary numbers."""
     measurements = findings.measurements
     facts = findings(landscape_facts)
     results = []

@@ -15,11 +15,7 @@ _SHOWN_AS_ZERO = 0.05  # decimal logarithms below this are 0.0 when written out
 
 
 def lipschitz_sentences(findings: Findings) -> list[str]:
-    """Say whether every estimate stays below its bound, and whether top-k has the smaller ones.
-
-    Returns:
-        One sentence per pair, then per model.
-    """
+    """Say whether every estimate stays below its bound, and whether top-k has the smaller ones."""
     sentences = []
     for pair in findings(compared_pairs):
         judged = findings(ordering_findings, pair)

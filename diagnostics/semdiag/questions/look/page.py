@@ -38,16 +38,7 @@ _CUT = {
 
 
 def render_look(seen: Seen, k: int, command: str) -> str:
-    """Return the page; tokens and names are escaped, and control characters are made visible.
-
-    Args:
-        seen: the model on one input.
-        k: number of keys shown as kept at first.
-        command: shown on the page.
-
-    Returns:
-        HTML that needs no other file.
-    """
+    """Return the page; tokens and names are escaped, and control characters are made visible."""
     environment = page_environment()
     environment.filters["number"] = finite
     environment.filters["percent"] = percent
@@ -81,12 +72,7 @@ def render_look(seen: Seen, k: int, command: str) -> str:
 
 
 def is_page_of(model: str | None, head: str) -> bool:
-    """Return whether a file is a page of semdiag look.
-
-    Args:
-        model: whose page it must be; None: of any model.
-        head: the beginning of the file.
-    """
+    """Return whether a file is a page of semdiag look."""
     tags = [f'<meta name="generator" content="{GENERATOR}">']
     tags += [] if model is None else [f'<meta name="model" content="{escape(visible(model))}">']
     return all(tag in head for tag in tags)
@@ -129,17 +115,7 @@ def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Hea
 
 
 def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
-    """Return a sentence on the head whose scores lie furthest apart.
-
-    Args:
-        heads: layer, number and head.
-
-    Example:
-        >>> none = np.zeros(0)
-        >>> one = [(3, h, Head(none, none, None, None, x, 0.0, 0.0)) for h, x in enumerate((1.0, 9.0, 3.0))]
-        >>> lead(one)
-        'Head 1 of layer 3 spans the widest range of scores: median δ 9 nats, where the middle head has 3.'
-    """
+    """Return a sentence on the head whose scores lie furthest apart."""
     known = furthest(heads)
     if not known:
         return "No head has finite scores."

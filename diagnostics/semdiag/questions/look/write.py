@@ -14,16 +14,7 @@ _HEAD = 4096  # bytes of a page that contain its generator tag
 
 
 def place_of(model: str, given: Path | None) -> Path:
-    """Return the file for a page, before anything is measured; refuse one that is something else.
-
-    Args:
-        model: as the user named it.
-        given: what the user named; None: ``reports/look-MODEL.html``, with a hash where the page of another model
-            of that name is.
-
-    Raises:
-        InputError: if it is not an .html file, or a file is there that is not such a page.
-    """
+    """Return the file for a page, before anything is measured; refuse one that is something else."""
     place = given or Path("reports") / f"look-{file_safe(model)}.html"
     if place.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out takes the name of an .html file. Got {place}.")
@@ -39,17 +30,7 @@ def place_of(model: str, given: Path | None) -> Path:
 
 
 def write_look(seen: Seen, k: int, command: str, place: Path) -> None:
-    """Write the page, whole or not at all.
-
-    Args:
-        seen: the model on one input.
-        k: number of keys shown as kept at first.
-        command: shown on the page.
-        place: from :func:`place_of`.
-
-    Raises:
-        InputError: if it cannot be written.
-    """
+    """Write the page, whole or not at all."""
     page = render_look(seen, k, command)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -20,14 +20,7 @@ _COLUMNS = [
 
 
 def precision_table(findings: Findings) -> pd.DataFrame:
-    """Return how many masks survive, by model, number format and layer, and pooled; heads are pooled.
-
-    Returns:
-        model, format, layer (ALL where pooled); queries that drop a key, how many of them are not_covered, and
-        why; certified_rows and certified_changed; shares of the covered ones (changed, tied, changed_or_tied,
-        certified) with ``_low`` and ``_high`` of 95% intervals from resampled sequences; lost_p50 and lost_mean,
-        over the changed ones.
-    """
+    """Return how many masks survive, by model, number format and layer, and pooled; heads are pooled."""
     masks, lost = findings.measurements.rounded_masks, findings.measurements.lost_weights
     rows = []
     for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
@@ -39,11 +32,7 @@ def precision_table(findings: Findings) -> pd.DataFrame:
 
 
 def precision_of(findings: Findings, model: str) -> list[Summary]:
-    """Return what each number format does to a model's masks, as in ``--json``.
-
-    Returns:
-        By format: format, layers (a dictionary each), all.
-    """
+    """Return what each number format does to a model's masks, as in ``--json``."""
     table = findings(precision_table)
     of_model = table[table["model"] == model]
     formats: list[Summary] = []

@@ -28,12 +28,7 @@ _COLUMNS = (
 
 
 def print_precision(screen: Console, formats: list[Summary]) -> None:
-    """Print how one model's masks change, a row for each format and layer, and what was certified.
-
-    Args:
-        screen: where to.
-        formats: of the model, as ``--json`` has them.
-    """
+    """Print how one model's masks change, a row for each format and layer, and what was certified."""
     rows = [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
     screen.print(NumberTable(_COLUMNS, rows))
     for one in formats:

@@ -25,11 +25,7 @@ NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not dep
 
 
 def mask_summary(findings: Findings) -> Summary:
-    """Return agreement, certificate and prediction by noise level, head and pooled; and by number format.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.mask-stability/2``.
-    """
+    """Return agreement, certificate and prediction by noise level, head and pooled; and by number format."""
     results = []
     table = findings(mask_table)
     effects = findings(effect_table)
@@ -86,17 +82,7 @@ def refusals(findings: Findings, model: str) -> list[str]:
 
 
 def mask_table(findings: Findings) -> pd.DataFrame:
-    """Return the stability of masks by model, noise level, layer and head, and pooled.
-
-    Means are over queries and draws; ``_low`` and ``_high`` are 95% intervals from resampled sequences,
-    missing for fewer than five and where all have the same value.
-    ``spearman`` is the rank correlation of Δ with disagreement (1 − agreement): -1 where the masks of
-    ill-separated queries change first.
-
-    Returns:
-        model, level, layer and head (ALL where pooled), queries, draws, separation_p50, the means and
-        intervals, swing_sd, certified_rows and certified_changed (rows × draws).
-    """
+    """Return the stability of masks by model, noise level, layer and head, and pooled."""
     rows = []
     for (model, level), of_level in findings.measurements.masks.groupby(["model", "level"], sort=False):
         for layer, head, part in _places(of_level):
@@ -106,15 +92,7 @@ def mask_table(findings: Findings) -> pd.DataFrame:
 
 
 def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFrame]:
-    """Return mean prediction and observed share in bins of Δ/sd: does Δ tell which masks change?
-
-    Ten bins of equal counts up to :func:`foreseen_margin`, and one of all queries above it.
-
-    Returns:
-        A row per bin, by model and noise level: margin (the median Δ/sd), share of the queries, predicted, exact,
-        low and high of its 95% interval, and above (whether it is the last bin). Models whose masks have no
-        prediction are left out.
-    """
+    """Return mean prediction and observed share in bins of Δ/sd: does Δ tell which masks change?"""
     masks = findings.measurements.masks
     highest = findings(foreseen_margin)
     groups = masks[masks["predicted"].notna()].groupby(["model", "level"], sort=True)
@@ -122,12 +100,7 @@ def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFra
 
 
 def foreseen_margin(findings: Findings) -> float:
-    """Return the Δ/sd above which Φ(Δ/sd) foresees less than one changed mask, for all models and noise levels.
-
-    The smallest c with Σ draws · (1 − Φ(Δ/sd)) < 1 over its queries with Δ/sd > c.
-
-    Source: docs/theory.md#mask-stability for Φ(Δ/sd). Deviation: none.
-    """
+    """Return the Δ/sd above which Φ(Δ/sd) foresees less than one changed mask, for all models and noise levels."""
     masks = findings.measurements.masks
     candidates = [0.0]
     for _, rows in masks[masks["predicted"].notna()].groupby(["model", "level"]):
@@ -138,11 +111,7 @@ def foreseen_margin(findings: Findings) -> float:
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:
-    """Return the stability of the masks of each layer, its heads together.
-
-    Returns:
-        model, level, layer; exact with its 95% interval (exact_low, exact_high), and certified.
-    """
+    """Return the stability of the masks of each layer, its heads together."""
     rows = []
     for (model, level, layer), part in findings.measurements.masks.groupby(["model", "level", "layer"]):
         share = mean_interval(part, "exact").if_varied().columns("exact")
@@ -153,12 +122,7 @@ def heads_pooled(findings: Findings) -> pd.DataFrame:
 
 
 def effect_table(findings: Findings) -> pd.DataFrame:
-    """Return the effect of the noise on outputs by model and level, over samples.
-
-    Returns:
-        model, level, samples, logit_change (relative; NaN if a logit is), flipped, accuracy_before,
-        accuracy_after, with the 95% interval of the last.
-    """
+    """Return the effect of the noise on outputs by model and level, over samples."""
     rows = []
     for (model, level), effects in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
         after = mean_interval(effects, "correct_after").if_varied()

@@ -26,12 +26,7 @@ _LEAST_STABLE = 5
 
 
 def print_masks(findings: Findings, every: bool = False) -> None:
-    """Print one table per model: exact agreement, certified, predicted and observed, and related numbers.
-
-    Args:
-        findings: with noise, number formats or both.
-        every: show every head, also of large models.
-    """
+    """Print one table per model: exact agreement, certified, predicted and observed, and related numbers."""
     screen = wide_console()
     for result in findings(mask_summary)["results"]:
         screen.print(f"\n{title(result)}: {result['mask']}")

@@ -16,15 +16,7 @@ _COLUMNS = [
 
 
 def overlap_table(findings: Findings) -> pd.DataFrame:
-    """Return the mean Jaccard index between layers, between heads of a layer, and between successive queries.
-
-    Every sample counts alike. Intervals (95%) resample whole sequences; they are about other inputs.
-
-    Returns:
-        One row per model and: two layers (``layers``, over all pairs of their heads), a layer with several heads
-        (``heads``), a layer (``previous``), each of these three in all (layer ALL); pairs (of places), queries
-        (sum over pairs and samples), samples, jaccard, low, high, chance (of random sets of the same sizes).
-    """
+    """Return the mean Jaccard index between layers, between heads of a layer, and between successive queries."""
     rows = [
         {"model": model, **row}
         for model, pairs in findings.measurements.overlap.groupby("model", sort=False)
@@ -56,11 +48,7 @@ def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[st
 
 
 def overlap_summary(findings: Findings) -> Summary:
-    """Return the overlap of every model's masks.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.overlap/2``.
-    """
+    """Return the overlap of every model's masks."""
     table = findings(overlap_table)
     results = []
     for row in findings.measurements.models.to_dict("records"):

@@ -40,11 +40,7 @@ _ENTRIES = 2**26  # of the masks that are compared at a time
 
 @dataclass(frozen=True)
 class OverlapPlan:
-    """Which masks are compared.
-
-    Raises:
-        InputError: if k is illegal.
-    """
+    """Which masks are compared."""
 
     k: int = SUPPOSED_K  # of the mask that top-k would choose in a model without a selection of its own
 
@@ -61,38 +57,7 @@ def mask_overlap(
     batch_size: int = 20,
     device: torch.device | str | None = None,
 ) -> pd.DataFrame:
-    """Compare the kept keys of every two heads, and of every query with those of the query before.
-
-    Jaccard index |S ∩ S'| / |S ∪ S'| of two sets of kept keys, averaged over the queries of a sample that drop a
-    key at both places. ``chance`` is its expectation for random sets of the same sizes, each drawn from the keys
-    that its query may attend to (:func:`expected_jaccard`): what two unrelated heads would have in common.
-
-    Source: not in the paper; some designs share one selection among several layers.
-
-    Args:
-        model: from :func:`semdiag.load`, or any module. For one that keeps every key, the keys that top-k would
-            keep are compared.
-        inputs: what :func:`~semdiag.measuring.measure.measure` takes.
-        plan: k of such a model.
-        batch_size: samples at a time.
-        device: where to run; None: where the model is.
-
-    Returns:
-        The table ``overlap``. Places whose queries or keys differ in number (self- and cross-attention) are not
-        compared.
-
-    Raises:
-        NotAvailableError: if the model has attention sinks, or attention that does not keep the samples apart
-            (heads or windows in its batch axis).
-
-    Example:
-        >>> from semdiag_models import Encoder, ModelConfig
-        >>> sizes = {"vocabulary_size": 3, "classes": 2, "length": 8, "blocks": 2}
-        >>> encoder = Encoder(ModelConfig(**sizes, attention="block", k=4))
-        >>> table = mask_overlap(encoder, torch.tensor([[0, 1, 1, 0, 0, 0, 1, 1]]))
-        >>> table[["kind", "layer", "other_layer", "queries", "jaccard"]].values.tolist()[0]
-        ['pair', 0, 1, 8, 1.0]
-    """
+    """Compare the kept keys of every two heads, and of every query with those of the query before."""
     plan = plan_of(OverlapPlan, plan)
     loaded = unnamed(model)
     dense = loaded.external or loaded.encoder.config.attention in DENSE
@@ -255,25 +220,7 @@ def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared:
 def expected_jaccard(
     first: int, second: int, keys: int, others: int | None = None, shared: int | None = None
 ) -> float:
-    """Return E |S ∩ S'| / |S ∪ S'| of two random sets, S drawn from the keys A and S' from the keys A'.
-
-    |S ∩ A'| is hypergeometric (of |A| keys, |A ∩ A'|, drawn |S|); where it is x, |S ∩ S'| is hypergeometric (of
-    |A'| keys, x, drawn |S'|).
-
-    Args:
-        first: |S|.
-        second: |S'|.
-        keys: |A|, at least |S|.
-        others: |A'|, at least |S'|; None: A' = A.
-        shared: |A ∩ A'|; None: A' = A.
-
-    Returns:
-        In [0, 1].
-
-    Example:
-        >>> expected_jaccard(1, 1, 4), expected_jaccard(3, 3, 3), expected_jaccard(1, 1, 4, 2, 1)
-        (0.25, 1.0, 0.125)
-    """
+    """Return E |S ∩ S'| / |S ∪ S'| of two random sets, S drawn from the keys A and S' from the keys A'."""
     others, shared = keys if others is None else others, keys if shared is None else shared
     seen = np.arange(max(0, first + shared - keys), min(first, shared) + 1)
     common = np.arange(min(seen[-1], second) + 1)

@@ -6,11 +6,7 @@ from semdiag.measuring.findings.strict_json import Summary
 
 
 def separation_summary(findings: Findings) -> Summary:
-    """Return percentiles of Δ and of the raw key loads per layer and head, and pooled.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.separation/2``.
-    """
+    """Return percentiles of Δ and of the raw key loads per layer and head, and pooled."""
 
     def describe(of: Percentile, suffix: str) -> Summary:
         load = without(of("load" + suffix), "not_positive", "undefined")

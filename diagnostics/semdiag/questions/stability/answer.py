@@ -36,13 +36,7 @@ _HALF = 1e-2  # the same for models in half precision
 
 
 def stability_findings(findings: Findings) -> list[Finding]:
-    """Judge every form of ξ on every measured model; without secants, the local constants alone.
-
-    Source: docs/theory.md#secants. Deviation: none.
-
-    Returns:
-        Findings per model. A violated ``sound`` form is a bug of semdiag; a violated ``paper`` form is not.
-    """
+    """Judge every form of ξ on every measured model; without secants, the local constants alone."""
     measurements = findings.measurements
     tolerance = _TOLERANCE.get(measurements.provenance.get("dtype", "float32"), _HALF)
     results = []
@@ -95,18 +89,7 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
 
 
 def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
-    """Return which measured pairs of rows exceed a form of ξ by more than float64 rounding.
-
-    Source: docs/theory.md#secants. Deviation: none.
-
-    Args:
-        rows: from :func:`~semdiag.questions.stability.measure.softmax_bounds.with_bounds`.
-        bound: column with the logarithm of the form.
-        distance: column with what it multiplies.
-
-    Returns:
-        (rows,); false where the form's assumptions are not met.
-    """
+    """Return which measured pairs of rows exceed a form of ξ by more than float64 rounding."""
     with np.errstate(over="ignore", invalid="ignore"):
         promised = np.exp(rows[bound].to_numpy()) * rows[distance].to_numpy()
         above: NDArray[np.bool_] = rows["weight_change"].to_numpy() > promised * (1 + _SLACK) + 1e-13
@@ -154,11 +137,7 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
 
 
 def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFrame]:
-    """Return percentiles of ‖p − p'‖₁ in every layer, heads pooled.
-
-    Returns:
-        By noise level and model a row per layer, in their order.
-    """
+    """Return percentiles of ‖p − p'‖₁ in every layer, heads pooled."""
     groups = findings.measurements.secants.groupby(["level", "model"], sort=True)
     return {
         (float(str(level)), str(model)): pooled_table(rows, "weight_change", by="layer").sort_values("layer")
@@ -167,13 +146,7 @@ def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFram
 
 
 def stability_table(findings: Findings) -> pd.DataFrame:
-    """Return percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
-
-    Returns:
-        model, noise, layer, head (ALL where pooled), quantity (local, secant, response,
-        ln_pair, ln_sound, ln_paper, ln_row), then the columns of
-        :func:`~semdiag.measuring.percentiles.percentiles`.
-    """
+    """Return percentiles of measured changes and of both forms of ξ, per layer and head, and pooled."""
     rows: list[dict[Any, Any]] = []
     for facts in findings.measurements.models[["model", "attention"]].to_dict("records"):
         measured, model = findings.measurements.of(facts["model"]), {"model": facts["model"]}
@@ -196,12 +169,7 @@ def _by_place(rows: pd.DataFrame, columns: dict[str, str]) -> Iterator[dict[str,
 
 
 def response_table(findings: Findings) -> pd.DataFrame:
-    """Return whose attention weights move more under the same noise.
-
-    Returns:
-        One row per compared pair and noise level: pair, level, mean and full_mean (of ‖p − p'‖₁), ratio of the
-        medians with its 95% interval low … high (whole sequences resampled).
-    """
+    """Return whose attention weights move more under the same noise."""
     secants = findings.measurements.secants
     rows = dict(iter(secants.groupby(["model", "level"], sort=False)))
     results = []
@@ -222,12 +190,7 @@ def response_table(findings: Findings) -> pd.DataFrame:
 
 
 def stability_summary(findings: Findings) -> Summary:
-    """Return percentiles of local constant, secants, response and both forms of ξ, by layer and head and pooled.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.stability/2``. Of several noise levels secants, ln ξ and the
-        share of same sets are of all together, and by level in ``by_noise``.
-    """
+    """Return percentiles of local constant, secants, response and both forms of ξ, by layer and head and pooled."""
     measurements = findings.measurements
     judged = findings(stability_findings)
     results = []

@@ -29,11 +29,7 @@ def stability_in_short(findings: Findings) -> list[str]:
 
 
 def stability_sentences(findings: Findings) -> list[str]:
-    """Return whether ξ bounds the measured changes, form by form, and whose attention moves more.
-
-    Returns:
-        Sentences per model, then one per pair and noise level.
-    """
+    """Return whether ξ bounds the measured changes, form by form, and whose attention moves more."""
     sentences = []
     for model, label in model_labels(findings.measurements.models).items():
         judged = [f for f in findings(stability_findings) if f.subject == model]

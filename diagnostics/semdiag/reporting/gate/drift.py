@@ -22,17 +22,11 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Compared:
-    """The measured models that a baseline covers.
+    """The measured models that a baseline covers."""
 
-    Attributes:
-        models: number measured.
-        compared: number with an entry in the baseline.
-        new: paths of those without an entry.
-    """
-
-    models: int
-    compared: int
-    new: tuple[str, ...]
+    models: int  # number measured
+    compared: int  # number with an entry in the baseline
+    new: tuple[str, ...]  # paths of those without an entry
 
     @property
     def words(self) -> list[str]:
@@ -42,21 +36,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Drift:
-    """A number that changed, or a model that is missing or ambiguous.
+    """A number that changed, or a model that is missing or ambiguous."""
 
-    Attributes:
-        model: path.
-        quantity: like ``dispersion.p95``; ``model`` if the model is missing or ambiguous.
-        was: value in the baseline.
-        now: current value; NaN if missing or undefined.
-        among: paths of current models that may be this one.
-    """
-
-    model: str
-    quantity: str
-    was: float
-    now: float
-    among: tuple[str, ...] = ()
+    model: str  # path
+    quantity: str  # like ``dispersion.p95``; ``model`` if the model is missing or ambiguous
+    was: float  # value in the baseline
+    now: float  # current value; NaN if missing or undefined
+    among: tuple[str, ...] = ()  # paths of current models that may be this one
 
     @property
     def words(self) -> str:
@@ -76,12 +62,7 @@ class Drift:
 
 
 def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
-    """Return the numbers with which a later check is compared.
-
-    Returns:
-        Per model: model, sha256, samples, facts that identify its content, numbers (accuracy if known, and δ at
-        p50, p75, p90, p95).
-    """
+    """Return the numbers with which a later check is compared."""
     measurements = findings.measurements
     rows = []
     for row in measurements.models.to_dict("records"):
@@ -97,14 +78,7 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
 
 
 def read_baseline(path: Path) -> list[dict[str, Any]]:
-    """Read the models from the output of ``semdiag check --json``.
-
-    Returns:
-        The result of :func:`tracked_numbers`.
-
-    Raises:
-        InputError: if the file cannot be read or is something else.
-    """
+    """Read the models from the output of ``semdiag check --json``."""
     make = "Make one with: semdiag check --json > baseline.json."
     try:
         content = read_json(path)
@@ -126,34 +100,14 @@ def _is_entry(entry: Any) -> bool:
 
 
 def compared(findings: Findings, baseline: list[dict[str, Any]]) -> Compared:
-    """Count the models that :func:`drift` compares, and name those without an entry in the baseline.
-
-    Args:
-        findings: current ones.
-        baseline: from :func:`read_baseline`.
-    """
+    """Count the models that :func:`drift` compares, and name those without an entry in the baseline."""
     now = findings(tracked_numbers)
     matches = match(baseline, now)
     return Compared(len(now), len(matches.pairs), tuple(model["model"] for model in matches.new))
 
 
 def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
-    """Return the numbers that changed by more than a relative tolerance.
-
-    Models are matched by content, wherever they are (:func:`~semdiag.reporting.gate.matching.match`). Models
-    without an entry in the baseline are not judged; :func:`compared` names them.
-
-    Args:
-        findings: current ones.
-        baseline: from :func:`read_baseline`.
-        tolerance: largest allowed |now − was| / |was|.
-
-    Returns:
-        Numbers that changed by more or are NaN, and models that are missing or ambiguous.
-
-    Raises:
-        InputError: if a model was measured on another number of samples.
-    """
+    """Return the numbers that changed by more than a relative tolerance."""
     matches = match(baseline, findings(tracked_numbers))
     moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in matches.missing]
     for entry, several in matches.unclear:

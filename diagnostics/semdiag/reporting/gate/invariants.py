@@ -10,26 +10,15 @@ from semdiag.measuring.findings.strict_json import records
 
 @dataclass(frozen=True)
 class Invariant:
-    """A statement about the measurements, and whether it holds.
+    """A statement about the measurements, and whether it holds."""
 
-    Attributes:
-        name: ``residual``, ``captured``, ``finite`` or ``certified``.
-        passed: whether it holds for every model.
-        words: the statement with its numbers.
-    """
-
-    name: str
-    passed: bool
-    words: str
+    name: str  # ``residual``, ``captured``, ``finite`` or ``certified``
+    passed: bool  # whether it holds for every model
+    words: str  # the statement with its numbers
 
 
 def invariants(findings: Findings) -> list[Invariant]:
-    """Check the residual of every capture, its completeness, the scores, and certified masks under noise.
-
-    Returns:
-        Three or four statements. The mask of a certified row provably cannot change under the added noise
-        (docs/theory.md#mask-stability); if one does, it is an error of semdiag.
-    """
+    """Check the residual of every capture, its completeness, the scores, and certified masks under noise."""
     measurements = findings.measurements
     models = measurements.models
     answers = {completeness(row): row for row in records(models)}

@@ -10,13 +10,7 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def junit_xml(result: Verification) -> str:
-    """Return a test case for each pair, layer gate, invariant, rule and model, and changed number.
-
-    Models without an entry in the baseline are skipped cases.
-
-    Returns:
-        XML, without characters that XML does not allow.
-    """
+    """Return a test case for each pair, layer gate, invariant, rule and model, and changed number."""
     cases = list(_cases(result))
     failures = sum(failure is not None for _, _, failure in cases)
     new = result.compared.new if result.compared else ()

@@ -12,19 +12,12 @@ from semdiag.questions.dispersion.answer.pairs import NO_NUMBER, GateResult
 
 @dataclass(frozen=True)
 class LayerGate:
-    """The median dispersions of a pair, layer by layer.
+    """The median dispersions of a pair, layer by layer."""
 
-    Attributes:
-        label: of the pair.
-        full: δ_s at p50 in each layer (nats), heads pooled.
-        topk: δ_h at p50 in each layer (nats).
-        every: whether it must hold in every layer.
-    """
-
-    label: str
-    full: tuple[float, ...]
-    topk: tuple[float, ...]
-    every: bool
+    label: str  # of the pair
+    full: tuple[float, ...]  # δ_s at p50 in each layer (nats), heads pooled
+    topk: tuple[float, ...]  # δ_h at p50 in each layer (nats)
+    every: bool  # whether it must hold in every layer
 
     @property
     def failing(self) -> tuple[int, ...]:
@@ -52,25 +45,12 @@ class LayerGate:
 
     @property
     def passed(self) -> bool:
-        """Return whether fewer than half of the layers fail; none, if every layer must hold.
-
-        The paper compares pooled layers. In a deep model, single layers may differ from the others (one of fifteen
-        in the reference checkpoints does); a claim about the model fails if half of its layers contradict it.
-        """
+        """Return whether fewer than half of the layers fail; none, if every layer must hold."""
         return not self.failing if self.every else 2 * len(self.failing) < len(self.full)
 
 
 def layer_gate(findings: Findings, results: list[GateResult], every: bool = False) -> list[LayerGate]:
-    """Compare the median dispersion of paired models in each layer.
-
-    Args:
-        findings: of full and top-k models.
-        results: of :func:`~semdiag.questions.dispersion.answer.pairs.dispersion_gate`, for the pairs.
-        every: whether a single failing layer is a failure.
-
-    Returns:
-        One result per pair; layers are matched by position.
-    """
+    """Compare the median dispersion of paired models in each layer."""
 
     def medians(model: str) -> tuple[float, ...]:
         layers = sorted(int(layer) for layer in rows_of(findings.measurements.queries, model)["layer"].unique())

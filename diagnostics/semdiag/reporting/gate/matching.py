@@ -20,34 +20,17 @@ _PLACE = ("model", "task", "attention", "k")
 
 @dataclass(frozen=True)
 class Match:
-    """Which models are the same.
+    """Which models are the same."""
 
-    Attributes:
-        pairs: entries of the baseline and the models that they are now.
-        missing: entries without a model.
-        unclear: entries with several possible models, or whose model may belong to another entry.
-        new: models without an entry.
-    """
-
-    pairs: list[tuple[Entry, Entry]]
-    missing: list[Entry]
+    pairs: list[tuple[Entry, Entry]]  # entries of the baseline and the models that they are now
+    missing: list[Entry]  # entries without a model
+    # entries with several possible models, or whose model may belong to another entry
     unclear: list[tuple[Entry, list[Entry]]]
-    new: list[Entry]
+    new: list[Entry]  # models without an entry
 
 
 def match(baseline: list[Entry], now: list[Entry]) -> Match:
-    """Match models by weights and all that is known of them; else by their run; else by path, attention and k.
-
-    An entry and a model match if each is the only one that agrees with the other; among several, the one with the
-    same path. Facts that an older baseline lacks agree with everything.
-
-    Args:
-        baseline: with ``model`` (the path) and the names in :data:`CONTENT`, as far as known.
-        now: the same for the current models, with all names known.
-
-    Returns:
-        The match: every entry occurs once, every model at most once in a pair.
-    """
+    """Match models by weights and all that is known of them; else by their run; else by path, attention and k."""
     matches = _pairs(baseline, now)
     left = [entry for e, entry in enumerate(baseline) if e not in matches]
     free = [model for m, model in enumerate(now) if m not in matches.values()]

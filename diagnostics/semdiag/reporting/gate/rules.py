@@ -28,29 +28,17 @@ _EXAMPLE = 'Write it like "dispersion.p95 < 10" or "separation.p5 > 1e-4 attenti
 
 @dataclass(frozen=True)
 class Rule:
-    """A limit that a number of every chosen model must respect.
+    """A limit that a number of every chosen model must respect."""
 
-    Attributes:
-        text: as the user wrote it.
-        metric: a key of :data:`METRICS`, or one of :data:`FACTS`.
-        statistic: one of :data:`STATISTICS`; empty for a fact.
-        comparison: a key of the known comparisons.
-        limit: the number.
-        layer: only this layer; None pools all.
-        attention: only models with this kind; empty for all.
-        model: only models whose path matches this pattern (``*``, ``?``); empty for all.
-        task: only models of this task; empty for all.
-    """
-
-    text: str
-    metric: str
-    statistic: str
-    comparison: str
-    limit: float
-    layer: int | None = None
-    attention: str = ""
-    model: str = ""
-    task: str = ""
+    text: str  # as the user wrote it
+    metric: str  # a key of :data:`METRICS`, or one of :data:`FACTS`
+    statistic: str  # one of :data:`STATISTICS`; empty for a fact
+    comparison: str  # a key of the known comparisons
+    limit: float  # the number
+    layer: int | None = None  # only this layer; None pools all
+    attention: str = ""  # only models with this kind; empty for all
+    model: str = ""  # only models whose path matches this pattern (``*``, ``?``); empty for all
+    task: str = ""  # only models of this task; empty for all
 
 
 @dataclass(frozen=True)
@@ -83,19 +71,7 @@ class RuleResult:
 
 
 def parse_rule(text: str) -> Rule:
-    """Read ``metric.percentile op number [layer=N] [attention=KIND] [model=PATTERN] [task=NAME]``.
-
-    Args:
-        text: one rule.
-
-    Raises:
-        InputError: if it is not of this form, or names something unknown; the message says what would work.
-
-    Example:
-        >>> rule = parse_rule("separation.p5 > 1e-4 attention=topk")
-        >>> rule.metric, rule.statistic, rule.comparison, rule.limit, rule.attention
-        ('separation', 'p5', '>', 0.0001, 'topk')
-    """
+    """Read ``metric.percentile op number [layer=N] [attention=KIND] [model=PATTERN] [task=NAME]``."""
     if len(text) > _LONGEST:
         raise InputError(f"A rule has up to {_LONGEST:,} characters. Got {len(text):,}: {text[:60]!r} ….")
     read = _RULE.fullmatch(text)
@@ -141,22 +117,7 @@ def _filters(text: str, words: list[str]) -> dict[str, Any]:
 
 
 def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
-    """Apply every rule to every model that it chooses.
-
-    A rule does not apply to a model for which its quantity is undefined (the separation if no key is dropped),
-    unless its filter selects only such models: then it fails. If a model has scores that are not finite, the
-    result is unknown, which is not a pass.
-
-    Args:
-        findings: of one or more models.
-        rules: from :func:`parse_rule`.
-
-    Returns:
-        One result per rule and model to which it applies.
-
-    Raises:
-        InputError: if a rule chooses no model or no layer.
-    """
+    """Apply every rule to every model that it chooses."""
     results = []
     for rule in rules:
         chosen = [row for row in findings.measurements.models.to_dict("records") if _chooses(rule, row)]

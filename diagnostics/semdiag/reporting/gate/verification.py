@@ -18,42 +18,25 @@ PROBED = 50  # samples on which masks are tested under noise
 
 @dataclass(frozen=True)
 class Expectations:
-    """Further requirements on the models besides δ_h < δ_s.
+    """Further requirements on the models besides δ_h < δ_s."""
 
-    Attributes:
-        rules: that every model must satisfy.
-        baseline: numbers of an earlier check; None: there is no baseline.
-        tolerance: relative change allowed.
-        every_layer: whether a single layer without δ_h < δ_s at its median is a failure.
-    """
-
-    rules: list[Rule]
-    baseline: list[dict[str, Any]] | None = None
-    tolerance: float = TOLERANCE
-    every_layer: bool = False
+    rules: list[Rule]  # that every model must satisfy
+    baseline: list[dict[str, Any]] | None = None  # numbers of an earlier check; None: there is no baseline
+    tolerance: float = TOLERANCE  # relative change allowed
+    every_layer: bool = False  # whether a single layer without δ_h < δ_s at its median is a failure
 
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """The judgements and what they are about.
+    """The judgements and what they are about."""
 
-    Attributes:
-        findings: of the models.
-        pairs: pooled percentiles of each pair.
-        layers: medians by layer of the same pairs.
-        invariants: of capture and certificates.
-        rules: results by rule and model.
-        drifts: numbers that differ from the baseline.
-        compared: models that the baseline covers; None without a baseline.
-    """
-
-    findings: Findings
-    pairs: list[GateResult]
-    layers: list[LayerGate]
-    invariants: list[Invariant]
-    rules: list[RuleResult]
-    drifts: list[Drift]
-    compared: Compared | None
+    findings: Findings  # of the models
+    pairs: list[GateResult]  # pooled percentiles of each pair
+    layers: list[LayerGate]  # medians by layer of the same pairs
+    invariants: list[Invariant]  # of capture and certificates
+    rules: list[RuleResult]  # results by rule and model
+    drifts: list[Drift]  # numbers that differ from the baseline
+    compared: Compared | None  # models that the baseline covers; None without a baseline
 
     @property
     def failures(self) -> list[str]:
@@ -105,12 +88,7 @@ class Verification:
 
 
 def verify(findings: Findings, expected: Expectations) -> Verification:
-    """Judge pairs, layers, invariants, rules and drift.
-
-    Raises:
-        InputError: if a model has no partner or there is none to pair, and neither rules nor a baseline are
-            given; or a rule chooses nothing, or the baseline was measured on other samples.
-    """
+    """Judge pairs, layers, invariants, rules and drift."""
     require_every_query(findings, "The gate")
     measurements = findings.measurements
     judged = findings

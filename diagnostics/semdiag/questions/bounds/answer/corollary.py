@@ -41,41 +41,18 @@ LEFT_SIDES = {"paper": ("left side", 1.0), "sound": ("ln margin", 0.0)}  # name 
 
 @dataclass(frozen=True)
 class PairPercentiles:
-    """Pooled quantities of a pair at the paper's percentiles; separations at the mirrored ones.
+    """Pooled quantities of a pair at the paper's percentiles; separations at the mirrored ones."""
 
-    Attributes:
-        full_dispersion: δ_s.
-        dispersion: of the masked model.
-        separation: Δ of the masked model, at 100 − p; 0 within rounding of a tie.
-        load: raw key loads of the masked model.
-        keys: n, keys that a query of the full model has, at most.
-        rounding: a separation up to this is a tie.
-    """
-
-    full_dispersion: np.ndarray
-    dispersion: np.ndarray
-    separation: np.ndarray
-    load: np.ndarray
-    keys: int
-    rounding: float
+    full_dispersion: np.ndarray  # δ_s
+    dispersion: np.ndarray  # of the masked model
+    separation: np.ndarray  # Δ of the masked model, at 100 − p; 0 within rounding of a tie
+    load: np.ndarray  # raw key loads of the masked model
+    keys: int  # n, keys that a query of the full model has, at most
+    rounding: float  # a separation up to this is a tie
 
 
 def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
-    """Judge both conditions of Corollary 1, in both forms, at every percentile, for a pair.
-
-    Top-k pairs get the paper's equations 304 and 305; banded, block-local and random pairs the control of
-    Theorem 4, with the k of the ordinary queries if there are global tokens. The verdict over all percentiles is
-    that on which p75, p90 and p95 agree.
-
-    Source: docs/theory.md#corollary, docs/theory.md#sound-comparison. Deviation: none.
-
-    Args:
-        findings: of the pair's models; the sound X-form needs the table constants.
-        pair: full model and counterpart.
-
-    Returns:
-        Per condition and form: one finding over all percentiles, then one per percentile.
-    """
+    """Judge both conditions of Corollary 1, in both forms, at every percentile, for a pair."""
     measurements = findings.measurements
     models = {row["model"]: row for row in measurements.models.to_dict("records")}
     full, masked = models[pair.full], models[pair.other]
@@ -92,11 +69,7 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
 
 
 def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
-    """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries.
-
-    Returns:
-        The table; a separation within the rounding of the scores counts as a tie, Δ = 0.
-    """
+    """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries."""
     require_every_query(findings, "Corollary 1")
     measurements = findings.measurements
     full, masked = measurements.of(pair.full), measurements.of(pair.other)
@@ -115,13 +88,7 @@ def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
 
 
 def separation_rounding(measurements: Measurements, model: str, dispersion: float) -> float:
-    """Return the largest separation that rounding can make of a tie: 8 eps times the bound of the scores.
-
-    Args:
-        measurements: with the table constants; without it the largest dispersion stands for the scores.
-        model: a model's path.
-        dispersion: its largest, in nats.
-    """
+    """Return the largest separation that rounding can make of a tie: 8 eps times the bound of the scores."""
     rows = measurements.constants
     reach = rows.loc[(rows["model"] == model) & (rows["quantity"] == "score_reach"), "ln_value"].max()
     eps = torch.finfo(getattr(torch, measurements.provenance.get("dtype", "float32"))).eps
@@ -274,16 +241,7 @@ COROLLARY_COLUMNS = ["pair", "parameter", "form", "percentile", "value", "thresh
 
 
 def corollary_table(findings: Findings, pairs: Iterable[Pair]) -> pd.DataFrame:
-    """Return both conditions of Corollary 1 for every pair, form and percentile, as measured.
-
-    Args:
-        findings: of the pairs' models.
-        pairs: full models and counterparts.
-
-    Returns:
-        One row per pair, parameter (W or X), form and percentile: value (left side, or difference of natural
-        logarithms), threshold (1 or 0), verdict, and the percentiles of the pair it rests on.
-    """
+    """Return both conditions of Corollary 1 for every pair, form and percentile, as measured."""
     rows = []
     for finding in (finding for pair in pairs for finding in findings(corollary_findings, pair)):
         if finding.percentile is None:

@@ -12,21 +12,7 @@ _NAMES = {("network", "local"): "local", ("network", "sound"): "sound", ("networ
 
 
 def network_rungs(findings: Findings, model: str) -> dict[str, float]:
-    """Return the gaps between the whole gradient and its bounds, with their causes, in nats.
-
-    The worst case lies above the gradient by the sum of three parts: ``residual``, by how much the local form
-    would rise if every input's residual were √2; ``point``, what else it knows; and ``left``, its own distance.
-
-    Source: docs/theory.md#local-form. Deviation: not in the paper.
-
-    Args:
-        findings: with the tables constants and parameters.
-        model: path.
-
-    Returns:
-        ln of gradient, local and sound (of the inputs that have one), and the three parts; empty where the local
-        form or the gradient was not measured.
-    """
+    """Return the gaps between the whole gradient and its bounds, with their causes, in nats."""
     measurements = findings.measurements
     rows = measurements.constants[measurements.constants["model"] == model].to_dict("records")
     logs = {_NAMES[place]: _value(row) for row in rows if (place := (row["quantity"], row["form"])) in _NAMES}

@@ -30,21 +30,7 @@ CLAIM = "the loss is no steeper in a tensor than its constant"
 
 
 def parameter_findings(findings: Findings) -> list[Finding]:
-    """Judge the constants of Theorem 2, tensor by tensor and all together.
-
-    The gap is log10 of the bound over the largest measured slope; a large one is looseness, not failure. The
-    constants are of one parameter vector and bound the gradient there: a steeper secant, whose other end lies
-    elsewhere, contradicts nothing. The local form and the bound at the point are held against the gradient alone.
-
-    Source: docs/theory.md#network. Deviation: none.
-
-    Args:
-        findings: with the tables constants and parameters.
-
-    Returns:
-        One finding per model and form (:data:`FORMS`; point and local only where they were measured) for all
-        tensors together, then one per tensor (sound).
-    """
+    """Judge the constants of Theorem 2, tensor by tensor and all together."""
     measurements = findings.measurements
     results = []
     for name, rows in measurements.parameters.groupby("model", sort=False):
@@ -115,11 +101,7 @@ def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Fin
 
 
 def bounds_findings(findings: Findings) -> list[Finding]:
-    """Return findings on the constants of every model, then on Corollary 1 for every pair.
-
-    Args:
-        findings: with the tables constants and parameters.
-    """
+    """Return findings on the constants of every model, then on Corollary 1 for every pair."""
     pairs = findings(compared_pairs)
     return [
         *findings(parameter_findings),
@@ -128,14 +110,7 @@ def bounds_findings(findings: Findings) -> list[Finding]:
 
 
 def bounds_summary(findings: Findings) -> Summary:
-    """Return constants, bounds and slopes of every model, and Corollary 1 for every pair.
-
-    Args:
-        findings: of one or more models, with constants and parameters.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.bounds/2``.
-    """
+    """Return constants, bounds and slopes of every model, and Corollary 1 for every pair."""
     measurements = findings.measurements
     pairs = findings(compared_pairs)
     of_models = findings(parameter_findings)

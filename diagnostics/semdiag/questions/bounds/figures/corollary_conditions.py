@@ -20,18 +20,7 @@ _COLORS = ListedColormap(["#dcdcdc", "#f3c9a5", "#a9cdea"])  # cannot tell, not 
 
 @paper_style
 def corollary_conditions(findings: Findings) -> Figure:
-    """Draw the conditions of every pair as coloured cells with their numbers.
-
-    Args:
-        findings: of full models and their counterparts; with constants also the sound margin in X.
-
-    Returns:
-        Two panels, paper (met below 1) and sound (met below 0): a row per pair and condition, a column per
-        percentile.
-
-    Raises:
-        NothingToDrawError: if no pair can be compared.
-    """
+    """Draw the conditions of every pair as coloured cells with their numbers."""
     table = corollary_table(findings, findings(compared_pairs))
     finite = table[np.isfinite(table[["value", "full_dispersion", "dispersion"]]).all(axis=1)]
     pairs = [name for name in dict.fromkeys(table["pair"]) if name in set(finite["pair"])]

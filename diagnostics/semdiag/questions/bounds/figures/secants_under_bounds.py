@@ -30,17 +30,7 @@ _COLUMNS = (*_DRAWN, "ln_gradient")
 
 @paper_style
 def secants_under_bounds(findings: Findings) -> Figure:
-    """Draw the constants over the measured slope, from the smallest to the largest ratio of a block's tensors.
-
-    Args:
-        findings: with the tables constants and parameters.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot; attentions side by side.
-
-    Raises:
-        NothingToDrawError: if no constant of a parameter tensor is known.
-    """
+    """Draw the constants over the measured slope, from the smallest to the largest ratio of a block's tensors."""
     measurements = findings.measurements
     rows = measurements.parameters
     rows_with_constants = rows[np.isfinite(rows[list(_COLUMNS)].to_numpy(float)).any(axis=1)]

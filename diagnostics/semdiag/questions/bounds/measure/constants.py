@@ -69,36 +69,7 @@ def measure_constants(
     secants: bool = True,
     device: torch.device | str = "cpu",
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Measure every constant of Theorem 2 over the evaluated inputs, in float64.
-
-    A bound holds for these inputs and this checkpoint, and for no others. Each input has its own constants. The
-    tables hold the largest over the inputs; the paper's form is one for the whole set (docs/theory.md#scope).
-
-    Source: docs/theory.md#network. Deviation: the paper's forms stand beside ours, from the largest norms,
-    dispersions and loads and the smallest separation.
-
-    Args:
-        encoder: the model; a copy is used, in evaluation mode.
-        tokens: (N, L) int64; the first ``samples`` are used.
-        labels: (N,) classes; without them no slope of the loss is measured.
-        model: written into the column ``model``.
-        samples: inputs to use.
-        seed: of the secants' directions.
-        secants: whether to measure also the loss's secants in each tensor, the local bounds and those at the
-            point, which take time.
-        device: where to run; the CPU instead of ``mps``, which has no float64.
-
-    Returns:
-        The tables ``constants`` (layer −1: the whole network, head −1: the whole layer; ``measured``
-        values, ``sound``, ``paper`` and ``local`` bounds, ``paper code`` norms) and ``parameters``.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> constants, parameters = measure_constants(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]))
-        >>> bool((parameters["ln_gradient"] <= parameters["ln_sound"]).all())
-        True
-    """
+    """Measure every constant of Theorem 2 over the evaluated inputs, in float64."""
     device = with_float64(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval().requires_grad_(True)
     tokens = tokens[:samples].to(device, torch.int64)

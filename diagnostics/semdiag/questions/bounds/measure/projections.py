@@ -30,23 +30,7 @@ _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention 
 
 
 def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFrame:
-    """Return Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂ and Υ_h = ‖W_o^h W_v^h‖₂ of every head, where identifiable.
-
-    A linear layer counts as W_q if for the first sample it returned exactly the queries of attention, so that
-    nothing (rotary positions, a normalisation) comes between; the same holds for W_k and W_v, in layers of their
-    own or in one. W_o is the linear layer that takes the mixed values, unless a module around it changes what it
-    returned (an adapter such as LoRA). A layer counts as linear if it returned W x + b for its own W and b: one
-    that adds to its weight, or quantises it, does not. ``nn.MultiheadAttention`` names its own.
-
-    Source: docs/theory.md#norms. Deviation: none.
-
-    Args:
-        loaded: the model.
-        batches: its inputs; the first sample is run.
-
-    Returns:
-        The table ``projections``: layer, head, gamma, upsilon (NaN where not available), and reason.
-    """
+    """Return Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂ and Υ_h = ‖W_o^h W_v^h‖₂ of every head, where identifiable."""
     observer = _ProjectionObserver(loaded.module)
     modules = list(loaded.module.modules())
     linear = [part for part in modules if isinstance(part, nn.Linear) or _transposed(part)]

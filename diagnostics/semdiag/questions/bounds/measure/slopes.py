@@ -19,17 +19,10 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True)
 class Slope:
-    """The loss in one tensor, as natural logarithms; −inf for a slope that rounding hides.
+    """The loss in one tensor, as natural logarithms; −inf for a slope that rounding hides."""
 
-    A loss that is not finite has slopes NaN, and so has a secant that was not taken.
-
-    Attributes:
-        log_gradient: ln ‖gradient‖ (Frobenius) of the mean loss.
-        log_secant: ln of the largest |loss(θ + ρ) − loss(θ)| / ‖ρ‖, moving that tensor alone.
-    """
-
-    log_gradient: float
-    log_secant: float
+    log_gradient: float  # ln ‖gradient‖ (Frobenius) of the mean loss
+    log_secant: float  # ln of the largest |loss(θ + ρ) − loss(θ)| / ‖ρ‖, moving that tensor alone
 
 
 def parameter_slopes(
@@ -42,26 +35,7 @@ def parameter_slopes(
     score_reach: float = 0.0,
     constant: Collection[str] = (),
 ) -> dict[str, Slope]:
-    """Measure the mean cross-entropy's slopes in every parameter tensor.
-
-    Secants go along the gradient and along random directions, over the first inputs only (400 tokens). What
-    rounding can do to a loss or a gradient grows with the scores: the softmax takes their absolute errors.
-
-    Source: docs/theory.md#network, the measured side. Deviation: not in the paper.
-
-    Args:
-        encoder: a float64 model in evaluation mode that may be written to; its parameters are put back.
-        tokens: (N, L) int64.
-        labels: (N,) int64.
-        seed: of the directions.
-        secants: whether to take them, which is nine tenths of the time; else NaN.
-        score_reach: |scale|·‖q‖·‖k‖ at most; the rounding of the scores grows with it.
-        constant: names of the tensors in which the loss is constant by theory. Their secants are NaN: the
-            numerator would be nothing but rounding.
-
-    Returns:
-        Slopes by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`.
-    """
+    """Measure the mean cross-entropy's slopes in every parameter tensor."""
     _set_gradients(encoder, tokens, labels)
     tensors = named_tensors(encoder)
     rounding = _ROUNDING * (1 + score_reach)

@@ -24,18 +24,7 @@ _ONE_SCALE = "by_weights", "by_values"
 
 @paper_style
 def compare_map(findings: Findings) -> Figure:
-    """Draw the total variation, the overlap of the top-k, and both parts of the output's change, of every head.
-
-    Args:
-        findings: with the table compared.
-
-    Returns:
-        One panel per quantity that is known, of the model that was compared last; abscissa: layers; ordinate:
-        heads. The two parts of the change have one scale.
-
-    Raises:
-        NothingToDrawError: if no two models were compared.
-    """
+    """Draw the total variation, the overlap of the top-k, and both parts of the output's change, of every head."""
     table = findings(head_ranking)
     if table.empty:
         raise NothingToDrawError("No two models were compared.")

@@ -28,16 +28,7 @@ COMPARED = Table(
 
 
 class CallPairs:
-    """Keeps the base's calls on a batch, and compares each with the other model's as that comes.
-
-    Args:
-        base: its path, for messages.
-        other: the other model's path.
-        top: k of the top-k whose overlap is measured.
-
-    Attributes:
-        left_out: queries that attend to a key in only one of the models.
-    """
+    """Keeps the base's calls on a batch, and compares each with the other model's as that comes."""
 
     def __init__(self, base: str, other: str, top: int) -> None:
         self._base, self._other, self._top = base, other, top
@@ -54,14 +45,7 @@ class CallPairs:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Run one of the models inside the context: calls are its own, even if it is part of the other.
-
-        Args:
-            name: ``base`` or ``other``.
-
-        Yields:
-            Nothing.
-        """
+        """Run one of the models inside the context: calls are its own, even if it is part of the other."""
         self._running = name
         try:
             yield
@@ -74,11 +58,7 @@ class CallPairs:
             self._kept.add(call)
 
     def match(self, call: AttentionCall) -> None:
-        """Compare a call of the other model with the base's.
-
-        Raises:
-            InputError: if the base has no such call, or a score is not a finite number.
-        """
+        """Compare a call of the other model with the base's."""
         if self._running != "other":
             return
         place, self._next = self._next, self._next + 1
@@ -100,25 +80,14 @@ class CallPairs:
         self._parts.append(pd.DataFrame({"sample": sample, **place_of, **flat}))
 
     def finish(self) -> None:
-        """End a batch.
-
-        Raises:
-            InputError: if one of the models called attention more often than the other.
-        """
+        """End a batch."""
         if self._next != len(self._kept):
             raise InputError(
                 f"{self._refused} their attention is called {len(self._kept)} and {self._next} times in a forward."
             )
 
     def table(self, names: dict[str, str]) -> pd.DataFrame:
-        """Return the table ``compared``; rows of the same sample, such as windows, are summed up.
-
-        Args:
-            names: values of the columns ``model`` and ``base``.
-
-        Raises:
-            NotAvailableError: if it has no row.
-        """
+        """Return the table ``compared``; rows of the same sample, such as windows, are summed up."""
         calls = pd.concat(self._parts, ignore_index=True) if self._parts else COMPARED.empty()
         calls = calls[calls["queries"] > 0]
         if calls.empty:

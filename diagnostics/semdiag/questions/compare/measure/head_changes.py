@@ -22,31 +22,18 @@ SUMS = (
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What some queries of a call attend to, in float64.
+    """What some queries of a call attend to, in float64."""
 
-    Attributes:
-        weights: (b, H, r, n); rows without keys are zeros.
-        attending: (b, H, r) bool, queries that are no padding and attend to a key.
-        dispersion: (b, H, r), δ in nats.
-        top: (b, H, r, k) int64, keys with the largest scores of those it attends to, -1 for none.
-        dropping: (b, H, r) bool, whether it may attend to other keys than these.
-        values: (b, H, n, d).
-    """
-
-    weights: Tensor
-    attending: Tensor
-    dispersion: Tensor
-    top: Tensor
-    dropping: Tensor
-    values: Tensor
+    weights: Tensor  # (b, H, r, n); rows without keys are zeros
+    attending: Tensor  # (b, H, r) bool, queries that are no padding and attend to a key
+    dispersion: Tensor  # (b, H, r), δ in nats
+    top: Tensor  # (b, H, r, k) int64, keys with the largest scores of those it attends to, -1 for none
+    dropping: Tensor  # (b, H, r) bool, whether it may attend to other keys than these
+    values: Tensor  # (b, H, n, d)
 
 
 def refusal(base: AttentionCall, other: AttentionCall) -> str:
-    """Return why two calls cannot be compared.
-
-    Returns:
-        The sizes that differ, like ``8 heads and 4``; empty if the calls can be compared.
-    """
+    """Return why two calls cannot be compared."""
     sizes = {
         "samples": (base.q.shape[0], other.q.shape[0]),
         "heads": (base.q.shape[1], other.q.shape[1]),
@@ -59,22 +46,7 @@ def refusal(base: AttentionCall, other: AttentionCall) -> str:
 
 
 def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[str, Tensor]:
-    """Compare the weights, scores and outputs of two attention calls.
-
-    Weights are computed in float64 from the queries and keys of each model. A query counts if it is no padding
-    and attends to a key in both models.
-
-    Args:
-        base: of the base.
-        other: of the other model, of the same sizes (:func:`refusal`).
-        top: k of the top-k whose overlap is measured.
-
-    Returns:
-        By the names in :data:`SUMS`, (B, H) float64: number of queries; sum and largest of their total variation;
-        sums of δ of both and of |δ' − δ|; queries that may attend to further keys than their top-k in either
-        model, and sum of the overlaps of these; squared norms of PV, (P' − P)V, P'(V' − V) and P'V' − PV; queries
-        that attend to a key in one of the models alone.
-    """
+    """Compare the weights, scores and outputs of two attention calls."""
     batch, heads = base.q.shape[:2]
     sums = {name: torch.zeros(batch, heads, dtype=torch.float64, device=base.q.device) for name in SUMS}
     for samples, queries in _parts(base):

@@ -11,11 +11,7 @@ from semdiag_models.reading import require_memory
 
 
 def own_copy(call: AttentionCall) -> AttentionCall:
-    """Return a copy of a call without its L × L scores, in memory of its own.
-
-    Both models' calls are copied so that equal numbers have the same layout in memory: only then are products the
-    same to the last bit.
-    """
+    """Return a copy of a call without its L × L scores, in memory of its own."""
     return replace(
         call,
         q=_copy(call.q),
@@ -32,10 +28,7 @@ def own_copy(call: AttentionCall) -> AttentionCall:
 
 
 class KeptCalls:
-    """Keeps the calls of the base on a batch, in their order.
-
-    Masks and biases grow with the square of the length, so layers that share one keep it once.
-    """
+    """Keeps the calls of the base on a batch, in their order."""
 
     def __init__(self) -> None:
         self._calls: list[AttentionCall] = []
@@ -46,11 +39,7 @@ class KeptCalls:
         return len(self._calls)
 
     def add(self, call: AttentionCall) -> None:
-        """Keep a copy of a call.
-
-        Raises:
-            InputError: if the calls of the batch would take too much memory.
-        """
+        """Keep a copy of a call."""
         copy = own_copy(call)
         copy = replace(copy, allowed=self._shared(copy.allowed), bias=self._shared(copy.bias))
         self._size += sum(x.numel() * x.element_size() for x in (copy.q, copy.k, copy.v))

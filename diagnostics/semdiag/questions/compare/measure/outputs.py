@@ -28,15 +28,7 @@ _SUMS = ("targets", "predictions", "changed", "loss", "divergence")
 
 
 class Outputs:
-    """Compares the outputs of both models in float64, read as the base's are (:class:`Reader`).
-
-    Args:
-        module: the base.
-
-    Attributes:
-        rows: of the table, without the models' names.
-        reason: why outputs are not compared; empty if they are.
-    """
+    """Compares the outputs of both models in float64, read as the base's are (:class:`Reader`)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -61,13 +53,7 @@ class Outputs:
         return notes
 
     def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
-        """Learn from the first batch how to read outputs.
-
-        Args:
-            batch: on the base's device.
-            labels: (B,) classes; None if unknown.
-            run_base: calls the base.
-        """
+        """Learn from the first batch how to read outputs."""
         if self._reader is None and not self.reason:
             try:
                 self._reader = Reader(self._module, batch, labels, run_base)
@@ -76,15 +62,7 @@ class Outputs:
                 self.reason = str(error).removesuffix(".")
 
     def add(self, before: Any, after: Any, batch: Batch, labels: Tensor | None, first: int) -> None:
-        """Compare the outputs of the two models on a batch.
-
-        Args:
-            before: what the base returned.
-            after: what the other model returned.
-            batch: on the base's device.
-            labels: (B,) classes; None if unknown.
-            first: number of the first sample.
-        """
+        """Compare the outputs of the two models on a batch."""
         if self._reader is None:
             return
         try:

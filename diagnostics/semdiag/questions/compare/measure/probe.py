@@ -26,11 +26,7 @@ TOP = 8
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """What a model is compared with.
-
-    Raises:
-        InputError: if ``top`` is illegal.
-    """
+    """What a model is compared with."""
 
     top: int = TOP  # k of the top-k whose overlap is measured
     base: LoadedModel | None = None  # None: the model itself, where nothing changes

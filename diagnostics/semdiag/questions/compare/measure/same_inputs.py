@@ -29,26 +29,7 @@ def compare_survey(
     top: int = TOP,
     dtype: str | None = None,
 ) -> Measurements:
-    """Measure a base and a model on the base's inputs, and compare them.
-
-    Both run on the first sample before anything else, so that models that cannot be compared are refused at once.
-
-    Args:
-        models: the model and its base, which may be moved and converted in place; or the base alone, which is
-            then compared with itself in another precision.
-        conditions: inputs, and precision.
-        announce: called before each of the four stages with a name and a number of steps.
-        after_batch: called with the number of finished steps.
-        top: k of the top-k whose overlap is measured.
-        dtype: precision of the model; None: that of the base.
-
-    Returns:
-        Measurements of both, the base first; those of the model have the tables ``compared`` and
-        ``compared_outputs``.
-
-    Raises:
-        InputError: if the two cannot be compared, or not on these inputs.
-    """
+    """Measure a base and a model on the base's inputs, and compare them."""
     base, other = models[-1], models[0]
     if len(models) == 1:
         other = replace(base, path=f"{base.path} ({dtype or 'again'})", module=copy.deepcopy(base.module))

@@ -16,21 +16,7 @@ _IDENTITY = ["setting", "kind", "attention", "seed"]
 
 
 def arrivals(findings: Findings) -> pd.DataFrame:
-    """Return when each run first reached the target's training accuracy, and how it generalises.
-
-    A run that never reached it is censored: it needs more epochs than it was trained.
-
-    Args:
-        findings: with runs; the target is ``provenance["target"]``, that of a single task in
-            ``provenance["targets"]``.
-
-    Returns:
-        One row per run, full attention first, copies and earlier snapshots of a run left out: group (task and
-        what else differs between settings), task, attention, kind, seed, target (training accuracy), arrival
-        (epoch; missing if censored), epochs (trained), planned, state, train_accuracy and holdout_accuracy (last
-        epoch), best_holdout_accuracy, best_epoch, gap (last training minus last held-out accuracy), model,
-        setting.
-    """
+    """Return when each run first reached the target's training accuracy, and how it generalises."""
     measurements = findings.measurements
     labels = setting_labels(measurements.runs["setting"].tolist())
     histories = {str(model): rows for model, rows in measurements.history.groupby("model", sort=False)}
@@ -54,12 +40,7 @@ _ARRIVAL_COLUMNS = (
 
 
 def target_of(measurements: Measurements, task: str) -> float:
-    """Return the training accuracy that counts as having learned a task.
-
-    Args:
-        measurements: with runs.
-        task: of one of them.
-    """
+    """Return the training accuracy that counts as having learned a task."""
     general = measurements.provenance.get("target", TARGET)
     return float(measurements.provenance.get("targets", {}).get(task, general))
 
@@ -79,19 +60,7 @@ def _arrival(history: pd.DataFrame, target: float) -> dict[str, Any]:
 
 
 def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
-    """Return the first epoch whose training accuracy reaches the target.
-
-    Args:
-        history: with the columns epoch and train_accuracy, in order of epochs.
-        target: accuracy in 0 … 1.
-
-    Returns:
-        The epoch; None if no epoch does.
-
-    Example:
-        >>> epochs_to(pd.DataFrame({"epoch": [1, 2, 3], "train_accuracy": [0.5, 0.96, 0.94]}))
-        2
-    """
+    """Return the first epoch whose training accuracy reaches the target."""
     if "train_accuracy" not in history:
         return None
     at_target = history[history["train_accuracy"] >= target]
@@ -99,21 +68,7 @@ def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
 
 
 def speed_ups(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the speed-up of every run over the full-attention run of the same setting and seed.
-
-    Epochs of full attention over epochs of the other. If one of them is censored only a bound is known: above
-    epochs trained / arrival if full attention never arrived, below arrival / epochs trained if the other did not;
-    nothing if neither did.
-
-    Args:
-        table: from :func:`arrivals`.
-
-    Returns:
-        One row per pair: group, task, attention, kind, seed, full_arrival, full_epochs, arrival, epochs, low
-        and high (both the speed-up if it is known), epoch_low and epoch_high (the same with every arrival one
-        epoch off: epochs are whole, and an evaluation at another step would have moved them), known
-        (``exactly``, ``above``, ``below`` or ``unknown``), full, model.
-    """
+    """Return the speed-up of every run over the full-attention run of the same setting and seed."""
     rows = []
     for _, runs in table.groupby(["setting", "seed"], sort=False):
         full = runs[runs["attention"] == "full"]
@@ -146,21 +101,7 @@ def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -
 
 
 def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tuple[float, float, str]:
-    """Return the range of the speed-up of one run over another.
-
-    Args:
-        full: epoch at which the full-attention run arrived; missing if it did not.
-        full_epochs: for how long it was trained.
-        other: epoch at which the other run arrived; missing if it did not.
-        other_epochs: for how long that was trained.
-
-    Returns:
-        Low and high end, and ``exactly``, ``above``, ``below`` or ``unknown``.
-
-    Example:
-        >>> speed_up(35, 100, 5, 100), speed_up(None, 100, 5, 100), speed_up(35, 100, None, 100)
-        ((7.0, 7.0, 'exactly'), (20.0, inf, 'above'), (0.0, 0.35, 'below'))
-    """
+    """Return the range of the speed-up of one run over another."""
     if pd.isna(full) and pd.isna(other):
         return 0.0, math.inf, "unknown"
     if pd.isna(full):
@@ -178,21 +119,7 @@ _OVER_SEEDS = ["group", "task", "attention", "kind", "seeds", "arrived", "median
 
 
 def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return epochs and speed-up of each kind of attention over the seeds of a setting.
-
-    Args:
-        table: from :func:`arrivals`.
-        pairs: from :func:`speed_ups`.
-
-    Returns:
-        One row per setting and attention: group, task, attention, kind, seeds, arrived, median_epochs
-        (Kaplan–Meier; +inf if fewer than half arrive), epochs_low and epochs_high (interval of the median;
-        NaN for one seed), coverage (its confidence), pairs, median and interval of the speed-up
-        (speed_up_low … speed_up_high: the range of the median that the bounds leave; epoch_low … epoch_high: the
-        same with every arrival one epoch off; interval_low, interval_high, interval_coverage), logrank_p (whole
-        arrival curves against full attention; missing below 3 runs a side, and never below 0.1 with 3),
-        best_holdout_accuracy and gap (medians over seeds).
-    """
+    """Return epochs and speed-up of each kind of attention over the seeds of a setting."""
     rows = []
     for (setting, _), runs in table.groupby(["setting", "attention"], sort=False):
         runs = runs[runs["state"] != NOT_BEGUN]
@@ -249,16 +176,7 @@ FEWEST_FOR_MEDIAN = 3  # the median of two runs would be an accuracy that no run
 
 
 def seed_curves(findings: Findings, runs: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Join the curves of several seeds; a run that stopped at the target keeps its last value.
-
-    Args:
-        findings: with histories.
-        runs: rows of :func:`arrivals`.
-        column: of the history.
-
-    Returns:
-        By epoch, a column per run; from three runs on, their lower median, and low and high of all runs.
-    """
+    """Join the curves of several seeds; a run that stopped at the target keeps its last value."""
     history = findings.measurements.history[findings.measurements.history["model"].isin(runs["model"])]
     by_run = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
     if len(by_run.columns) < FEWEST_FOR_MEDIAN:

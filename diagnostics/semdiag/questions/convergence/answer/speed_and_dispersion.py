@@ -11,15 +11,7 @@ _RESAMPLES = 200
 
 
 def speed_dispersion_table(findings: Findings) -> pd.DataFrame:
-    """Return the speed-up of every pair of runs beside the ratio of their pooled median dispersions.
-
-    Args:
-        findings: with runs and the queries of their last checkpoints.
-
-    Returns:
-        The rows of :func:`~.epochs.speed_ups` with ratio (median δ of the sparse model over that of the full one),
-        ratio_low and ratio_high (95% interval, whole sequences resampled).
-    """
+    """Return the speed-up of every pair of runs beside the ratio of their pooled median dispersions."""
     pairs = speed_ups(findings(arrivals))
     queries = {m: known_rows(findings, m, "dispersion") for m in {*pairs["model"], *pairs["full"]}}
     intervals = [

@@ -12,16 +12,7 @@ _ARRIVAL = (
 
 
 def convergence_summary(findings: Findings) -> Summary:
-    """Return epochs to the target, speed-ups, and their relation to dispersion.
-
-    Args:
-        findings: with runs.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.convergence/2``: target, targets (of single tasks), results (of
-        each run the facts of its model, and when it arrived), runs (the same, labelled as in tables), speed_ups,
-        over_seeds; null where a number is unknown or undefined.
-    """
+    """Return epochs to the target, speed-ups, and their relation to dispersion."""
     measurements = findings.measurements
     found, table = findings(arrivals), findings(speed_dispersion_table)
     models = {row["model"]: row for row in measurements.models.to_dict("records")}

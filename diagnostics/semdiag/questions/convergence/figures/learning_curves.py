@@ -23,17 +23,7 @@ from semdiag.questions.convergence.words import arrival_words
 
 @paper_style
 def learning_curves(findings: Findings) -> Figure:
-    """Draw median training accuracy over seeds with its range, single arrivals, and held-out accuracy.
-
-    Args:
-        findings: with runs.
-
-    Returns:
-        One panel per setting.
-
-    Raises:
-        NothingToDrawError: if no run has a finished epoch.
-    """
+    """Draw median training accuracy over seeds with its range, single arrivals, and held-out accuracy."""
     table = findings(arrivals)
     table = table[table["epochs"] > 0]
     if table.empty:

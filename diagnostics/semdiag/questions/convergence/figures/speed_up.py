@@ -27,17 +27,7 @@ _ARROW = 1.35  # length of an arrow, as a factor
 
 @paper_style
 def speed_up(findings: Findings) -> Figure:
-    """Draw the speed-up of every pair of runs, and its median with an interval over seeds.
-
-    Args:
-        findings: with runs.
-
-    Returns:
-        One panel, settings side by side.
-
-    Raises:
-        NothingToDrawError: if no run has a full-attention counterpart, or nothing is known of any speed-up.
-    """
+    """Draw the speed-up of every pair of runs, and its median with an interval over seeds."""
     table = findings(arrivals)
     pairs = speed_ups(table)
     if pairs.empty:
@@ -71,14 +61,7 @@ def speed_up(findings: Findings) -> Figure:
 
 
 def draw_speed(ax: Axes, x: float, pair: pd.Series, style: AttentionStyle) -> None:
-    """Draw one speed-up, or an arrow from what bounds it.
-
-    Args:
-        ax: with a logarithmic ordinate.
-        x: abscissa.
-        pair: a row of :func:`~semdiag.questions.convergence.answer.epochs.speed_ups`.
-        style: of the attention.
-    """
+    """Draw one speed-up, or an arrow from what bounds it."""
     if pair["known"] == "unknown":
         return
     end = pair["high"] if pair["known"] == "below" else pair["low"]

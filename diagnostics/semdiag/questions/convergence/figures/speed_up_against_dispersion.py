@@ -21,17 +21,7 @@ from semdiag.questions.convergence.words import target_words, targets_sentence
 
 @paper_style
 def speed_up_against_dispersion(findings: Findings) -> Figure:
-    """Draw speed-up against δ_h/δ_s for every pair of runs.
-
-    Args:
-        findings: with runs and the queries of their last checkpoints.
-
-    Returns:
-        One panel, logarithmic axes.
-
-    Raises:
-        NothingToDrawError: if there is no pair whose speed-up is at least bounded.
-    """
+    """Draw speed-up against δ_h/δ_s for every pair of runs."""
     table = findings(speed_dispersion_table)
     table = table[(table["known"] != "unknown") & (table["ratio"] > 0)]
     if table.empty:

@@ -19,18 +19,7 @@ Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model 
 
 
 def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
-    """Return panels of models that keep every key, and the k with which they were measured.
-
-    Args:
-        findings: of any number of models.
-        quantity: dispersion, separation or mass; older measurements have no mass.
-
-    Returns:
-        The panels and the numbers of heavy hitters, smallest first, for which the quantity is known.
-
-    Raises:
-        NothingToDrawError: if no such model was measured with a k.
-    """
+    """Return panels of models that keep every key, and the k with which they were measured."""
     measurements = findings.measurements
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]
     ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
@@ -41,13 +30,7 @@ def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list
 
 
 def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) -> Tables:
-    """Return percentiles per layer, heads pooled.
-
-    Args:
-        findings: of the panels' models.
-        panels: whose models are wanted.
-        columns: of the table of queries.
-    """
+    """Return percentiles per layer, heads pooled."""
     models = {series.model for panel in panels for series in panel.series}
     return {
         (model, column): table
@@ -76,18 +59,7 @@ def within_boxes(
     extreme: str = "p100",
     height: float = 2.7,
 ) -> Figure:
-    """Draw one group of boxes per layer of each model, a box per column of the table of queries.
-
-    Args:
-        panels: of models.
-        columns: label and style by column.
-        tables: from :func:`layer_tables`.
-        scale: sets a panel's ordinate.
-        ylabel: of the ordinate.
-        note: below the panels, after how to read the boxes.
-        extreme: the percentile marked as a point.
-        height: of a panel, in inches.
-    """
+    """Draw one group of boxes per layer of each model, a box per column of the table of queries."""
     figure, axes = panel_grid(len(panels), height=height)
     for ax, panel in zip(axes, panels, strict=True):
         scale(ax)

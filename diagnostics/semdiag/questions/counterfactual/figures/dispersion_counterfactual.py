@@ -11,19 +11,7 @@ from semdiag.questions.counterfactual.figures.boxes import dense_panels, k_style
 
 @paper_style
 def dispersion_counterfactual(findings: Findings) -> Figure:
-    """Draw δ_s and δ_h(k) = z(1) − z(k) of the same rows of scores, per layer of each full model.
-
-    This is the within-model comparison: no sparse model is involved.
-
-    Args:
-        findings: with columns ``dispersion_kK`` for full models.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot.
-
-    Raises:
-        NothingToDrawError: if no full model was measured with counterfactual k.
-    """
+    """Draw δ_s and δ_h(k) = z(1) − z(k) of the same rows of scores, per layer of each full model."""
     panels, ks = dense_panels(findings)
     columns = {"dispersion": ("δₛ, all keys", attention_style("full"))}
     columns |= {f"dispersion_k{k}": (f"δₕ({k}), largest scores only", k_style(ks, k)) for k in ks}

@@ -12,17 +12,7 @@ from semdiag.questions.separation.figures.key_load import draw_loads, load_fact
 
 @paper_style
 def key_load_counterfactual(findings: Findings) -> Figure:
-    """Draw the share of keys that at least x queries would keep among their k largest scores.
-
-    Args:
-        findings: with columns ``load_kK`` for full models.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot, or per external model.
-
-    Raises:
-        NothingToDrawError: if no full model was measured with counterfactual k.
-    """
+    """Draw the share of keys that at least x queries would keep among their k largest scores."""
     panels, ks = dense_panels(findings)
     loads = {str(model): rows for model, rows in findings.measurements.loads.groupby("model", sort=False)}
     figure, axes = panel_grid(len(panels))

@@ -12,17 +12,7 @@ from semdiag.questions.counterfactual.figures.boxes import dense_panels, k_style
 
 @paper_style
 def mass_kept(findings: Findings) -> Figure:
-    """Draw the share of each query's attention weight on its k largest scores, per layer of each full model.
-
-    Args:
-        findings: with columns ``mass_kK`` for full models.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot, or per external model.
-
-    Raises:
-        NothingToDrawError: if no full model was measured with counterfactual k.
-    """
+    """Draw the share of each query's attention weight on its k largest scores, per layer of each full model."""
     panels, ks = dense_panels(findings, "mass")
     columns = {f"mass_k{k}": (f"the {k} largest", k_style(ks, k)) for k in ks}
     tables = layer_tables(findings, panels, list(columns))

@@ -11,17 +11,7 @@ from semdiag.questions.counterfactual.figures.boxes import dense_panels, k_style
 
 @paper_style
 def separation_counterfactual(findings: Findings) -> Figure:
-    """Draw Δ_h(k) = z(k) − z(k+1) of each query's scores, per layer of each full model.
-
-    Args:
-        findings: with columns ``separation_kK`` for full models.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot, or per external model.
-
-    Raises:
-        NothingToDrawError: if no full model was measured with counterfactual k, or no query drops a key.
-    """
+    """Draw Δ_h(k) = z(k) − z(k+1) of each query's scores, per layer of each full model."""
     panels, ks = dense_panels(findings)
     columns = {f"separation_k{k}": (f"Δₕ({k})", k_style(ks, k)) for k in ks}
     tables = layer_tables(findings, panels, list(columns))

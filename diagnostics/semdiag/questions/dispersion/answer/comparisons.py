@@ -24,14 +24,7 @@ _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snap
 
 
 def dispersion_summary(findings: Findings) -> Summary:
-    """Return percentiles of δ by layer and head and pooled; with counterfactual columns, also of δ_h(k) and mass.
-
-    Of models that select by hashes or clusters also the mean recall of their k largest scores, and the share of
-    queries without any key.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.dispersion/2``.
-    """
+    """Return percentiles of δ by layer and head and pooled; with counterfactual columns, also of δ_h(k) and mass."""
     queries = findings.measurements.queries
 
     def describe(of: Percentile, suffix: str) -> Summary:
@@ -47,14 +40,7 @@ def dispersion_summary(findings: Findings) -> Summary:
 
 
 def recall_table(findings: Findings) -> pd.DataFrame:
-    """Return the recall of the largest scores in models that select by hashes or clusters.
-
-    Returns:
-        A row per head, and one of ``layer`` "all" per model: ``model``, ``layer``, ``head``, ``recall`` (mean
-        share of a query's k largest scores among the keys it keeps), ``at_random`` (of k keys drawn at random, in
-        the longest sequence), ``without_keys`` (share of queries that keep none), ``queries``. Empty if no model
-        selects so.
-    """
+    """Return the recall of the largest scores in models that select by hashes or clusters."""
     models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
     keys = findings.measurements.queries.groupby("model")["keys"].max()
     rows = []
@@ -70,19 +56,12 @@ def recall_table(findings: Findings) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class PairComparison:
-    """A top-k model beside its full counterpart.
+    """A top-k model beside its full counterpart."""
 
-    Attributes:
-        gate: pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95.
-        ratio: of the pooled medians, with a 95% interval from resampled sequences.
-        snapshot: name of the snapshots compared.
-        samples: sequences behind the ratio, of the model with fewer.
-    """
-
-    gate: GateResult
-    ratio: Interval
-    snapshot: str
-    samples: int
+    gate: GateResult  # pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95
+    ratio: Interval  # of the pooled medians, with a 95% interval from resampled sequences
+    snapshot: str  # name of the snapshots compared
+    samples: int  # sequences behind the ratio, of the model with fewer
 
     @property
     def answer(self) -> str:
@@ -129,14 +108,7 @@ class PairComparison:
 
 
 def pair_comparisons(findings: Findings) -> list[PairComparison]:
-    """Compare every top-k model that has a full counterpart with it, last snapshots first.
-
-    Args:
-        findings: of any number of models; those without a partner are left out.
-
-    Returns:
-        One comparison per pair; none if some queries were not measured or kept: a verdict needs all.
-    """
+    """Compare every top-k model that has a full counterpart with it, last snapshots first."""
     measurements = findings.measurements
     pairs, _ = find_pairs(measurements.models)
     paired = {model for pair in pairs for model in (pair.full, pair.other)}
@@ -158,11 +130,7 @@ RESAMPLES = 300  # of whole sequences: the ends of a 95% interval are then known
 
 
 def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
-    """Return the ratios of dispersion between every sparse model and its full counterpart, by layer.
-
-    Returns:
-        One row per pair, percentile and layer: model, full, percentile, layer, ratio, low, high.
-    """
+    """Return the ratios of dispersion between every sparse model and its full counterpart, by layer."""
     pairs, _ = find_pairs(findings.measurements.models, attention=None)
     queries = findings.measurements.queries
     rows = {
@@ -184,11 +152,7 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
 
 
 def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
-    """Return pooled median δ under input-agnostic masks (controls) over full attention's; last snapshots only.
-
-    Returns:
-        Each pair with its ratio.
-    """
+    """Return pooled median δ under input-agnostic masks (controls) over full attention's; last snapshots only."""
     models = findings.measurements.models[findings.measurements.models["snapshot"] == "last"]
     pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
     medians = {model: table["p50"] for model, table in findings(pooled_percentiles, "dispersion").items()}
@@ -204,12 +168,7 @@ FEWEST = 10  # queries in a bin, to give its percentiles
 
 
 def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
-    """Return percentiles of δ by the number of allowed keys, from two on, in bins of equal ratio.
-
-    Returns:
-        By model a row per bin: 0.05, 0.25, 0.5, 0.75, 0.95 (quantiles of δ), keys (their mean number), queries;
-        none where scores are NaN or infinite.
-    """
+    """Return percentiles of δ by the number of allowed keys, from two on, in bins of equal ratio."""
     return {
         str(model): pd.DataFrame() if diverged(findings, str(model)) else _binned(rows)
         for model, rows in findings.measurements.queries.groupby("model", sort=False)

@@ -22,19 +22,12 @@ SHOWN = (*GATED, "p100")  # p100 is a single query: printed, not gated
 
 @dataclass(frozen=True)
 class GateResult:
-    """The pooled dispersions of one pair.
+    """The pooled dispersions of one pair."""
 
-    Attributes:
-        pair: full model and top-k model.
-        full: δ_s of the full model by percentile (nats).
-        topk: δ_h of the top-k model by percentile (nats).
-        failed: gated percentiles at which δ_h < δ_s does not hold or is unknown.
-    """
-
-    pair: Pair
-    full: dict[str, float]
-    topk: dict[str, float]
-    failed: tuple[str, ...]
+    pair: Pair  # full model and top-k model
+    full: dict[str, float]  # δ_s of the full model by percentile (nats)
+    topk: dict[str, float]  # δ_h of the top-k model by percentile (nats)
+    failed: tuple[str, ...]  # gated percentiles at which δ_h < δ_s does not hold or is unknown
 
     @property
     def passed(self) -> bool:
@@ -56,16 +49,7 @@ class GateResult:
 
 
 def dispersion_gate(findings: Findings) -> list[GateResult]:
-    """Compare pooled dispersions of paired full and top-k models.
-
-    Source: paper, the comparison of δ_s and δ_h at matching percentiles. Deviation: the maximum is not gated.
-
-    Returns:
-        One result per pair.
-
-    Raises:
-        InputError: if a full or top-k model has no partner, or there is nothing to pair.
-    """
+    """Compare pooled dispersions of paired full and top-k models."""
     require_every_query(findings, "The gate")
     models = findings.measurements.models
     pairs, alone = find_pairs(models)
@@ -92,11 +76,7 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
 
 
 def require_one_partner(findings: Findings) -> None:
-    """Refuse to judge if it is not clear which models are a pair.
-
-    Raises:
-        InputError: if several full models could be the partner of a top-k model.
-    """
+    """Refuse to judge if it is not clear which models are a pair."""
     models = findings.measurements.models
     for pair in find_pairs(models)[0]:
         if others := rivals(models, pair):
@@ -118,12 +98,7 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
 
 
 def partner_command(model: str) -> str:
-    """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``.
-
-    Returns:
-        The command, with every option in which the stored configuration differs from its task's recipe; only
-        ``semdiag train`` for a model that semdiag did not train, or that learned a text or other trees.
-    """
+    """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``."""
     try:
         stored = read_checkpoint(Path(model))
         chosen = (

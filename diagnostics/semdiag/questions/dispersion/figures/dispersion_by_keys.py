@@ -20,14 +20,7 @@ from semdiag.questions.dispersion.answer.comparisons import FEWEST, dispersion_b
 
 @paper_style
 def dispersion_by_keys(findings: Findings) -> Figure:
-    """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot, or per external model.
-
-    Raises:
-        NothingToDrawError: if every query has the same number of keys.
-    """
+    """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled."""
     curves = findings(dispersion_by_number_of_keys)
     panels = [
         p for p in panels_of(findings.measurements.models) if any(len(curves[s.model]) > 1 for s in p.series)

@@ -14,14 +14,7 @@ from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 
 @paper_style
 def dispersion_by_layer(findings: Findings) -> Figure:
-    """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot.
-
-    Raises:
-        NothingToDrawError: if no query has a finite positive dispersion.
-    """
+    """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis."""
     panels = panels_of(findings.measurements.models)
     tables = findings(layer_percentiles, "dispersion")
     shown = pd.concat(tables.values()) if tables else pd.DataFrame()

@@ -16,14 +16,7 @@ MARKED = (50, 75, 90, 95)
 
 @paper_style
 def dispersion_ecdf(findings: Findings) -> Figure:
-    """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot.
-
-    Raises:
-        NothingToDrawError: if no query has a finite positive dispersion.
-    """
+    """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked."""
     panels = panels_of(findings.measurements.models)
     models = findings.measurements.queries["model"].unique()
     values = {str(model): known_rows(findings, str(model), "dispersion")["dispersion"] for model in models}

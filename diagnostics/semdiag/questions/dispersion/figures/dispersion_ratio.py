@@ -21,14 +21,7 @@ from semdiag.questions.dispersion.answer.comparisons import RATIO_PERCENTILES, l
 
 @paper_style
 def dispersion_ratio(findings: Findings) -> Figure:
-    """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences.
-
-    Returns:
-        One row of panels per task, seed, size, setting and snapshot: median and 95th percentile.
-
-    Raises:
-        NothingToDrawError: if no sparse model has a full counterpart.
-    """
+    """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
     ratios = findings(layer_ratios)
     if not ratios["ratio"].notna().any():
         raise NothingToDrawError(

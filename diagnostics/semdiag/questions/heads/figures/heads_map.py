@@ -21,16 +21,7 @@ _OLDER = {"largest_weight": "largest weight of a query"}
 
 @paper_style
 def heads_map(findings: Findings) -> Figure:
-    """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head.
-
-    Of older measurements, which have neither entropy nor that weight: the largest weight.
-
-    Returns:
-        One panel per quantity that was measured; abscissa: layers; ordinate: heads, model by model.
-
-    Raises:
-        NothingToDrawError: if no query has a dispersion.
-    """
+    """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head."""
     table = findings(head_table)
     if not table["dispersion"].notna().any():
         raise NothingToDrawError("No query has a dispersion.")

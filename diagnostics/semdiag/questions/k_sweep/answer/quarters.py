@@ -17,17 +17,7 @@ _COLUMNS = ("model", "length", "mask", "k", "quarter", "samples", "measure", "ch
 
 
 def quarter_table(findings: Findings) -> pd.DataFrame:
-    """Return the mean change of the loss by length, mask and quarter of the text, with 95% intervals over samples.
-
-    Args:
-        findings: with reruns.
-
-    Returns:
-        model, length (tokens; 0: the inputs as they are), mask, k, quarter (1 to 4; 0: all positions), samples,
-        measure (loss in nats per target; divergence in nats per position where no targets are known), change, low,
-        high (no interval where all samples change alike), kept (share of all keys). Empty where only outputs were
-        compared.
-    """
+    """Return the mean change of the loss by length, mask and quarter of the text, with 95% intervals over samples."""
     rows: list[dict[str, Any]] = []
     for place, own in findings.measurements.rerun_quarters.groupby(["model", "length"], sort=False):
         model, length = cast("tuple[str, int]", place)
@@ -63,15 +53,7 @@ def quarter_table(findings: Findings) -> pd.DataFrame:
 
 
 def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
-    """By length and kind of mask the smallest k that was run from which on the mean change is tolerated.
-
-    Args:
-        findings: with reruns at several lengths.
-        model: its path.
-
-    Returns:
-        length, mask, k (missing: none), kept (share of all keys at that k), largest (the largest k that was run).
-    """
+    """By length and kind of mask the smallest k that was run from which on the mean change is tolerated."""
     table = findings(quarter_table)
     own = table[(table["model"] == model) & (table["length"] > 0) & (table["quarter"] == WHOLE)]
     rows = []

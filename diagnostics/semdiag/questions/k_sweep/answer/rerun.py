@@ -23,19 +23,7 @@ _OF_THE_SWEEP = ("mass", "mass_without_first", "head_change", "stream_change")
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """Return the changes by each mask of each rerun, with 95% intervals over samples, or chunks of few ones.
-
-    Returns:
-        model, mask, k, samples, units (samples, or their chunks), chunk (its fewest tokens; 0: whole samples),
-        measure, classes (of the output's distribution); before (the loss without a mask, per target); change, low,
-        high of the measure (no interval: see :func:`change_interval`); tolerance; seen, seen_high: the share of
-        units that change by more than a tenth of it, with the one-sided 95% limit of that of unseen inputs;
-        harmed, harmed_high: the share of units that change by more than HARM times it, likewise; least
-        and worst: the smallest and the largest change of a unit; change, low and high of divergence (nats per
-        position) and changed (share of predictions); accuracy; kept: the share of
-        all keys that stays; mass, mass_without_first, head_change and
-        stream_change (means of the sweep, of queries with more than k keys; of top-k).
-    """
+    """Return the changes by each mask of each rerun, with 95% intervals over samples, or chunks of few ones."""
     rows: list[dict[str, Any]] = []
     sweep = findings.measurements.sweep
     for model, again in findings.measurements.rerun.groupby("model", sort=False):
@@ -77,11 +65,7 @@ def _sums(
 
 
 def change_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], tolerance: float) -> Interval:
-    """Return a mean change; without an interval where all units change alike, or none by a tenth of the tolerance.
-
-    Where no unit shows a change, an interval would say that there is none: if one in twenty inputs changes, 24
-    show none in a third of all draws. Then the limit of the share of such inputs is all that is known.
-    """
+    """Return a mean change; without an interval where all units change alike, or none by a tenth of the tolerance."""
     interval = sum_ratio_interval(sums, counts).if_varied()
     seen = _seen(sums[counts > 0] / counts[counts > 0], tolerance).any()
     return interval if seen else Interval(interval.estimate, math.nan, math.nan)
@@ -102,16 +86,7 @@ def _shares(sums: NDArray[np.float64], counts: NDArray[np.float64], tolerance: f
 
 
 def share_below(name: str, some: NDArray[np.bool_]) -> dict[str, float]:
-    """Return a share under a name, and as ``name_high`` its one-sided 95% limit for unseen inputs.
-
-    The limit is the share p at which so few, or fewer, have probability 0.05.
-
-    Source: Clopper and Pearson 1934, one-sided. Deviation: none.
-
-    Example:
-        >>> {key: round(x, 4) for key, x in share_below("harmed", np.zeros(500, bool)).items()}
-        {'harmed': 0.0, 'harmed_high': 0.006}
-    """
+    """Return a share under a name, and as ``name_high`` its one-sided 95% limit for unseen inputs."""
     n, above = len(some), int(some.sum())
     if not n:
         return {name: math.nan, f"{name}_high": math.nan}

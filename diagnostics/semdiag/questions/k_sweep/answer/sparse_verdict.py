@@ -105,62 +105,35 @@ def units_of(row: Row) -> str:
 
 @dataclass(frozen=True)
 class SparseVerdict:
-    """Whether top-k attention suffices in a model without retraining.
+    """Whether top-k attention suffices in a model without retraining."""
 
-    Attributes:
-        answer: ``plausible``, ``not without loss`` or ``cannot tell``.
-        sentence: the answer in a sentence.
-        k: the k that decides: the smallest from which on the loss stays, the largest that costs or of which
-            nothing can be told; without a run the smallest that keeps 95% of the weight; None: none of these.
-        cost: what k changes, in words; empty where that says nothing.
-        kept: share of all keys that k keeps.
-        mass: mean attention weight that k keeps of queries with more than k keys; NaN above the sweep's largest k.
-        queries: such queries.
-        left_out: queries with at most k keys, of which nothing is dropped.
-        measure: what changes: loss (nats per target), divergence (nats per position) or output_change (relative).
-        perplexity: whether the loss is that of the next token, so that exp(change) is a factor of perplexity.
-        tolerance: largest change that counts as none.
-        change: the change at k, and its interval over samples.
-        low: end of the interval.
-        high: end of the interval.
-        before: the loss without a mask.
-        harmed: the share of samples that change by more than HARM times the tolerance.
-        harmed_high: one-sided limit of that share.
-        samples: that were run.
-    """
-
-    answer: str
-    sentence: str
+    answer: str  # ``plausible``, ``not without loss`` or ``cannot tell``
+    sentence: str  # the answer in a sentence
     k: int | None = None
-    cost: str = ""
-    kept: float = math.nan
-    mass: float = math.nan
-    queries: int = 0
-    left_out: int = 0
+    cost: str = ""  # what k changes, in words; empty where that says nothing
+    kept: float = math.nan  # share of all keys that k keeps
+    mass: float = math.nan  # mean attention weight that k keeps of queries with more than k keys
+    queries: int = 0  # such queries
+    left_out: int = 0  # queries with at most k keys, of which nothing is dropped
+    # what changes: loss (nats per target), divergence (nats per position) or output_change (relative)
     measure: str = ""
+    # whether the loss is that of the next token, so that exp(change) is a factor of perplexity
     perplexity: bool = False
-    tolerance: float = math.nan
-    change: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    before: float = math.nan
-    harmed: float = math.nan
-    harmed_high: float = math.nan
-    samples: int = 0
+    tolerance: float = math.nan  # largest change that counts as none
+    change: float = math.nan  # the change at k, and its interval over samples
+    low: float = math.nan  # end of the interval
+    high: float = math.nan  # end of the interval
+    before: float = math.nan  # the loss without a mask
+    harmed: float = math.nan  # the share of samples that change by more than HARM times the tolerance
+    harmed_high: float = math.nan  # one-sided limit of that share
+    samples: int = 0  # that were run
 
 
 _OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high", "samples"
 
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
-    """Judge whether the k largest scores of each query suffice for a model.
-
-    Plausible: there is a k, at most half of the keys, from which on, at every k that was run, the upper end of the
-    change's interval is within the tolerance, and no more than 1% of the inputs can change by more than ten times
-    the tolerance (at 95%: it takes 299 samples). Not without loss: at the largest k that is at most half of the
-    keys the lower end is above the tolerance. Cannot tell: these samples decide neither, as many random keys do as
-    little harm, the loss is no better than chance, or no mask of top-k that drops keys was run.
-    """
+    """Judge whether the k largest scores of each query suffice for a model."""
     sweep = findings.measurements.sweep
     own = sweep[(sweep["model"] == model) & (sweep["layer"] == ALL) & (sweep["quantity"] == "mass")].set_index("k")
     again = findings(change_table)
@@ -263,10 +236,7 @@ def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
 
 
 def _samples_needed(row: Row, limit: float) -> int | None:
-    """Estimate how many samples decide whether a change is within a limit; None if that is unknown.
-
-    n · (half of the interval's width / distance from the limit)², and at least LEAST_SAMPLES.
-    """
+    """Estimate how many samples decide whether a change is within a limit; None if that is unknown."""
     half, distance = (row["high"] - row["low"]) / 2, abs(limit - row["change"])
     if not (half > 0 and distance > 0):
         return LEAST_SAMPLES if math.isnan(half) else None

@@ -25,21 +25,7 @@ SCOPE = (
 
 
 def condition_table(findings: Findings) -> pd.DataFrame:
-    """Return both conditions of Corollary 1 within each model, for every k, at matching percentiles.
-
-    δ_s and δ_h(k) at percentiles 75, 90, 95 and 100 of the pooled queries, Δ_h(k) at the mirrored ones, and
-    β = load/k.
-
-    Source: docs/theory.md#k-sweep, paper, eq. 304 and 305. Deviation: within one model, where the paper
-    compares two trained ones; percentiles of different queries are combined, as the paper does.
-
-    Args:
-        findings: with a sweep.
-
-    Returns:
-        model, k, percentile, parameter (W or X), left_side (+inf where Δ ≤ 0 or a tie within rounding), met. None
-        of a model whose queries were drawn: extremes and loads are those of every query.
-    """
+    """Return both conditions of Corollary 1 within each model, for every k, at matching percentiles."""
     rows = []
     for model, own in findings.measurements.sweep.groupby("model", sort=False):
         pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
@@ -70,23 +56,13 @@ def _cuts(row: Mapping[Any, Any], mirrored: bool = False) -> torch.Tensor:
 
 
 def conditions_met(findings: Findings, model: str) -> dict[int, int]:
-    """In how many of 6 cases (W and X at p75, p90 and p95) each k meets the paper's conditions.
-
-    Args:
-        findings: with a sweep.
-        model: a model's path.
-    """
+    """In how many of 6 cases (W and X at p75, p90 and p95) each k meets the paper's conditions."""
     counts = _judged(findings, model).groupby("k")["met"].sum()
     return {int(str(k)): int(count) for k, count in counts.items()}
 
 
 def conditions_defined(findings: Findings, model: str) -> bool:
-    """Return whether any of these cases has a finite left side, at any k.
-
-    Args:
-        findings: with a sweep.
-        model: a model's path.
-    """
+    """Return whether any of these cases has a finite left side, at any k."""
     return bool(np.isfinite(_judged(findings, model)["left_side"].astype(float)).any())
 
 
@@ -96,14 +72,7 @@ def _judged(findings: Findings, model: str) -> pd.DataFrame:
 
 
 def k_sweep_summary(findings: Findings) -> Summary:
-    """Return the results and the verdict of a sweep for every model.
-
-    Args:
-        findings: of one or more models, with a sweep.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.k-sweep/2``.
-    """
+    """Return the results and the verdict of a sweep for every model."""
     measurements = findings.measurements
     conditions, again, quarters = (findings(table) for table in (condition_table, change_table, quarter_table))
     results = []

@@ -94,11 +94,7 @@ def k_sweep(findings: Findings) -> Figure:
 
 
 def line_at(ax: Axes) -> None:
-    """Mark the share of the weight that counts as enough.
-
-    Args:
-        ax: of the weight kept.
-    """
+    """Mark the share of the weight that counts as enough."""
     ax.axhline(MASS, color=FAINT, linestyle="--", linewidth=0.9)
     ax.annotate(
         f"{MASS:.0%}", (0, MASS), xycoords=("axes fraction", "data"), xytext=(2, 1), textcoords="offset points",

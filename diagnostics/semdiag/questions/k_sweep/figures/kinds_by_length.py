@@ -14,18 +14,7 @@ from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM
 
 @paper_style
 def kinds_by_length(findings: Findings) -> Figure:
-    """Draw what masks change on texts of several lengths.
-
-    Args:
-        findings: with reruns at several lengths.
-
-    Returns:
-        For each kind of mask of the first model with lengths a panel against k and one against the share of keys
-        kept: a line per length, 95% intervals, and the tolerance.
-
-    Raises:
-        NothingToDrawError: if fewer than two lengths were run.
-    """
+    """Draw what masks change on texts of several lengths."""
     table = findings(quarter_table)
     table = table[(table["length"] > 0) & (table["quarter"] == WHOLE) & (table["mask"] != RANDOM)]
     if table["length"].nunique() < 2:

@@ -26,18 +26,7 @@ from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
 
 @paper_style
 def kinds_of_masks(findings: Findings) -> Figure:
-    """Draw what each kind of sparse attention changed against the share of the keys that it keeps.
-
-    Args:
-        findings: with reruns.
-
-    Returns:
-        A panel per model with a line and 95% intervals per kind, and the tolerance. Of next tokens the change is
-        a factor of perplexity on a logarithmic axis.
-
-    Raises:
-        NothingToDrawError: if no model was run with other kinds than top-k and random keys.
-    """
+    """Draw what each kind of sparse attention changed against the share of the keys that it keeps."""
     again = findings(change_table)
     again = again[again["mask"].isin(KINDS)] if len(again) else again
     several = [m for m, own in again.groupby("model", sort=False) if set(own["mask"]) - {TOP_K, RANDOM}]

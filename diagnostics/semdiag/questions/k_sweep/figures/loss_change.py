@@ -29,18 +29,7 @@ TITLES = {
 
 @paper_style
 def loss_change(findings: Findings) -> Figure:
-    """Draw what running the models with masks changed, and the weight that these keep.
-
-    Args:
-        findings: with reruns.
-
-    Returns:
-        A panel per measure of change (loss, divergence, outputs) with a line and a 95% interval per model, the
-        control with as many random keys, and the tolerance; then a panel with the attention weight kept.
-
-    Raises:
-        NothingToDrawError: if no model was run with masks.
-    """
+    """Draw what running the models with masks changed, and the weight that these keep."""
     again = findings(change_table)
     if again.empty:
         raise NothingToDrawError("No model was run with masks. To do so: semdiag k-sweep MODEL --rerun.")
@@ -90,13 +79,7 @@ def loss_change(findings: Findings) -> Figure:
 
 
 def change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
-    """Make an axis linear up to the tolerance and logarithmic beyond, with the tolerance as a line.
-
-    Args:
-        ax: of changes.
-        tolerance: largest change that counts as none.
-        rows: what is drawn: change, low and high.
-    """
+    """Make an axis linear up to the tolerance and logarithmic beyond, with the tolerance as a line."""
     low = np.nanmin(rows[["low", "change"]].to_numpy(), initial=0.0)  # of the changes that are not NaN, if any
     high = np.nanmax(rows[["high", "change"]].to_numpy(), initial=0.0)
     ax.set_yscale("symlog", linthresh=tolerance, linscale=0.6)

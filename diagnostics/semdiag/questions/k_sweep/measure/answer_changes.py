@@ -14,18 +14,7 @@ _AT_ONCE = 2**19  # entries: they fit the cache, and the log-probabilities of a 
 
 
 def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
-    """Return each position's contribution to its sample's sums, (B, P).
-
-    Formula: divergence Σ_c p_c (ln p_c − ln p'_c) in nats; loss −ln p'_right; 0 where a position does not count.
-
-    Args:
-        before: p, of the unchanged model.
-        after: p', of the model it is compared with.
-
-    Returns:
-        targets, correct (of ``after``), predictions, changed (predictions that differ), loss (of ``after``),
-        divergence; all 0 of representations.
-    """
+    """Return each position's contribution to its sample's sums, (B, P)."""
     counted = before.counted
     none = torch.zeros(counted.shape, dtype=torch.int64, device=counted.device)
     values = dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
@@ -55,12 +44,7 @@ def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
 
 
 def output_change(before: Answers, after: Answers) -> Tensor:
-    """Return the relative change ‖after − before‖ / ‖before‖ without entries that stay infinite: (B,).
-
-    Args:
-        before: of the unchanged model.
-        after: of the model it is compared with.
-    """
+    """Return the relative change ‖after − before‖ / ‖before‖ without entries that stay infinite: (B,)."""
     parts = []
     for one, two in _strips(before.values, after.values):
         change, size = _norms(two - one, one)

@@ -29,19 +29,12 @@ _SAME = 1e-4  # relative to the largest logit: rounding at a position that sees 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """A model's output on a batch of B samples at P positions each.
+    """A model's output on a batch of B samples at P positions each."""
 
-    Attributes:
-        values: (B, P, C) logits, or (B, P, D) representations.
-        distribution: whether a softmax over the last axis gives a distribution; else these are representations.
-        targets: (B, P) int64, ``IGNORED`` where unknown; None if all are.
-        counted: (B, P) bool, positions that are not padding.
-    """
-
-    values: Tensor
-    distribution: bool
-    targets: Tensor | None
-    counted: Tensor
+    values: Tensor  # (B, P, C) logits, or (B, P, D) representations
+    distribution: bool  # whether a softmax over the last axis gives a distribution; else these are representations
+    targets: Tensor | None  # (B, P) int64, ``IGNORED`` where unknown; None if all are
+    counted: Tensor  # (B, P) bool, positions that are not padding
 
     @property
     def classes(self) -> int:
@@ -50,40 +43,7 @@ class Answers:
 
 
 class Reader:
-    """Reads a model's outputs; learns how from its output on a first batch.
-
-    A distribution is what an encoder of semdiag_models returns, what is called ``logits``, what predicts the next
-    token, and a plain tensor with which labels can be compared; any other output is a representation, and labels
-    beside it are refused. So are logits whose softmax says nothing: of one logit alone it is always 1, one for
-    each token is not one for each class, of a map over an image nothing tells which axis is that of the classes,
-    and regression and independent labels (``problem_type`` of the model's configuration, or labels that are
-    floating-point numbers) have none. Samples are the output's first axis, or the second where the first is not
-    as long as the batch.
-
-    The next token is what is right where there are no labels, the output has one row for each token and one column
-    for each row of the table in which the model looks the tokens up, and no position's output changes with a later
-    token. This is tried out: the second half of each sample's real tokens is changed. Where no sample of the first
-    batch has two of them nothing can be told, and the output is a representation. A model that says that it has no
-    output embedding, as the bodies of transformers do, returns logits only if it calls them so.
-
-    Args:
-        module: the model.
-        batch: on its device.
-        labels: (N,) that come with the batches; None: those in the batch, if any.
-        run: calls the model.
-
-    Attributes:
-        output: what the model returned for the first batch, until it is taken.
-        causal: whether the output predicts the next token.
-        distribution: whether the output is read as one.
-        reason: why logits are read as a representation; empty where they are not.
-        others: what else the output holds that could be compared, but is not; empty if nothing.
-        unread: names of inputs that hold labels of another kind.
-        loss: why the loss that is compared is not the model's own; empty where it is, or nothing tells.
-
-    Raises:
-        InputError: if there are labels, but the output cannot be compared with them.
-    """
+    """Reads a model's outputs; learns how from its output on a first batch."""
 
     def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
         self._module = module
@@ -121,16 +81,7 @@ class Reader:
         return tuple(_values(output, batch)[0].shape)
 
     def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
-        """Read the output on a batch.
-
-        Args:
-            output: what the model returned.
-            batch: its input.
-            labels: (B,) classes; None if unknown.
-
-        Raises:
-            TypeError: if the output holds no tensor of floating-point numbers, or none with an axis of samples.
-        """
+        """Read the output on a batch."""
         values, _ = _values(output, batch)
         if values.ndim != 3:
             values = values[..., None] if self._by_token else values.reshape(len(values), 1, -1)
@@ -203,16 +154,7 @@ class Reader:
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
-    """Return after − before; 0 where both are the same infinity.
-
-    Args:
-        after: any shape.
-        before: the same shape.
-
-    Example:
-        >>> difference(torch.tensor([-torch.inf, 3.0]), torch.tensor([-torch.inf, 1.0])).tolist()
-        [0.0, 2.0]
-    """
+    """Return after − before; 0 where both are the same infinity."""
     return (after - before).masked_fill(after == before, 0)
 
 

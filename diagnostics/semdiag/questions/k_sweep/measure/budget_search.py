@@ -27,14 +27,7 @@ _LEAST_HALF = 8  # samples in a half; with fewer a mean is too uncertain
 
 
 def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the samples for choosing budgets, and those for testing them.
-
-    Args:
-        batches: from :func:`~semdiag.capturing.batches.split`.
-
-    Raises:
-        InputError: if a half has fewer samples than an interval takes.
-    """
+    """Return the samples for choosing budgets, and those for testing them."""
     samples = sum(map(samples_of, batches))
     first = list(first_samples(batches, (samples + 1) // 2))
     second = without_first(batches, sum(map(samples_of, first)))
@@ -56,23 +49,7 @@ def search(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return budgets, and the model's results with them on samples that were not used to choose them.
-
-    Args:
-        loaded: any model.
-        batches: from :func:`~semdiag.capturing.batches.split`.
-        labels: (N,) classes, or None.
-        tolerance: largest change that counts as none; None: see TOLERANCES.
-        min_keys: queries with fewer keys are left out of the weight kept.
-        device: where to run.
-        dtype: of the model.
-
-    Returns:
-        The table ``budgets``; rows of the table ``rerun``, of the second half.
-
-    Raises:
-        InputError: if there are too few samples for two halves, or the model cannot be run with a mask.
-    """
+    """Return budgets, and the model's results with them on samples that were not used to choose them."""
     first, second = halves(batches)
     head = sum(map(samples_of, first))
     known, others = (None, None) if labels is None else (labels[:head], labels[head:])
@@ -107,24 +84,7 @@ def greedy(
     *,
     margin: bool = True,
 ) -> dict[Place, list[int]] | None:
-    """Return a budget with a small total whose cost is within a tolerance.
-
-    All heads start with the k that keeps the smallest share of their weight with which the cost is within the
-    tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the
-    cost stays within. In the end every head that could not be lowered goes one share up again: a budget that only
-    just meets the tolerance on the samples that chose it misses it on others. No smaller total is excluded: only
-    single steps are tried.
-
-    Args:
-        needed: how many keys queries need.
-        cost: of running the model with a budget.
-        tolerance: the largest cost.
-        most_runs: of the model.
-        margin: whether heads go up again in the end; what that is worth: benchmarks/budgets.py.
-
-    Returns:
-        The budget; None if even 99.9% of the weight costs more.
-    """
+    """Return a budget with a small total whose cost is within a tolerance."""
     ladder = [needed.smallest(level) for level in LEVELS]
     runs, start = 0, None
     for step, budget in enumerate(ladder):

@@ -28,19 +28,12 @@ LARGEST_K = 48
 
 @dataclass
 class CleanPass:
-    """Keeps the top scores of a clean pass, and how long it took.
+    """Keeps the top scores of a clean pass, and how long it took."""
 
-    Attributes:
-        batches: the inputs.
-        pieces: of them, by length.
-        scores: that were seen.
-        seconds: of the pass.
-    """
-
-    batches: list[Batch]
-    pieces: Mapping[int, Sequence[Batch]]
-    scores: TopScores
-    seconds: float = 0.0
+    batches: list[Batch]  # the inputs
+    pieces: Mapping[int, Sequence[Batch]]  # of them, by length
+    scores: TopScores  # that were seen
+    seconds: float = 0.0  # of the pass
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
@@ -70,11 +63,7 @@ def clean_pass(
     queries: int | None,
     seed: int,
 ) -> CleanPass:
-    """Return what is to see a clean pass; arguments as of :func:`~.probe.k_sweep_tables`.
-
-    Raises:
-        InputError: if the inputs do not suit the plan.
-    """
+    """Return what is to see a clean pass; arguments as of :func:`~.probe.k_sweep_tables`."""
     batches = split(tokens, batch_size)
     longest, keys = longest_call(loaded, batches, device, dtype)
     largest = _largest_k(plan, keys)

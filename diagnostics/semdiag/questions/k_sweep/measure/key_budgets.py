@@ -40,18 +40,11 @@ Place = tuple[str, int]  # module, occurrence
 
 @dataclass
 class NeededKeys:
-    """Counts how many of its largest keys, or blocks of keys, each query needs for a share of its weight.
+    """Counts how many of its largest keys, or blocks of keys, each query needs for a share of its weight."""
 
-    Attributes:
-        min_keys: queries with fewer keys are left out.
-        layers: number of each place.
-        counts: by place, block and level: (H, 1 + most) queries that need so many.
-        ranked: by place and block: (H, blocks) keys in each query's largest block, in its second largest, and so
-            on, summed over queries.
-    """
-
-    min_keys: int = 1
-    layers: dict[Place, int] = field(default_factory=dict)
+    min_keys: int = 1  # queries with fewer keys are left out
+    layers: dict[Place, int] = field(default_factory=dict)  # number of each place
+    # by place, block and level: (H, 1 + most) queries that need so many
     counts: dict[tuple[Place, int, float], NDArray[np.int64]] = field(default_factory=dict)
     ranked: dict[tuple[Place, int], NDArray[np.int64]] = field(default_factory=dict)
 
@@ -93,12 +86,7 @@ class NeededKeys:
         self.counts[key] = old
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
-        """Return the smallest k of each head with which 95% of its queries keep a share of their weight.
-
-        Args:
-            level: the share.
-            block: size of the blocks that k counts.
-        """
+        """Return the smallest k of each head with which 95% of its queries keep a share of their weight."""
         ks = {}
         for place in self.layers:
             if (place, block, level) in self.counts:
@@ -113,12 +101,7 @@ class NeededKeys:
         return [block for block in BLOCKS if any(key[1] == block for key in self.counts)]
 
     def table(self, model: str, budgets: Mapping[tuple[str, int], Mapping[Place, Sequence[int]]]) -> pd.DataFrame:
-        """Return the table of budgets.
-
-        Args:
-            model: its path.
-            budgets: by name and block.
-        """
+        """Return the table of budgets."""
         rows: list[dict[str, Any]] = []
         for (name, block), budget in budgets.items():
             for place, numbers in budget.items():

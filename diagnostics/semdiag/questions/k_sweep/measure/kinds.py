@@ -26,17 +26,7 @@ EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM
 
 
 def rule_of(kind: str, k: int, seed: int) -> Rule | None:
-    """Return the rule by which a kind keeps k keys; None if it has none for so few.
-
-    Args:
-        kind: one of KINDS, not topp.
-        k: number of keys.
-        seed: of random keys.
-
-    Example:
-        >>> rule_of("block-16", 32, 0), rule_of("block-16", 8, 0), rule_of("window", 32, 0).window
-        (TopK(k=2, sinks=0, window=0, block=16, by='mean', shared='head', every=1, centred=False), None, 28)
-    """
+    """Return the rule by which a kind keeps k keys; None if it has none for so few."""
     if kind == RANDOM:
         return RandomK(k, seed)
     if kind == "window":
@@ -56,22 +46,7 @@ def masks_of(
     asked: Sequence[str] = (),
     remark: Callable[[str, str], None] | None = None,
 ) -> list[tuple[str, int, Keep]]:
-    """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent.
-
-    Args:
-        ks: numbers of keys.
-        seed: of random keys.
-        kinds: names.
-        asked: those that a user named, which are not left out silently.
-        remark: gets a text and a code for each of these that has no rule for any of these k; None: it is refused.
-
-    Raises:
-        InputError: if one that was asked for has no rule, and there is no remark.
-
-    Example:
-        >>> [(name, k) for name, k, _ in masks_of([2, 8], 0, ("topk", "window", "random"))]
-        [('topk', 2), ('topk', 8), ('window', 8), ('random', 2), ('random', 8)]
-    """
+    """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent."""
     masks: list[tuple[str, int, Keep]] = []
     for kind in KINDS:
         if kind not in kinds:
@@ -91,13 +66,6 @@ def masks_of(
 
 
 def check_kinds(kinds: Sequence[str]) -> None:
-    """Refuse a kind that does not exist.
-
-    Args:
-        kinds: names.
-
-    Raises:
-        InputError: naming those that do.
-    """
+    """Refuse a kind that does not exist."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(f"There is no kind of sparse attention {unknown[0]!r}. Kinds: {', '.join(KINDS)}.")

@@ -16,18 +16,7 @@ SHARE = 0.15
 def masked_language(
     loaded: LoadedModel, batches: list[Batch], seed: int, remark: Callable[[str, str], None]
 ) -> list[Batch]:
-    """Mask some tokens of a masked-language model's inputs, so that its loss is known.
-
-    Args:
-        loaded: any model.
-        batches: its inputs.
-        seed: of the choice.
-        remark: called with a remark on it.
-
-    Returns:
-        The batches with masks and ``labels``; as they are, of other models, where labels are known, and where the
-        model has no tokenizer with a token for masks.
-    """
+    """Mask some tokens of a masked-language model's inputs, so that its loss is known."""
     named = type(loaded.module).__name__.endswith("ForMaskedLM")
     given = [dict(batch) for batch in batches if isinstance(batch, Mapping)]
     plain = len(given) == len(batches) and all("input_ids" in each and "labels" not in each for each in given)

@@ -18,25 +18,13 @@ _HALVES = torch.float16, torch.bfloat16
 
 
 def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
-    """Return the k at which outputs are computed: every one up to 8, every fourth, and those that are run.
-
-    Args:
-        largest: of the sweep.
-        named: those that are run.
-
-    Example:
-        >>> output_ks(14, (9, 20))
-        (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14)
-    """
+    """Return the k at which outputs are computed: every one up to 8, every fourth, and those that are run."""
     ks = {k for k in range(1, largest + 1) if k <= _EVERY or k % _STEP == 0}
     return tuple(sorted({*ks, *(k for k in named if k <= largest), largest}))
 
 
 class Streams:
-    """The residual stream of an encoder of semdiag_models, and the matrices by which its heads write into it.
-
-    For any other model it is unknown through which matrix a head's output enters which stream.
-    """
+    """The residual stream of an encoder of semdiag_models, and the matrices by which its heads write into it."""
 
     def __init__(self) -> None:
         self._out: list[nn.Linear] = []
@@ -44,11 +32,7 @@ class Streams:
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """Follow the stream of an encoder that runs inside the context; does nothing for other models.
-
-        Args:
-            module: what runs, in evaluation mode.
-        """
+        """Follow the stream of an encoder that runs inside the context; does nothing for other models."""
         blocks: list[tuple[nn.Module, nn.Linear]] = []
         if isinstance(module, Encoder) and hooked_alone(module):
             blocks = [(block, module.attention(layer).out) for layer, block in enumerate(module.blocks)]
@@ -57,11 +41,7 @@ class Streams:
 
     @contextmanager
     def followed(self, blocks: Sequence[tuple[nn.Module, nn.Linear]]) -> Iterator[None]:
-        """Follow the stream from block to block.
-
-        Args:
-            blocks: by layer, a module whose first argument is the stream, and the matrix whose output is added.
-        """
+        """Follow the stream from block to block."""
         self._out = [out for _, out in blocks]
         with ExitStack() as stack:
             for layer, (block, _) in enumerate(blocks):
@@ -75,11 +55,7 @@ class Streams:
         return hook
 
     def of(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-        """Return the norms of the stream that attention has been added to, (B, L), and W_o, (H, D, d).
-
-        Args:
-            call: of attention whose output is the model's own.
-        """
+        """Return the norms of the stream that attention has been added to, (B, L), and W_o, (H, D, d)."""
         if not self._out:
             return None
         out = self._out[call.layer]
@@ -92,19 +68,7 @@ class Streams:
 def output_changes(
     rows: CountedRows, ks: Sequence[int], stream: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return what truncation at each k changes in the head output of every row, and the first key's part.
-
-    Args:
-        rows: of a call without a selection, with the statistics of K ≥ max(ks) heavy hitters.
-        ks: rising.
-        stream: as :meth:`Streams.of` gives it.
-
-    Returns:
-        ``head_change`` (B, H, R, n), ‖o(k) − o‖ / ‖o‖; ``stream_change``, ‖W_o (o(k) − o)‖ / ‖s‖, with s the
-        stream that attention has been added to, if it is known; ``others`` (B, H, R), ln Σ exp(z) without the
-        first key; ``first_rank`` (B, H, R), how many scores are before the first key's, K if it is not among the K
-        largest. An output or stream of norm 0 makes a change infinite, or NaN.
-    """
+    """Return what truncation at each k changes in the head output of every row, and the first key's part."""
     call, stats = rows.call, rows.statistics
     q, k = ((x.float() if x.dtype in _HALVES else x) for x in (call.q, call.k.contiguous()))
     masks = call.allowed, call.bias, call.softcap, call.causal, call.first_query, call.queries, rows.places

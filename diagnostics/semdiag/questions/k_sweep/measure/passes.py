@@ -25,23 +25,17 @@ NO_MASK = "none"
 
 @dataclass(frozen=True)
 class RerunOrder:
-    """What a rerun was asked, with some of the masks; a process can be sent it.
-
-    Attributes:
-        numbered: number, name, k and rule of each mask.
-        plain: whether the rows without a mask are wanted.
-        state: of torch's generator at the start; None: as it is.
-    """
+    """What a rerun was asked, with some of the masks; a process can be sent it."""
 
     loaded: LoadedModel
     batches: Sequence[Batch]
     labels: Tensor | None
-    numbered: Sequence[tuple[int, str, int, Keep]]
+    numbered: Sequence[tuple[int, str, int, Keep]]  # number, name, k and rule of each mask
     optional: Sequence[str]
     device: torch.device | str | None
     dtype: torch.dtype | None
-    plain: bool = True
-    state: Tensor | None = None
+    plain: bool = True  # whether the rows without a mask are wanted
+    state: Tensor | None = None  # of torch's generator at the start; None: as it is
     chunk: int = 0  # positions of the parts of which samples have a row each; 0: one row a sample
 
 
@@ -62,11 +56,7 @@ class Passes:
 
 
 def carry_out(order: RerunOrder) -> Passes | str:
-    """Carry out an order on one CPU thread, for a process of its own.
-
-    Returns:
-        What came of it, or in one line why it cannot be carried out.
-    """
+    """Carry out an order on one CPU thread, for a process of its own."""
     torch.set_num_threads(1)
     if order.state is not None:
         torch.set_rng_state(order.state)
@@ -77,15 +67,7 @@ def carry_out(order: RerunOrder) -> Passes | str:
 
 
 def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
-    """Run a model without a mask and with each of several.
-
-    Args:
-        order: what is asked.
-        after_batch: called with the number of samples after each forward pass over a batch.
-
-    Raises:
-        InputError: if the model cannot be run, or its output is of an unknown kind.
-    """
+    """Run a model without a mask and with each of several."""
     loaded, labels, passes = order.loaded, order.labels, Passes()
     with in_evaluation(loaded, order.device, order.dtype) as (module, place, kind):
 

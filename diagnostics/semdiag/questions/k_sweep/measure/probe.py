@@ -155,34 +155,7 @@ def k_sweep_tables(
     expect: Callable[[int], None] = lambda steps: None,
     seen: CleanPass | None = None,
 ) -> dict[str, pd.DataFrame]:
-    """Return all tables of a k-sweep; arguments as in :func:`k_sweep`.
-
-    Args:
-        model: as there.
-        tokens: as there.
-        labels: as there.
-        plan: as there.
-        batch_size: samples at a time.
-        device: where to run.
-        dtype: of the model and of the scores: float32 or float64.
-        min_keys: queries with fewer keys are left out.
-        queries: how many are drawn per sample and head, as by :func:`~semdiag.measuring.measure.measure`; None:
-            every query is looked at. Extremes and loads are then those of the drawn queries; budgets look at all.
-        seed: of the draws, and of the random control of reruns.
-        remark: called with what is to be known of a rerun, as of :func:`~.rerun.rerun`, and of the draws.
-        after_batch: called with the number of samples after each forward pass over a batch.
-        expect: called with the number of samples of all forward passes, when it is known.
-        seen: a clean pass over these inputs under these conditions; None: it is made here.
-
-    Returns:
-        ``sweep``; ``sweep_estimates``, empty unless queries were drawn; ``rerun`` and ``budgets``, empty unless
-        the plan asks for them.
-
-    Raises:
-        InputError: if K is not below the largest number of keys; on a rerun,
-            what :func:`~semdiag.questions.k_sweep.measure.rerun.rerun` and
-            :func:`~semdiag.questions.k_sweep.measure.budget_search.search` raise.
-    """
+    """Return all tables of a k-sweep; arguments as in :func:`k_sweep`."""
     plan = plan_of(KSweepPlan, plan)
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     tables = {table.name: table.empty() for table in _TABLES}
@@ -275,15 +248,7 @@ def _reruns(
 def _fitting(
     batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
 ) -> list[Batch]:
-    """Return as many samples as can be run with this many masks in about this many seconds.
-
-    Args:
-        batches: all.
-        seconds: that one pass over all of them took.
-        masks: how many.
-        limit: seconds.
-        remark: told of what is left out.
-    """
+    """Return as many samples as can be run with this many masks in about this many seconds."""
     whole = sum(map(samples_of, batches))
     samples = max(1, int(limit / (seconds / whole * (masks + 1))))
     if samples >= whole:

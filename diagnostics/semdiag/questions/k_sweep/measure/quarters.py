@@ -35,30 +35,14 @@ QUARTERS_TABLE = Table(
 
 
 def part_of(counted: Tensor, parts: Tensor | int = QUARTERS) -> Tensor:
-    """Return the part of each position (B, P) among its sample's counted positions, 1 to ``parts``; 0: none.
-
-    ⌊parts · r / n⌋ + 1, with r the number of counted positions before it, and n of all.
-
-    Example:
-        >>> part_of(torch.tensor([[False, True, True, True, True]])).tolist()
-        [[0, 1, 2, 3, 4]]
-    """
+    """Return the part of each position (B, P) among its sample's counted positions, 1 to ``parts``; 0: none."""
     before = counted.long().cumsum(1) - 1
     among = counted.sum(1, keepdim=True).clamp(min=1)
     return ((parts * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
 
 
 def chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return into how many parts of at least ``chunk`` positions samples are cut, and sums over each.
-
-    Args:
-        counted: (B, P) bool; positions that do not count belong to the first part.
-        terms: (B, P) each.
-        chunk: positions; 0: samples stay whole.
-
-    Returns:
-        (B,) numbers of parts; sums (B, most parts) by name.
-    """
+    """Return into how many parts of at least ``chunk`` positions samples are cut, and sums over each."""
     if not chunk:
         return counted.new_ones(len(counted), dtype=torch.int64), {n: x.sum(1)[:, None] for n, x in terms.items()}
     parts = counted.sum(1).div(chunk, rounding_mode="floor").clamp(min=1)
@@ -68,16 +52,7 @@ def chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tupl
 
 
 def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield sums over each quarter of the samples' positions.
-
-    Args:
-        counted: (B, P) bool.
-        terms: (B, P) each.
-
-    Yields:
-        Quarter, position of a sample in the batch, and its sums by name; nothing of one with fewer than four
-        positions.
-    """
+    """Yield sums over each quarter of the samples' positions."""
     place = part_of(counted)
     enough = (counted.sum(1) >= QUARTERS).nonzero()[:, 0].tolist()
     for quarter in range(1, QUARTERS + 1):
@@ -87,26 +62,7 @@ def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple
 
 
 def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
-    """Cut the tokens of all samples, one behind the other, into pieces of a length.
-
-    Padding is left out first. A piece may hold the end of one sample and the beginning of the next; what is left
-    at the end is dropped.
-
-    Args:
-        batches: token ids (B, L), alone or as one argument beside a mask of padding.
-        length: tokens of a piece.
-        size: pieces in a batch.
-
-    Returns:
-        Batches of the same kind, without masks.
-
-    Raises:
-        InputError: if they hold anything else, labels for instance, or fewer tokens than that.
-
-    Example:
-        >>> packed([torch.tensor([[1, 2, 3], [4, 5, 6]])], 4, 8)
-        [tensor([[1, 2, 3, 4]])]
-    """
+    """Cut the tokens of all samples, one behind the other, into pieces of a length."""
     stream = torch.cat([_real_tokens(batch) for batch in batches])
     if len(stream) < length:
         raise InputError(f"--lengths {length}: the inputs hold {len(stream)} tokens in all.")
@@ -139,14 +95,6 @@ def _real_tokens(batch: Batch) -> Tensor:
 
 
 def check_placed(path: str, again: pd.DataFrame) -> None:
-    """Refuse pieces of other lengths of a model whose outputs have no distribution.
-
-    Args:
-        path: the model's.
-        again: the table ``rerun`` of its inputs.
-
-    Raises:
-        InputError: if they have none.
-    """
+    """Refuse pieces of other lengths of a model whose outputs have no distribution."""
     if not again["predictions"].sum():
         raise InputError(f"--lengths is for models that predict tokens, and of {path} the outputs are compared.")

@@ -50,29 +50,13 @@ Masks = Sequence[tuple[str, int, Keep]]
 
 
 def rerun_ks(largest: int) -> list[int]:
-    """Return the k of reruns of a model: powers of 2, values half-way between them, and the largest.
-
-    Args:
-        largest: of the sweep.
-
-    Example:
-        >>> rerun_ks(40)
-        [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
-    """
+    """Return the k of reruns of a model: powers of 2, values half-way between them, and the largest."""
     steps = sorted({1, *(2**n for n in range(31)), *(3 * 2**n for n in range(30))})
     return [*(k for k in steps if k < largest), largest]
 
 
 def few_ks(keys: int) -> list[int]:
-    """Return the default k of reruns of any model: powers of 2 from a sixteenth to half of its keys.
-
-    Args:
-        keys: of a query, the most.
-
-    Example:
-        >>> few_ks(128), few_ks(3)
-        ([8, 16, 32, 64], [1])
-    """
+    """Return the default k of reruns of any model: powers of 2 from a sixteenth to half of its keys."""
     return [2**n for n in range(31) if keys / 16 <= 2**n <= keys / 2] or [1]
 
 
@@ -84,16 +68,7 @@ def measure_of(again: pd.DataFrame) -> str:
 
 
 def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
-    """Return the mean change by a mask.
-
-    Args:
-        again: the table ``rerun`` of one model.
-        mask: name.
-        k: number of keys.
-
-    Returns:
-        The measure, and its mean change: of the loss per target, the divergence per position, or per sample.
-    """
+    """Return the mean change by a mask."""
     measure = measure_of(again)
     rows, before = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
     if measure == "output_change":
@@ -103,13 +78,7 @@ def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
 
 
 def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
-    """Return the mean change by a mask, and twice its standard error over samples.
-
-    Args:
-        again: the table ``rerun`` of one model.
-        mask: name.
-        k: number of keys.
-    """
+    """Return the mean change by a mask, and twice its standard error over samples."""
     measure, mean = mean_change(again, mask, k)
     rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index(["sample", "part"])
     before = again[again["mask"] == NO_MASK].set_index(["sample", "part"]).loc[rows.index]
@@ -133,31 +102,7 @@ def rerun(
     quarters: Callable[[dict[str, Any]], None] = lambda row: None,
     jobs: int = 1,
 ) -> pd.DataFrame:
-    """Run a model without a mask and with each of several, in evaluation mode and without gradients.
-
-    Where its forward draws random numbers (masked autoencoders, hashes), every run of a batch draws the same.
-
-    Args:
-        loaded: any model.
-        batches: from :func:`~semdiag.capturing.batches.split`.
-        labels: (N,) classes, or (N, P), one for each prediction; None: what the batches say, else the next token
-            of a causal language model.
-        masks: name, k and rule of each.
-        device: where to run; None: where the model is.
-        dtype: of the model; None: its own.
-        remark: called with what is to be known of how its outputs are compared, and a code.
-        optional: names of masks that are left out, with a remark, where the model does not take them.
-        after_batch: called with the number of samples after each forward pass over a batch.
-        quarters: called with each row of the table ``rerun_quarters``, without model and length.
-        jobs: processes of this machine among which the masks are divided, on a CPU; the numbers are the same.
-
-    Returns:
-        The table ``rerun``; its first rows are those without a mask.
-
-    Raises:
-        InputError: if the model cannot be run, some of its attention cannot be masked, or its output is of an
-            unknown kind.
-    """
+    """Run a model without a mask and with each of several, in evaluation mode and without gradients."""
     samples = sum(map(batching.samples_of, batches))
     if labels is not None:
         _check_labels(labels, samples)

@@ -18,18 +18,7 @@ _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes who
 
 
 def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
-    """Return the labels among a model's inputs and their name; an empty name and None if there are none.
-
-    Of a tuple the parameters of ``forward`` say which of its entries are labels.
-
-    Args:
-        module: the model.
-        batch: its input.
-
-    Example:
-        >>> given_labels(nn.Identity(), {"input_ids": torch.ones(1, 2), "labels": torch.tensor([1])})
-        ('labels', tensor([1]))
-    """
+    """Return the labels among a model's inputs and their name; an empty name and None if there are none."""
     if isinstance(batch, Mapping):
         named = dict(batch)
     elif isinstance(batch, tuple | list):
@@ -44,36 +33,12 @@ def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
 
 
 def unread_labels(batch: Batch) -> list[str]:
-    """Return the names of entries that hold labels of a kind that no comparison reads.
-
-    Args:
-        batch: a model's input.
-
-    Example:
-        >>> unread_labels({"input_ids": torch.ones(1, 2), "start_positions": torch.tensor([0])})
-        ['start_positions']
-    """
+    """Return the names of entries that hold labels of a kind that no comparison reads."""
     return [name for name in _UNREAD if isinstance(batch, Mapping) and batch.get(name) is not None]
 
 
 def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
-    """Return labels as the targets of logits.
-
-    Args:
-        labels: whole numbers or truths of shape (B,), of one prediction a sample, or (B, P).
-        name: under which they were given, for the message.
-        values: (B, P, C) logits.
-
-    Returns:
-        (B, P) int64, ``IGNORED`` where no prediction counts.
-
-    Raises:
-        InputError: if they do not fit the logits.
-
-    Example:
-        >>> targets_of(torch.tensor([1, 0]), "labels", torch.zeros(2, 1, 3)).tolist()
-        [[1], [0]]
-    """
+    """Return labels as the targets of logits."""
     samples, positions, classes = values.shape
     what = f"{samples} samples of {positions} predictions among {classes} classes"
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
@@ -95,30 +60,14 @@ def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
 
 
 def next_tokens(ids: Tensor, real: Tensor) -> Tensor:
-    """Return the token after each one; nothing after the last, and nothing to or from padding.
-
-    Args:
-        ids: (B, L).
-        real: (B, L) bool, false for padding.
-    """
+    """Return the token after each one; nothing after the last, and nothing to or from padding."""
     targets = torch.full_like(ids, IGNORED)
     targets[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
     return targets
 
 
 def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:
-    """Tell whether labels are the tokens themselves, so that each is right one position earlier.
-
-    Args:
-        module: the model.
-        labels: (B, P) int64.
-        name: under which they were given.
-        ids: (B, P) tokens whose next one the model predicts; None if nothing tells.
-        causal: whether it was seen to predict the next token.
-
-    Raises:
-        InputError: if the model predicts the next token, and the labels are neither the tokens nor the next ones.
-    """
+    """Tell whether labels are the tokens themselves, so that each is right one position earlier."""
     known = type(module).__module__.startswith("transformers.")
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
@@ -140,22 +89,7 @@ def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | Non
 
 
 def losses_of(output: Any, values: Tensor, targets: Tensor) -> tuple[float, list[float], float] | None:
-    """Return a model's own loss, the mean cross-entropies that it may be, and by how much these may differ.
-
-    Args:
-        output: of the model, called with labels.
-        values: (B, P, C) logits.
-        targets: (B, P) int64, the labels.
-
-    Returns:
-        The loss; the cross-entropy of the logits with the targets, and with each target one position earlier
-        (NaN without any); the tolerance: rounding of the loss. None if the output says no loss.
-
-    Example:
-        >>> output = {"loss": torch.tensor(0.0)}
-        >>> losses_of(output, torch.tensor([[[0.0, 99.0], [0.0, 0.0]]]), torch.tensor([[0, 1]]))[1]
-        [49.84657287597656, 0.0]
-    """
+    """Return a model's own loss, the mean cross-entropies that it may be, and by how much these may differ."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         return None

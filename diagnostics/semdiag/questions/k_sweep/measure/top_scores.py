@@ -31,36 +31,23 @@ _OF_KEYS = "load", "luck_of_key"  # what is held of each key; all else is held o
 
 @dataclass
 class TopScores:
-    """Keeps of every query its top scores, range, number of keys, log-sum-exp and changes; of every key its loads.
+    """Keeps of every query its top scores, range, number of keys, log-sum-exp and changes; of every key its loads."""
 
-    Attributes:
-        largest: K.
-        draws: which queries are looked at.
-        min_keys: queries with fewer keys are left out.
-        parts: by layer and head, one of each call.
-        every_k: whether the table has every k up to K, and not only those at which outputs are computed.
-        own_keys: whether the keys are those that the model's own mask keeps, and not all that it chooses among.
-        run: the k that the model is run with.
-        streams: of the model.
-        share: of queries and keys that is held; halved, by chance, whenever they are too many.
-        held: numbers held.
-        most_keys: the most that a query has.
-        samples: their numbers; each batch is to be begun.
-        dice: generators of luck, by layer and head; they follow the queries, whatever the batches.
-    """
-
-    largest: int
-    draws: QueryDraws
-    min_keys: int = 1
-    every_k: bool = True
+    largest: int  # K
+    draws: QueryDraws  # which queries are looked at
+    min_keys: int = 1  # queries with fewer keys are left out
+    every_k: bool = True  # whether the table has every k up to K, and not only those at which outputs are computed
+    # whether the keys are those that the model's own mask keeps, and not all that it chooses among
     own_keys: bool = False
-    run: tuple[int, ...] = ()
-    streams: Streams = field(default_factory=Streams)
+    run: tuple[int, ...] = ()  # the k that the model is run with
+    streams: Streams = field(default_factory=Streams)  # of the model
+    # by layer and head, one of each call
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
-    share: float = 1.0
-    held: int = 0
-    most_keys: int = 0
-    samples: SampleNumbers = field(default_factory=SampleNumbers)
+    share: float = 1.0  # of queries and keys that is held; halved, by chance, whenever they are too many
+    held: int = 0  # numbers held
+    most_keys: int = 0  # the most that a query has
+    samples: SampleNumbers = field(default_factory=SampleNumbers)  # their numbers; each batch is to be begun
+    # generators of luck, by layer and head; they follow the queries, whatever the batches
     dice: dict[tuple[int, int], tuple[np.random.Generator, ...]] = field(default_factory=dict)
 
     def add(self, call: AttentionCall) -> None:

@@ -23,14 +23,7 @@ _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accu
 
 @paper_style
 def landscape_contour(findings: Findings) -> Figure:
-    """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss.
-
-    Returns:
-        Two panels per plane and model; one colour scale per quantity.
-
-    Raises:
-        NothingToDrawError: if the loss was measured on no plane.
-    """
+    """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss."""
     cells = plane_cells(findings, "loss")
     figure, axes = panel_grid(len(cells) * len(_QUANTITIES), height=3.2, columns=len(_QUANTITIES), sharey=False)
     figure.set_layout_engine("constrained", h_pad=0.1)  # inches; square cells let two rows meet

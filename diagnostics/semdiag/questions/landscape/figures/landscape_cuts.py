@@ -16,14 +16,7 @@ from semdiag.questions.landscape.figures.panels import PlaneCells, common_scale,
 
 @paper_style
 def landscape_cuts(findings: Findings) -> Figure:
-    """Draw loss and accuracy along both axes of every plane, models of a task and seed on the same axes.
-
-    Returns:
-        A panel for the loss and one for the accuracy per task, seed and size.
-
-    Raises:
-        NothingToDrawError: if the loss was measured on no plane.
-    """
+    """Draw loss and accuracy along both axes of every plane, models of a task and seed on the same axes."""
     cells = plane_cells(findings, "loss")
     titles = list(dict.fromkeys(_panel(c) for c in cells))
     logarithmic = isinstance(common_scale(cells, "loss"), LogNorm)

@@ -17,27 +17,16 @@ _LOGARITHMIC = 30.0  # largest over smallest value, from which on colours and he
 
 @dataclass(frozen=True, eq=False)
 class PlaneCells:
-    """One plane of one model.
+    """One plane of one model."""
 
-    Attributes:
-        title: task, seed and attention in words.
-        series: the model.
-        plane: its number.
-        x: (columns,) coordinates of the cells.
-        y: (rows,) coordinates of the cells.
-        rows: the table's rows of the grid, y by y.
-        checkpoint: its row.
-        samples: behind every value.
-    """
-
-    title: str
-    series: Series
-    plane: int
-    x: NDArray[np.float64]
-    y: NDArray[np.float64]
-    rows: pd.DataFrame
-    checkpoint: "pd.Series[Any]"
-    samples: int
+    title: str  # task, seed and attention in words
+    series: Series  # the model
+    plane: int  # its number
+    x: NDArray[np.float64]  # (columns,) coordinates of the cells
+    y: NDArray[np.float64]  # (rows,) coordinates of the cells
+    rows: pd.DataFrame  # the table's rows of the grid, y by y
+    checkpoint: "pd.Series[Any]"  # its row
+    samples: int  # behind every value
 
     def values(self, quantity: str) -> NDArray[np.float64]:
         """Return a quantity on the grid, (rows, columns); NaN where it is not finite."""
@@ -46,11 +35,7 @@ class PlaneCells:
 
 
 def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
-    """Return every plane of every model on which a quantity was measured, full attention first.
-
-    Raises:
-        NothingToDrawError: if there is none.
-    """
+    """Return every plane of every model on which a quantity was measured, full attention first."""
     table = findings.measurements.landscape
     planes = []
     for panel in panels_of(findings.measurements.models):

@@ -12,17 +12,11 @@ from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to
 
 @dataclass(frozen=True)
 class Run:
-    """The history of one training run.
+    """The history of one training run."""
 
-    Attributes:
-        series: the model it led to.
-        history: one row per epoch.
-        arrival: first epoch with at least 95% training accuracy; None if there was none.
-    """
-
-    series: Series
-    history: pd.DataFrame
-    arrival: int | None
+    series: Series  # the model it led to
+    history: pd.DataFrame  # one row per epoch
+    arrival: int | None  # first epoch with at least 95% training accuracy; None if there was none
 
     @property
     def epochs(self) -> int:
@@ -31,11 +25,7 @@ class Run:
 
 
 def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
-    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once.
-
-    Returns:
-        Panels with their runs, full attention first.
-    """
+    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once."""
     measurements = findings.measurements
     if "epoch" not in measurements.history:
         return []
@@ -56,11 +46,7 @@ def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
 
 
 def runs_by_setting(findings: Findings, models: pd.Series, *, seeds_apart: bool) -> list[tuple[str, pd.DataFrame]]:
-    """Group the arrivals of runs by setting.
-
-    Returns:
-        A title and the runs of each group; nothing if no run counts.
-    """
+    """Group the arrivals of runs by setting."""
     table = findings(arrivals)
     table = table[table["model"].isin(models)]
     if not seeds_apart:

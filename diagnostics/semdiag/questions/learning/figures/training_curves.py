@@ -20,14 +20,7 @@ _NUMBER = 0.3  # inches that the number of an epoch takes
 
 @paper_style
 def training_curves(findings: Findings) -> Figure:
-    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy.
-
-    Returns:
-        Three panels per task, seed and size: training accuracy, held-out accuracy, training loss.
-
-    Raises:
-        NothingToDrawError: if no model brings a training history.
-    """
+    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy."""
     groups = training_runs(findings)
     if not groups:
         raise NothingToDrawError("No model has a training history.")

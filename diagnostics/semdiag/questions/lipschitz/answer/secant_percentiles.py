@@ -18,16 +18,7 @@ Array = NDArray[np.float64]
 
 
 def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
-    """Return percentiles of the secants in random planes of all tensors, by radius.
-
-    Intervals come from drawing whole planes with replacement: the secants of one plane are dependent.
-
-    Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals.
-
-    Returns:
-        One row per model, radius and percentile: distance (median of the pairs'), pairs, planes, estimate, low
-        and high (95%).
-    """
+    """Return percentiles of the secants in random planes of all tensors, by radius."""
     rows: list[dict[str, Any]] = []
     for model, radius, secants in _circles(findings.measurements):
         planes = _by_plane(secants)
@@ -43,17 +34,7 @@ def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
 
 
 def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame:
-    """Return percentiles of a counterpart's secants over those of its full model, by radius.
-
-    Both models were moved along the same random numbers, each tensor scaled by its own norm, and both sides
-    of a ratio use the same draw of planes.
-
-    Source: docs/theory.md#empirical. Deviation: not in the paper.
-
-    Returns:
-        One row per radius and percentile: planes, estimate, low, high (95%); NaN where the full model's is 0.
-        No row for a radius at which one of the two has no secants.
-    """
+    """Return percentiles of a counterpart's secants over those of its full model, by radius."""
     planes = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
     rows: list[dict[str, Any]] = []
     for radius in sorted({radius for _, radius in planes}):

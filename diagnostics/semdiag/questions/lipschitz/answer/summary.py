@@ -26,16 +26,7 @@ _SLACK = 1e-9
 
 
 def estimate_findings(findings: Findings) -> list[Finding]:
-    """Compare every empirical estimate with the sound bound.
-
-    Secants are compared with the largest constant at the drawn parameters, the checkpoint
-    included: the bound holds for these parameters, not for what lies between them.
-
-    Source: docs/theory.md#empirical. Deviation: none.
-
-    Returns:
-        Four findings per model. A violated one is a bug of semdiag.
-    """
+    """Compare every empirical estimate with the sound bound."""
     results = []
     for model in findings.measurements.loss_gradients["model"].unique():
         measured = findings.measurements.of(model)
@@ -82,16 +73,7 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
 
 
 def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
-    """Judge whether the loss is less steep around a counterpart than around its full model (paper, Fig. 10).
-
-    At each radius: lower if the whole 95% interval of the ratio lies below 1, higher if it lies above.
-
-    Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals by resampled planes.
-
-    Returns:
-        One finding per percentile, with the counts: it holds if every radius is lower, is violated if every one
-        is higher, and is inconclusive otherwise.
-    """
+    """Judge whether the loss is less steep around a counterpart than around its full model (paper, Fig. 10)."""
     judged, ratios = [], findings(secant_ratios, pair)
     for percentile in PERCENTILES:
         rows = ratios[ratios["percentile"] == percentile]
@@ -118,15 +100,7 @@ def lipschitz_findings(findings: Findings) -> list[Finding]:
 
 
 def lipschitz_summary(findings: Findings) -> Summary:
-    """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss.
-
-    Args:
-        findings: of one or more models, with the tables of
-            :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
-
-    Returns:
-        A JSON-ready dictionary, schema ``semdiag.lipschitz/2``.
-    """
+    """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss."""
     measurements = findings.measurements
     judged, curves = findings(estimate_findings), findings(secant_percentiles)
     results = []

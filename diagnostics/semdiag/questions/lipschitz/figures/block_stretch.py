@@ -14,14 +14,7 @@ _HIGHEST = 600.0  # logarithm of what still fits an axis
 
 @paper_style
 def block_stretch(findings: Findings) -> Figure:
-    """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot.
-
-    Raises:
-        NothingToDrawError: if no Jacobian was measured.
-    """
+    """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X."""
     table = findings.measurements.jacobians
     if table.empty:
         raise NothingToDrawError("No Jacobian of a block was measured.")

@@ -12,14 +12,7 @@ from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, R
 
 @paper_style
 def lipschitz_percentiles(findings: Findings) -> Figure:
-    """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands.
-
-    Returns:
-        A row per task, seed, size, setting and snapshot; a panel per percentile.
-
-    Raises:
-        NothingToDrawError: if there are no secants in planes.
-    """
+    """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands."""
     table = findings(secant_percentiles)
     table = table[table["estimate"] > 0]
     if table.empty:

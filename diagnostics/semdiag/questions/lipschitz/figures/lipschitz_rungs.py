@@ -24,11 +24,7 @@ _NAMES = {
 
 @paper_style
 def lipschitz_rungs(findings: Findings) -> Figure:
-    """Draw log10 of the largest secant, the largest gradient and the bounds of each group.
-
-    Raises:
-        NothingToDrawError: if no gradient was measured.
-    """
+    """Draw log10 of the largest secant, the largest gradient and the bounds of each group."""
     measurements = findings.measurements
     measured = set(measurements.loss_gradients["model"])
     shown = [

@@ -42,23 +42,7 @@ class _PlainCore(AttentionCore):
 
 
 def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
-    """Yield every block's largest stretch found by power iteration, by sample.
-
-    The norm is that of the theory, the sum over tokens of 2-norms. The stretch is a lower bound and a derivative:
-    it does not see that a mask changes. Beside it stand two bounds at the point: the largest column sum of the
-    exact Jacobian (for short inputs), and its closed form.
-
-    Source: docs/theory.md#empirical and docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        encoder: a float64 model in evaluation mode that may be changed; it is put back.
-        tokens: (N, L) int64 on its device; the first 20 are used.
-        seed: of the starts.
-
-    Yields:
-        layer, sample, norm, settled, ln_sound (λ_X of that sample), ln_point (closed form), ln_exact (column sum;
-        NaN where there are too many tokens).
-    """
+    """Yield every block's largest stretch found by power iteration, by sample."""
     tokens = tokens[:SAMPLES]
     forms = network_forms(encoder, trace_inputs(encoder, tokens))
     points = _points(encoder, tokens)
@@ -93,11 +77,7 @@ def _points(encoder: Encoder, tokens: Tensor) -> list[tuple[list[float], list[fl
 
 @contextmanager
 def plain_attention(block: nn.Module) -> Iterator[None]:
-    """Let a block attend in operations that have forward derivatives, inside the context.
-
-    Args:
-        block: of an encoder; its core is restored when the context is left, also by an error.
-    """
+    """Let a block attend in operations that have forward derivatives, inside the context."""
     attention: Any = block.attention
     core = attention.core
     attention.core = _PlainCore(core)

@@ -24,26 +24,7 @@ Row = dict[str, Any]
 def ball_gradients(
     moved: MovableEncoder, tokens: Tensor, labels: Tensor, radius: float, draws: int, seed: int
 ) -> Iterator[Row]:
-    """Yield gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it.
-
-    The sampling law: a Gaussian direction, in each tensor as long as that tensor, times a radius uniform in
-    (0, ``radius``]. The sound constants of Theorem 2 are taken at the same parameters and inputs.
-
-    Source: docs/theory.md#empirical and docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        moved: a float64 model that wants gradients.
-        tokens: (N, L) int64 on its device.
-        labels: (N,) likewise.
-        radius: of the ball, relative to each tensor's norm.
-        draws: random parameters.
-        seed: of the draws.
-
-    Yields:
-        For each draw (0 is the checkpoint) and group (``all`` first): draw, radius, distance (true), group, slope
-        (the gradient's 2-norm), ln_sound, holds (whether the bound's assumptions do), ln_point (of queries and
-        keys at the checkpoint, from the gradients in the mixed values; else NaN).
-    """
+    """Yield gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it."""
     generator = torch.Generator().manual_seed(seed)
     for draw in range(draws + 1):
         size, point = 0.0, moved.origin
@@ -70,16 +51,7 @@ def _point_bound(encoder: Encoder, tokens: Tensor, labels: Tensor) -> float:
 
 
 def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the 2-norm of the mean cross-entropy's gradient at the current point, in total and by group.
-
-    Args:
-        moved: a model that wants gradients.
-        tokens: (N, L) int64 on its device.
-        labels: (N,) likewise.
-
-    Returns:
-        By group, ``all`` first.
-    """
+    """Return the 2-norm of the mean cross-entropy's gradient at the current point, in total and by group."""
     moved.encoder.zero_grad(set_to_none=True)
     per_pass = max(1, _TOKENS // tokens.shape[1])
     for ids, classes in zip(torch.split(tokens, per_pass), torch.split(labels, per_pass), strict=True):

@@ -18,38 +18,14 @@ Loss = Callable[[Tensor], float]
 
 
 def radii(largest: float, count: int = 7) -> tuple[float, ...]:
-    """Return radii that double up to the largest.
-
-    Args:
-        largest: the last one.
-        count: how many.
-
-    Example:
-        >>> radii(1.0, 3)
-        (0.25, 0.5, 1.0)
-    """
+    """Return radii that double up to the largest."""
     return tuple(largest * 2.0**-power for power in range(count - 1, -1, -1))
 
 
 def plane_secants(
     moved: MovableEncoder, loss: Loss, sizes: Sequence[float], planes: int, directions: int, seed: int
 ) -> Iterator[Row]:
-    """Yield secants between all pairs of the checkpoint and evenly spaced points on circles around it.
-
-    Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: the pairs are those on circles of stated
-    radii, and every difference is divided by the true distance of the two parameter settings.
-
-    Args:
-        moved: the model.
-        loss: of the model at a point.
-        sizes: radii, relative to each tensor's norm.
-        planes: random planes.
-        directions: points on each circle.
-        seed: of the planes.
-
-    Yields:
-        group "all", draw (the plane), radius, distance, slope |f(θ) − f(θ')| / ‖θ − θ'‖.
-    """
+    """Yield secants between all pairs of the checkpoint and evenly spaced points on circles around it."""
     generator = torch.Generator().manual_seed(seed)
     start = loss(moved.origin)
     angles = 2 * np.pi * np.arange(directions) / directions
@@ -69,20 +45,7 @@ def plane_secants(
 
 
 def line_secants(moved: MovableEncoder, loss: Loss, sizes: Sequence[float], seed: int) -> Iterator[Row]:
-    """Yield secants on random lines along which one group of tensors moves and the others stay.
-
-    Source: docs/theory.md#empirical. Deviation: not in the paper.
-
-    Args:
-        moved: the model.
-        loss: of the model at a point.
-        sizes: radii, relative to each tensor's norm.
-        seed: of the lines.
-
-    Yields:
-        group, draw (the line), radius, distance, slope of the three pairs among the checkpoint and the points
-        at ± the radius.
-    """
+    """Yield secants on random lines along which one group of tensors moves and the others stay."""
     generator = torch.Generator().manual_seed(seed)
     start = loss(moved.origin)
     for group, draw in itertools.product(GROUPS, range(LINES)):

@@ -27,69 +27,40 @@ LARGEST = 12 * 2**20  # bytes of scores on a page, which writes four letters for
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """One head on one input.
+    """One head on one input."""
 
-    Attributes:
-        scores: z of every query and the keys it may attend to, nats: query by query, keys in their order.
-        allowed: (Lq, Lk) bool, A_i; no key for a query that does not count.
-        selected: (Lq, Lk) bool, S_i; None: the head attends to every key it may.
-        sink: one more logit in the softmax's denominator; None: there is none.
-        dispersion: the median δ of its queries, nats, of what it attends to; NaN if none is finite.
-        entropy: the mean entropy of its weights, nats.
-        first_weight: the mean weight on the first key that is no padding.
-    """
-
-    scores: np.ndarray
-    allowed: np.ndarray
-    selected: np.ndarray | None
-    sink: float | None
-    dispersion: float
-    entropy: float
-    first_weight: float
+    scores: np.ndarray  # z of every query and the keys it may attend to, nats: query by query, keys in their order
+    allowed: np.ndarray  # (Lq, Lk) bool, A_i; no key for a query that does not count
+    selected: np.ndarray | None  # (Lq, Lk) bool, S_i; None: the head attends to every key it may
+    sink: float | None  # one more logit in the softmax's denominator; None: there is none
+    dispersion: float  # the median δ of its queries, nats, of what it attends to; NaN if none is finite
+    entropy: float  # the mean entropy of its weights, nats
+    first_weight: float  # the mean weight on the first key that is no padding
 
 
 @dataclass(frozen=True, eq=False)
 class SeenLayer:
-    """One place of a model where attention happens.
+    """One place of a model where attention happens."""
 
-    Attributes:
-        module: its dotted name.
-        occurrence: which call of the module in the forward.
-        queries: labels of the queries: tokens, or positions.
-        keys: labels of the keys.
-        crossing: whether the module's name says that the keys are of another sequence than the queries.
-        heads: of the layer.
-    """
-
-    module: str
-    occurrence: int
-    queries: list[str]
-    keys: list[str]
-    crossing: bool
-    heads: list[Head]
+    module: str  # its dotted name
+    occurrence: int  # which call of the module in the forward
+    queries: list[str]  # labels of the queries: tokens, or positions
+    keys: list[str]  # labels of the keys
+    crossing: bool  # whether the module's name says that the keys are of another sequence than the queries
+    heads: list[Head]  # of the layer
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What the heads of a model do with one input.
+    """What the heads of a model do with one input."""
 
-    Attributes:
-        model: the model that ran.
-        sample: its input.
-        layers: in the order of their first calls.
-        audit: what was not captured, and remarks on what was.
-        residual: the largest deviation of the recomputed attention, in units of what rounding can do.
-        dtype: in which it ran.
-        folded: modules with heads or windows in their batch axis, of which only the first row is shown.
-    """
-
-    model: LoadedModel
-    sample: Sample
-    layers: list[SeenLayer]
-    audit: Audit
-    residual: float
-    dtype: str
-    folded: list[str]
+    model: LoadedModel  # the model that ran
+    sample: Sample  # its input
+    layers: list[SeenLayer]  # in the order of their first calls
+    audit: Audit  # what was not captured, and remarks on what was
+    residual: float  # the largest deviation of the recomputed attention, in units of what rounding can do
+    dtype: str  # in which it ran
+    folded: list[str]  # modules with heads or windows in their batch axis, of which only the first row is shown
 
     @property
     def length(self) -> int:
@@ -98,15 +69,7 @@ class Seen:
 
 
 def fitting_k(seen: Seen, k: int | None) -> int:
-    """Return the k that is shown at first.
-
-    Args:
-        seen: a model on one input.
-        k: as the user gave it; None: 5, or all keys if there are fewer.
-
-    Raises:
-        InputError: if no query has that many keys, or every head selects its keys itself.
-    """
+    """Return the k that is shown at first."""
     longest_row = max(int(head.allowed.sum(1).max()) for layer in seen.layers for head in layer.heads)
     if k is None:
         return min(_USUAL_K, longest_row)
@@ -156,22 +119,7 @@ def see(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Seen:
-    """Run a model on one input and keep what every head does with it.
-
-    If the scores do not fit on a page, the last tokens are left out until they do.
-
-    Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        model: of any kind.
-        sample: its input.
-        device: where to run; None: where the model is.
-        dtype: of the model; None: its own.
-        seed: of redrawn keys, for the remark on them.
-
-    Raises:
-        InputError: if no attention is captured, no query counts, or an input other than token ids is too large.
-    """
+    """Run a model on one input and keep what every head does with it."""
     collector, audit, kind = _run(model, sample, device, dtype)
     if collector.size > LARGEST:
         share = math.sqrt(LARGEST / collector.size)  # scores grow as the square of the length

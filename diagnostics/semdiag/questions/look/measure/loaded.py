@@ -10,16 +10,7 @@ from semdiag_models.device import find_device, with_float64
 
 
 def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Seen:
-    """Run a model on its one input.
-
-    Args:
-        model: used for nothing else: it is moved and converted in place.
-        conditions: with batches of one sample.
-        text: that the user typed; None: the conditions say which inputs.
-
-    Raises:
-        InputError: if there is no input that suits it.
-    """
+    """Run a model on its one input."""
     device = find_device(conditions.device)
     conditions = conditions.decided([model], device)
     if conditions.dtype == "float64":

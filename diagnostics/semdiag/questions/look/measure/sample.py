@@ -32,22 +32,14 @@ class Cut(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One input of a model.
+    """One input of a model."""
 
-    Attributes:
-        batch: the model's arguments, one sample.
-        source: where it comes from, in words.
-        tokens: the text of each token; None: there are no token ids, or it is unclear which they are.
-        targets: the same for a decoder's own sequence; None: there is none.
-        cut: why tokens at the end were left out; None: none were.
-        text: the text, its model and options, to tokenise it again; None: it came as numbers.
-    """
-
-    batch: Batch
-    source: str
-    tokens: list[str] | None
-    targets: list[str] | None = None
-    cut: Cut | None = None
+    batch: Batch  # the model's arguments, one sample
+    source: str  # where it comes from, in words
+    tokens: list[str] | None  # the text of each token
+    targets: list[str] | None = None  # the same for a decoder's own sequence; None: there is none
+    cut: Cut | None = None  # why tokens at the end were left out; None: none were
+    # the text, its model and options, to tokenise it again; None: it came as numbers
     text: tuple[str, LoadedModel, TextOptions] | None = None
 
     def shortened(self, most: int, why: Cut) -> "Sample | None":
@@ -63,16 +55,7 @@ class Sample:
 
 
 def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
-    """Return the input that is looked at: a text, or the first sample of the inputs.
-
-    Args:
-        model: of any kind.
-        conditions: with batches of one sample.
-        text: that the user typed; None: the conditions say which inputs.
-
-    Raises:
-        InputError: if there is none, it does not suit the model, or --max-length is more than a page shows.
-    """
+    """Return the input that is looked at: a text, or the first sample of the inputs."""
     options, given = conditions.texts, conditions.inputs
     if options.max_length is not None and options.max_length > LONGEST:
         raise InputError(f"A page shows at most {LONGEST} tokens. Got --max-length {options.max_length}.")
@@ -93,16 +76,7 @@ def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = N
 
 
 def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], tokens: Sequence[str] | None) -> Sample:
-    """Return the input that a program gives.
-
-    Args:
-        model: of any kind.
-        given: a text, for models with a tokenizer; or inputs, of which the first sample is taken.
-        tokens: the text of each token; None: from the model's tokenizer, else ids or positions.
-
-    Raises:
-        InputError: if there is none, or it does not suit the model.
-    """
+    """Return the input that a program gives."""
     if isinstance(given, str):
         if tokens is not None:
             raise InputError("tokens say what numbers mean: of a text the tokenizer says it.")
@@ -124,15 +98,7 @@ def token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[s
 
 
 def is_crossing(module: str) -> bool:
-    """Return whether a module's name says that its keys are of another sequence than its queries.
-
-    Args:
-        module: its dotted name.
-
-    Example:
-        >>> is_crossing("decoder.layers.0.encoder_attn"), is_crossing("decoder.layers.0.self_attn")
-        (True, False)
-    """
+    """Return whether a module's name says that its keys are of another sequence than its queries."""
     return any(word in module.lower() for word in CROSS)
 
 

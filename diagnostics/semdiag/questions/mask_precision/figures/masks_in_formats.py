@@ -12,14 +12,7 @@ from semdiag.questions.mask_stability.figures.panels import MARKERS, judged_mode
 
 @paper_style
 def masks_in_formats(findings: Findings) -> Figure:
-    """Draw the share of masks that stay the same, a curve for each number format against layers.
-
-    Returns:
-        One panel per model; bands reach down to the share without a tie, dotted curves are certified.
-
-    Raises:
-        NothingToDrawError: if no mask was judged.
-    """
+    """Draw the share of masks that stay the same, a curve for each number format against layers."""
     models = judged_models(findings, "rounded_masks")
     table = findings(precision_table)
     formats = list(table["format"].unique())

@@ -19,47 +19,23 @@ OTHER_KEYS = "a model that keeps other keys than those with the largest scores"
 
 @dataclass(frozen=True, eq=False)
 class RoundedRows:
-    """What F number formats do to each row; (B, H, L), with the formats in front where they differ.
+    """What F number formats do to each row; (B, H, L), with the formats in front where they differ."""
 
-    Attributes:
-        counted: bool: queries that keep a key and drop one; below, other queries mean nothing.
-        keys: int, how many the query may attend to.
-        covered: (F, B, H, L) bool: rows that the error model covers; below, others are false.
-        changed: (F, B, H, L) bool: however ties are broken, the k largest rounded scores are of another set.
-        tied: (F, B, H, L) bool: the k-th and the next rounded score are equal.
-        certified: (F, B, H, L) bool.
-        lost: (F, B, H, L) float64, weight of the keys dropped minus that of the keys gained; NaN where the set has
-            not changed.
-        kept: k.
-        why: what is not covered, if anything is.
-    """
-
-    counted: Tensor
-    keys: Tensor
-    covered: Tensor
-    changed: Tensor
-    tied: Tensor
-    certified: Tensor
-    lost: Tensor
-    kept: int
-    why: str
+    counted: Tensor  # bool: queries that keep a key and drop one; below, other queries mean nothing
+    keys: Tensor  # int, how many the query may attend to
+    covered: Tensor  # (F, B, H, L) bool: rows that the error model covers; below, others are false
+    changed: Tensor  # (F, B, H, L) bool: however ties are broken, the k largest rounded scores are of another set
+    tied: Tensor  # (F, B, H, L) bool: the k-th and the next rounded score are equal
+    certified: Tensor  # (F, B, H, L) bool
+    lost: Tensor  # (F, B, H, L) float64, weight of the keys dropped minus that of the keys gained
+    kept: int  # k
+    why: str  # what is not covered, if anything is
 
 
 def rounded_rows(
     call: AttentionCall, k: int, selection: Selection, formats: Sequence[NumberFormat]
 ) -> RoundedRows:
-    """Compare the set of every row, from its scores in float64, with that of its rounded scores.
-
-    Works in strips of queries, so that nothing of size L × L is held.
-
-    Source: docs/theory.md#rounded-operands. Deviation: none.
-
-    Args:
-        call: its queries and keys are taken as exact.
-        k: size of the set that top-k would choose in a model without a selection of its own.
-        selection: how sets follow from the scores; by the scores alone.
-        formats: F of them.
-    """
+    """Compare the set of every row, from its scores in float64, with that of its rounded scores."""
     length = call.k.shape[2]
     kept = call.selected.shape[-1] if selection.by_model and call.selected is not None else min(k, length)
     outside = _outside_the_model(call)

@@ -16,14 +16,7 @@ from semdiag.questions.mask_stability.figures.panels import judged_models, mask_
 
 @paper_style
 def mask_heat_map(findings: Findings) -> Figure:
-    """Draw the share of unchanged masks for every layer and noise level as coloured cells.
-
-    Returns:
-        One panel per model, one colour scale from 0 to 1; of one level a single panel, models by layers.
-
-    Raises:
-        NothingToDrawError: if no mask was judged.
-    """
+    """Draw the share of unchanged masks for every layer and noise level as coloured cells."""
     models = judged_models(findings)
     table = findings(heads_pooled)
     layers = sorted(table["layer"].unique())

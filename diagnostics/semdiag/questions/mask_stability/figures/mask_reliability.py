@@ -16,15 +16,7 @@ _LAST = 1.1  # where the last bin stands, in units of the axis before it
 
 @paper_style
 def mask_reliability(findings: Findings) -> Figure:
-    """Draw the share of unchanged masks, observed and predicted, against Δ/sd, one curve per noise level.
-
-    Returns:
-        One panel per model, ten bins of equal counts of Δ/sd each, and one of what lies above: there the
-        prediction foresees no change.
-
-    Raises:
-        NothingToDrawError: if no mask was judged, or for none of them there is a prediction.
-    """
+    """Draw the share of unchanged masks, observed and predicted, against Δ/sd, one curve per noise level."""
     binned = findings(reliability_tables)
     known = {model for model, _ in binned}
     models = [(model, title) for model, title in judged_models(findings) if model in known]

@@ -14,14 +14,7 @@ from semdiag.questions.mask_stability.figures.panels import MARKERS, judged_mode
 
 @paper_style
 def masks_unchanged(findings: Findings) -> Figure:
-    """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers.
-
-    Returns:
-        One panel per model; bands and bars are 95% intervals.
-
-    Raises:
-        NothingToDrawError: if no mask was judged.
-    """
+    """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers."""
     models = judged_models(findings)
     table, by_layer = findings(mask_table), findings(heads_pooled)
     figure, axes = panel_grid(len(models), height=2.9)

@@ -12,14 +12,7 @@ MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
 
 
 def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
-    """Return the models with an input-dependent mask that was judged, last snapshots first.
-
-    Returns:
-        Path and title of each, two lines like ``even-pairs``, ``top-k (k = 5)``.
-
-    Raises:
-        NothingToDrawError: if there is none.
-    """
+    """Return the models with an input-dependent mask that was judged, last snapshots first."""
     measurements = findings.measurements
     kept = getattr(measurements, table).groupby("model")["kept"].last()
     judged = []
@@ -39,11 +32,7 @@ def noise_words(findings: Findings, level: float) -> str:
 
 
 def mask_facts(findings: Findings) -> str:
-    """Return noise, samples and draws behind the judged masks.
-
-    Returns:
-        For instance ``noise on the embedded tokens, relative to each token's RMS; 500 samples, 5 draws (seed 0)``.
-    """
+    """Return noise, samples and draws behind the judged masks."""
     plan = _plan(findings)
     block = plan.get("block", 0)
     where = "the embedded tokens" if not block else f"the input of block {block}"

@@ -20,17 +20,11 @@ _STRIP = 2**22  # scores held at a time (or one row of queries of every copy)
 
 @dataclass(frozen=True)
 class Selection:
-    """How an input-dependent mask follows from the scores.
+    """How an input-dependent mask follows from the scores."""
 
-    Attributes:
-        sign: 1 if the largest scores are kept, -1 if the smallest.
-        by_model: whether the model itself selects; otherwise the set is the one that top-k would choose.
-        ranked: whether the scores alone say which keys are kept; otherwise nothing is certified or predicted.
-    """
-
-    sign: int
-    by_model: bool
-    ranked: bool = True
+    sign: int  # 1 if the largest scores are kept, -1 if the smallest
+    by_model: bool  # whether the model itself selects; otherwise the set is the one that top-k would choose
+    ranked: bool = True  # whether the scores alone say which keys are kept
 
 
 # By kind of attention; None where the mask does not depend on the input.
@@ -43,14 +37,7 @@ SELECTIONS: dict[str, Selection | None] = {
 
 
 def selection_of(kind: str) -> Selection | None:
-    """Return how masks of a kind of attention are selected.
-
-    Returns:
-        The rule; None if the mask does not depend on the input.
-
-    Raises:
-        InputError: if the kind is not known: its masks cannot be judged.
-    """
+    """Return how masks of a kind of attention are selected."""
     if kind not in SELECTIONS:
         raise InputError(
             f"How {kind} attention selects its keys is not known here, so its masks cannot be judged. "
@@ -61,29 +48,17 @@ def selection_of(kind: str) -> Selection | None:
 
 @dataclass(frozen=True, eq=False)
 class RowChanges:
-    """How each row changes; D draws, N noise levels, b samples.
+    """How each row changes; D draws, N noise levels, b samples."""
 
-    Attributes:
-        counted: (b, H, L) bool: queries that keep a key and drop one; below, other queries mean nothing.
-        separation: (b, H, L) Δ of the clean row, nats.
-        common: (D, N, b, H, L) int, |S ∩ S'|.
-        changed: (D, N, b, H, L) bool, S ≠ S'.
-        certified: (D, N, b, H, L) bool.
-        swing: (D, N, b, H, L) dz_(k) − dz_(k+1), nats; NaN where the scores alone do not say which keys are kept.
-        response: (N, b, H, L) ‖p − p'‖₁ of the model's own weights in the first of the draws.
-        kept: (b, H, L) int, |S|.
-        keys: (b, H, L) int, how many the query may attend to.
-    """
-
-    counted: Tensor
-    separation: Tensor
-    common: Tensor
-    changed: Tensor
-    certified: Tensor
-    swing: Tensor
-    response: Tensor
-    kept: Tensor
-    keys: Tensor
+    counted: Tensor  # (b, H, L) bool: queries that keep a key and drop one; below, other queries mean nothing
+    separation: Tensor  # (b, H, L) Δ of the clean row, nats
+    common: Tensor  # (D, N, b, H, L) int, |S ∩ S'|
+    changed: Tensor  # (D, N, b, H, L) bool, S ≠ S'
+    certified: Tensor  # (D, N, b, H, L) bool
+    swing: Tensor  # (D, N, b, H, L) dz_(k) − dz_(k+1), nats
+    response: Tensor  # (N, b, H, L) ‖p − p'‖₁ of the model's own weights in the first of the draws
+    kept: Tensor  # (b, H, L) int, |S|
+    keys: Tensor  # (b, H, L) int, how many the query may attend to
 
 
 class Workspace:
@@ -113,25 +88,7 @@ def row_changes(
     selection: Selection,
     workspace: Workspace,
 ) -> RowChanges:
-    """Compare the mask of every clean row with those of its noisy copies.
-
-    Works in strips of queries, so that nothing of size L × L is held.
-
-    Source: docs/theory.md#mask-stability. Deviation: none.
-
-    Args:
-        call: over a batch of [clean; copies], ``samples`` clean ones, then (draw, level, sample) in order.
-        samples: b.
-        draws: D, noisy copies of each sample and level.
-        levels: N, noise levels.
-        k: size of the set that top-k would choose in a model without a selection of its own.
-        selection: how masks follow from the scores.
-        workspace: memory to work in.
-
-    Raises:
-        NotAvailableError: if the call has attention sinks, or its batch axis does not have one row for each sample
-            and copy.
-    """
+    """Compare the mask of every clean row with those of its noisy copies."""
     if call.sinks is not None:
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
     check_rows(call, samples * (1 + draws * levels))

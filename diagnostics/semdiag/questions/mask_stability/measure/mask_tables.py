@@ -106,14 +106,7 @@ def _swing_sums(changes: RowChanges) -> Tensor:
 def effects_table(
     model: str, outputs: Sequence[Mapping[str, Tensor]], levels: Sequence[float], labels: Tensor | None
 ) -> pd.DataFrame:
-    """Return the table ``noise_effects``.
-
-    Args:
-        model: its path.
-        outputs: of each batch: ``logit_change``, ``flipped``, and predictions ``before`` and ``after``.
-        levels: of the noise.
-        labels: (N,) classes, for the accuracy; None if unknown.
-    """
+    """Return the table ``noise_effects``."""
     if not outputs:
         return NOISE_EFFECTS.empty()
     change, flipped, before, after = (torch.cat([part[name] for part in outputs], -1) for name in outputs[0])

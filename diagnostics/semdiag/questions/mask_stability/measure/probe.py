@@ -186,11 +186,7 @@ class _Probe:
         self.outputs.append(self.compare(output))
 
     def add_noise(self, copies: Tensor, place: int = 0) -> None:
-        """Add noise to copies (D·N·b, L, d) of b inputs; levels differ in its size alone.
-
-        Every place where noise enters a forward pass has its own generators, so that the size of batches changes
-        nothing.
-        """
+        """Add noise to copies (D·N·b, L, d) of b inputs; levels differ in its size alone."""
         if place == len(self.generators):
             seeds = torch.randint(2**62, (self.plan.draws,), generator=self.seeds)
             self.generators.append([torch.Generator().manual_seed(int(seed)) for seed in seeds])

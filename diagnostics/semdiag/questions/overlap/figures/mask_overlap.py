@@ -14,15 +14,7 @@ _WRITTEN = 14  # layers up to which the cells bear their numbers
 
 @paper_style
 def mask_overlap(findings: Findings) -> Figure:
-    """Draw the mean Jaccard index of kept keys for every two layers, and for successive queries.
-
-    Returns:
-        One panel per model: layer by layer (diagonal: two heads of the layer), and a column for successive
-        queries; one colour scale from 0 to 1.
-
-    Raises:
-        NothingToDrawError: if no masks were compared.
-    """
+    """Draw the mean Jaccard index of kept keys for every two layers, and for successive queries."""
     table = findings(overlap_table)
     compared = {*table["model"]}
     labels = {m: label for m, label in model_labels(findings.measurements.models).items() if m in compared}

@@ -10,13 +10,7 @@ _NUMBERS = ("worst_chosen", "kth", "gap", "gap_ulps", "left_out", "separation", 
 
 
 def check_summary(checked: CheckedSelection, file: str, provenance: dict[str, Any]) -> Summary:
-    """Return what ``--json`` prints of a checked selection.
-
-    Args:
-        checked: by :func:`~semdiag.questions.selections.measure.check.check_selection`.
-        file: its name.
-        provenance: versions, command and options.
-    """
+    """Return what ``--json`` prints of a checked selection."""
     entry = {
         "file": file,
         "rows": len(checked.rows),

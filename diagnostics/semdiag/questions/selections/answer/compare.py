@@ -12,14 +12,7 @@ from semdiag.questions.selections.measure.compare import BUG, NUMERIC, SAME, UNE
 def comparison_summary(
     compared: ComparedSelections, file: str, against: str, provenance: dict[str, Any]
 ) -> Summary:
-    """Return what ``--json`` prints of two selections.
-
-    Args:
-        compared: by :func:`~semdiag.questions.selections.measure.compare.compare_selections`.
-        file: name of A.
-        against: name of B.
-        provenance: versions, command and options.
-    """
+    """Return what ``--json`` prints of two selections."""
     rows, layers = compared.rows, layer_table(compared.rows)
     diverged = layers.loc[layers["changed"] > 0, "layer"]
     classes = rows["class"].value_counts()
@@ -53,12 +46,7 @@ def comparison_summary(
 
 
 def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each layer.
-
-    Returns:
-        layer; rows; overlap (mean); changed (rows that differ); first (tokens that differ here and in no layer
-        before); numeric, bug, unexplained (rows that differ); lost (mean share of weight).
-    """
+    """Return a row for each layer."""
     differs = rows["overlap"] < 1
     first = rows[differs].groupby("token")["layer"].min().value_counts()
     table = pd.DataFrame({"layer": rows["layer"], "rows": 1, "overlap": rows["overlap"], "changed": differs})

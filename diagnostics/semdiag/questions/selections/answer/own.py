@@ -12,14 +12,7 @@ from semdiag.questions.selections.measure.own import OwnSelection, OwnSelections
 
 
 def own_summary(measured: OwnSelections, model: str, format: str, provenance: dict[str, Any]) -> Summary:
-    """Return what ``--json`` prints of a model's own selections.
-
-    Args:
-        measured: by :func:`~semdiag.questions.selections.measure.own.own_selections`.
-        model: its path.
-        format: of the certificate.
-        provenance: versions, command and options.
-    """
+    """Return what ``--json`` prints of a model's own selections."""
     rows = [_row(entry) for entry in measured.selections]
     faults = sum(row["faults"] for row in rows)
     entry = {

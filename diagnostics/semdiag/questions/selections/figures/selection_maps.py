@@ -18,14 +18,7 @@ _LABELS = ("forbidden", "available, left out", "chosen")
 
 @paper_style
 def selection_maps(maps: Sequence[SampleMap]) -> Figure:
-    """Draw what each selection of a model did with one sample.
-
-    Returns:
-        A panel for each of the first twelve; ordinate: tokens, the first above; abscissa: keys, blocks or experts.
-
-    Raises:
-        NothingToDrawError: if there is none.
-    """
+    """Draw what each selection of a model did with one sample."""
     maps = [each for each in maps if each.states.size]
     if not maps:
         raise NothingToDrawError("The first sample has no token that selects.")

@@ -11,11 +11,7 @@ from semdiag_models import InputError
 
 
 def as_tensor(given: Any, name: str) -> Tensor:
-    """Convert a tensor, an array of any byte order or a nested list into a tensor.
-
-    Raises:
-        InputError: if it does not hold numbers.
-    """
+    """Convert a tensor, an array of any byte order or a nested list into a tensor."""
     if isinstance(given, Tensor):
         if given.layout != torch.strided or given.is_meta:
             raise InputError(f"{name} must be a plain tensor that holds its numbers. Got {given.layout}.")
@@ -32,11 +28,7 @@ def as_tensor(given: Any, name: str) -> Tensor:
 
 
 def chosen_keys(given: Any) -> Tensor:
-    """Return indices (..., k) with at least one row and one key.
-
-    Raises:
-        InputError: if they are something else.
-    """
+    """Return indices (..., k) with at least one row and one key."""
     indices = _whole(given, "indices")
     if indices.ndim == 0 or not indices.numel():
         raise InputError(
@@ -46,11 +38,7 @@ def chosen_keys(given: Any) -> Tensor:
 
 
 def float_scores(given: Any, indices: Tensor) -> Tensor:
-    """Return scores (..., n) for the rows of ``indices`` (..., k).
-
-    Raises:
-        InputError: if they are not floating-point numbers, have other rows, or fewer keys than are chosen.
-    """
+    """Return scores (..., n) for the rows of ``indices`` (..., k)."""
     scores = as_tensor(given, "scores")
     if not scores.is_floating_point():
         raise InputError(
@@ -68,11 +56,7 @@ def float_scores(given: Any, indices: Tensor) -> Tensor:
 
 
 def check_k(k: int, keys: int) -> None:
-    """Check that no more keys are chosen than there are.
-
-    Raises:
-        InputError: if k is larger.
-    """
+    """Check that no more keys are chosen than there are."""
     if k > keys:
         raise InputError(
             f"A row chooses k = {k:,} keys, but there are only {keys:,}. Are the scores those of the same tokens? "
@@ -81,11 +65,7 @@ def check_k(k: int, keys: int) -> None:
 
 
 def whole_numbers(given: Any, name: str) -> Tensor | None:
-    """Return whole numbers as int64; None for None.
-
-    Raises:
-        InputError: if they are something else.
-    """
+    """Return whole numbers as int64; None for None."""
     return None if given is None else _whole(given, name).long().cpu()
 
 
@@ -110,12 +90,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def weights_of(given: Any, indices: Tensor) -> Tensor:
-    """Return weights (..., k) of the chosen keys.
-
-    Raises:
-        InputError: if they are not floating-point numbers of the same shape, or that of a chosen key is negative,
-            infinite or NaN.
-    """
+    """Return weights (..., k) of the chosen keys."""
     weights = as_tensor(given, "weights")
     fits = weights.numel() == indices.numel() and weights.shape[-1] == indices.shape[-1]
     if not weights.is_floating_point() or not fits:

@@ -29,25 +29,15 @@ _CLASS = pd.CategoricalDtype(list(GRAVITY), ordered=True)
 
 @dataclass(frozen=True, eq=False)
 class CheckedSelection:
-    """What :func:`check_selection` found.
+    """What :func:`check_selection` found."""
 
-    Attributes:
-        counts: how many rows are of each class.
-        rows: a row for each checked row, described at :func:`check_selection`.
-        k: keys that a row chooses.
-        keys: that a row has; None: unknown.
-        format: of the engine's scores.
-        not_checked: rows of padded queries.
-        not_judged: rows without a fault and without scores.
-    """
-
-    counts: dict[str, int]
-    rows: pd.DataFrame
-    k: int
-    keys: int | None
-    format: str
-    not_checked: int
-    not_judged: int
+    counts: dict[str, int]  # how many rows are of each class
+    rows: pd.DataFrame  # a row for each checked row, described at :func:`check_selection`
+    k: int  # keys that a row chooses
+    keys: int | None  # that a row has; None: unknown
+    format: str  # of the engine's scores
+    not_checked: int  # rows of padded queries
+    not_judged: int  # rows without a fault and without scores
 
     @property
     def faults(self) -> int:
@@ -60,11 +50,7 @@ class CheckedSelection:
         return self.worst_of(GRAVITY[int(self.rows["class"].cat.codes.max())])
 
     def worst_of(self, name: str) -> dict[str, Any]:
-        """Return the row of a class with the smallest separation; of several, the first.
-
-        Args:
-            name: of a class that has rows.
-        """
+        """Return the row of a class with the smallest separation; of several, the first."""
         of_class = (self.rows["class"] == name).to_numpy()
         numbers = self.rows["separation"].to_numpy()[of_class]
         least = int(np.nanargmin(numbers)) if not np.isnan(numbers).all() else 0

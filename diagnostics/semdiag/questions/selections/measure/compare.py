@@ -22,32 +22,17 @@ SAME, NUMERIC, BUG, UNEXPLAINED = "same", "numeric", "bug", "unexplained"
 
 @dataclass(frozen=True, eq=False)
 class ComparedSelections:
-    """What :func:`compare_selections` found.
-
-    Attributes:
-        rows: a row for each compared row: token, layer, head, overlap, displacement, class (``same``,
-            ``numeric``, ``bug``, or ``unexplained`` where no scores are known), lost (share of weight, NaN:
-            unknown).
-        tokens: of each selection.
-        k: keys that a row chooses.
-        format: of the engines' scores.
-        repeats: how many rows of A and of B name a key twice; it counts once.
-        weight_of: from which file's weights or scores the lost weight is; empty: unknown.
-        by_own_scores: in how many rows of class ``bug`` each engine chose the top-k of its own scores, so that the
-            scores differ and not the selection; None unless both have scores.
-        layouts: of A and B, as they were named or guessed.
-        ignored: names of arrays that were not looked at.
-    """
+    """What :func:`compare_selections` found."""
 
     rows: pd.DataFrame
-    tokens: int
-    k: int
-    format: str
-    repeats: tuple[int, int]
-    weight_of: str
+    tokens: int  # of each selection
+    k: int  # keys that a row chooses
+    format: str  # of the engines' scores
+    repeats: tuple[int, int]  # how many rows of A and of B name a key twice; it counts once
+    weight_of: str  # from which file's weights or scores the lost weight is; empty: unknown
     by_own_scores: int | None
-    layouts: tuple[str, str]
-    ignored: tuple[str, ...]
+    layouts: tuple[str, str]  # of A and B, as they were named or guessed
+    ignored: tuple[str, ...]  # names of arrays that were not looked at
 
 
 def compare_selections(
@@ -56,23 +41,7 @@ def compare_selections(
     format: str = "float32",
     layouts: tuple[str, str] = ("", ""),
 ) -> ComparedSelections:
-    """Compare the keys that two engines chose for the same rows, as sets.
-
-    A difference is ``numeric`` if, by the scores of A or of B, both choices may be the top-k of the same scores
-    that each engine rounded to ``format``: their separations are ≥ −2(u(|h| + |l|) + 2η). Otherwise it is a
-    ``bug``, of the selection or of the scores before it.
-
-    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        first: A.
-        second: B.
-        format: in which both engines computed their scores.
-        layouts: of A and B, see :func:`~semdiag.questions.selections.measure.layout.lay_out`.
-
-    Raises:
-        InputError: if the two differ in tokens, layers, k or types.
-    """
+    """Compare the keys that two engines chose for the same rows, as sets."""
     kind = number_format(format)
     a, b = lay_out(first, layouts[0]), lay_out(second, layouts[1])
     _check_alike(a, b)

@@ -67,17 +67,7 @@ class SelectionFile:
 
 
 def read_selection(path: Path, format: str = "", limits: bool = True) -> SelectionFile:
-    """Read a selection.
-
-    Args:
-        path: ``.npz``, ``.safetensors`` or ``.parquet`` with ``indices``, and other arrays where they are
-            known, each under one of its usual names.
-        format: in which scores that are whole numbers hold the bits.
-        limits: whether to read which keys each row may choose.
-
-    Raises:
-        InputError: if it cannot be read, or does not hold indices under exactly one of their names.
-    """
+    """Read a selection."""
     arrays = read_arrays(path, [name for names in _NAMES.values() for name in names])
     found = {kind: [name for name in names if name in arrays] for kind, names in _NAMES.items()}
     bounds = found.pop("bounds")

@@ -15,42 +15,21 @@ _USUAL = {1: "tokens", 2: "tokens,layers", 3: "batch,sequence,layers", 4: "batch
 
 @dataclass(frozen=True, eq=False)
 class LaidOut:
-    """A selection as tokens × (layers × heads) × k.
+    """A selection as tokens × (layers × heads) × k."""
 
-    Attributes:
-        file: where it is from.
-        layers: their number; 1 if there are none.
-        heads: of a layer; 1 if there are none.
-        indices: int64 (T, layers · heads, k).
-        kind: type of the indices, as given.
-        scores: (T, layers · heads, n); None: unknown.
-        weights: (T, layers · heads, k); None: unknown.
-        tokens: int64 (T,), their ids; None: unknown.
-        layout: names of the dimensions before k.
-    """
-
-    file: SelectionFile
-    layers: int
-    heads: int
-    indices: Tensor
-    kind: str
-    scores: Tensor | None
-    weights: Tensor | None
-    tokens: Tensor | None
-    layout: str
+    file: SelectionFile  # where it is from
+    layers: int  # their number; 1 if there are none
+    heads: int  # of a layer; 1 if there are none
+    indices: Tensor  # int64 (T, layers · heads, k)
+    kind: str  # type of the indices, as given
+    scores: Tensor | None  # (T, layers · heads, n); None: unknown
+    weights: Tensor | None  # (T, layers · heads, k); None: unknown
+    tokens: Tensor | None  # int64 (T,), their ids; None: unknown
+    layout: str  # names of the dimensions before k
 
 
 def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
-    """Return a selection in the one layout. Tokens beyond the lengths of their sequences are left out.
-
-    Args:
-        file: what was read.
-        layout: names of the dimensions before k, like "batch,sequence,layers", each of batch, sequence, tokens,
-            layers, heads; empty: the usual names for that number of dimensions.
-
-    Raises:
-        InputError: if the names do not fit, or what the file holds does not fit together.
-    """
+    """Return a selection in the one layout. Tokens beyond the lengths of their sequences are left out."""
     try:
         return _laid_out(file, layout)
     except InputError as error:

@@ -34,32 +34,21 @@ from semdiag_models import InputError
 
 @dataclass
 class OwnSelection:
-    """What one selection of a model chose, in all batches.
+    """What one selection of a model chose, in all batches."""
 
-    Attributes:
-        module: that selects.
-        layer: the first number in its name; None: it has none.
-        parts: of each batch.
-    """
-
-    module: str
-    layer: int | None
-    parts: list[OwnRows] = field(default_factory=list)
+    module: str  # that selects
+    layer: int | None  # the first number in its name; None: it has none
+    parts: list[OwnRows] = field(default_factory=list)  # of each batch
 
 
 @dataclass
 class OwnSelections:
-    """A model's own selections.
+    """A model's own selections."""
 
-    Attributes:
-        selections: in the order in which they ran.
-        others: number of selections whose rows are not tokens, by module and shape.
-        maps: of the first sample.
-    """
-
-    selections: list[OwnSelection]
+    selections: list[OwnSelection]  # in the order in which they ran
+    # number of selections whose rows are not tokens, by module and shape
     others: Counter[tuple[str, tuple[int, ...]]]
-    maps: list[SampleMap] = field(default_factory=list)
+    maps: list[SampleMap] = field(default_factory=list)  # of the first sample
 
 
 def own_selections(
@@ -70,19 +59,7 @@ def own_selections(
     dtype: torch.dtype,
     saving: Saving | None = None,
 ) -> OwnSelections:
-    """Run a model and return what it selects.
-
-    Args:
-        loaded: an external model; it is moved and converted.
-        batches: its inputs.
-        kind: the format of the certificate.
-        device: where it runs.
-        dtype: of the model.
-        saving: gets what each selection chose.
-
-    Raises:
-        InputError: if the model cannot be run on the inputs, selects nothing, or a score is NaN.
-    """
+    """Run a model and return what it selects."""
     model = placed(in_evaluation_mode(loaded.module), device, dtype)
     collector = _Collector(loaded.path, kind, model, saving)
     with torch.no_grad():

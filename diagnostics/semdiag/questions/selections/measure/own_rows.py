@@ -21,17 +21,11 @@ _OF_EXPERTS = ("rout", "gate", "expert", "moe")
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a batch.
+    """The tokens of a batch."""
 
-    Attributes:
-        samples: their number.
-        lengths: of its sequences of token ids; empty if there are none.
-        real: (samples, length) bool by argument, false for padding.
-    """
-
-    samples: int
-    lengths: frozenset[int]
-    real: dict[str, Tensor]
+    samples: int  # their number
+    lengths: frozenset[int]  # of its sequences of token ids; empty if there are none
+    real: dict[str, Tensor]  # (samples, length) bool by argument, false for padding
 
 
 def tokens_of(model: nn.Module, batch: Batch) -> Tokens:
@@ -53,55 +47,25 @@ def causal_modules(model: nn.Module) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """What a selection chose for the tokens of a batch.
+    """What a selection chose for the tokens of a batch."""
 
-    Attributes:
-        kind: ``experts``; ``keys``, the tokens themselves; ``blocks`` of keys.
-        choices: n.
-        k: how many are chosen.
-        groups: how many groups there are, and how many of them are chosen first; None: there are no groups.
-        logits: whether margins are those of logits.
-        margin: float64 (rows,), +inf where there is nothing to decide.
-        certified: bool (rows,).
-        counts: rows by class, see ``check_selection``.
-        padded: number of rows of padding, which are left out.
-        load: (n,) how many rows chose each expert; None: unknown.
-        first_kept: number of rows that had to leave out a key and kept the first one.
-        causal: whether keys after the query are known to be forbidden.
-        unmatched: whether some tokens are padding, but their rows are unknown.
-    """
-
-    kind: str
-    choices: int
-    k: int
-    groups: tuple[int, int] | None
-    logits: bool
-    margin: Tensor
-    certified: Tensor
-    counts: Counter[str]
-    padded: int
-    load: Tensor | None
-    first_kept: int
-    causal: bool
-    unmatched: bool
+    kind: str  # ``experts``; ``keys``, the tokens themselves; ``blocks`` of keys
+    choices: int  # n
+    k: int  # how many are chosen
+    groups: tuple[int, int] | None  # how many groups there are, and how many of them are chosen first
+    logits: bool  # whether margins are those of logits
+    margin: Tensor  # float64 (rows,), +inf where there is nothing to decide
+    certified: Tensor  # bool (rows,)
+    counts: Counter[str]  # rows by class, see ``check_selection``
+    padded: int  # number of rows of padding, which are left out
+    load: Tensor | None  # (n,) how many rows chose each expert; None: unknown
+    first_kept: int  # number of rows that had to leave out a key and kept the first one
+    causal: bool  # whether keys after the query are known to be forbidden
+    unmatched: bool  # whether some tokens are padding, but their rows are unknown
 
 
 def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
-    """Return what a selection chooses, from the shape of its scores; empty if its rows are not tokens.
-
-    With two axes, or with three and another number of choices than of queries, tokens choose experts. With as many
-    choices as queries, names decide.
-
-    Args:
-        text: names of the module and its class, in lower case.
-        shape: (..., n).
-        tokens: of the batch.
-
-    Example:
-        >>> tokens = Tokens(2, frozenset({5}), {})
-        >>> [kind_of("", shape, tokens) for shape in ((10, 5), (2, 5, 5), (2, 5, 3), (10, 4, 4))]
-        ['experts', 'keys', 'experts', '']
-    """
+    """Return what a selection chooses, from the shape of its scores; empty if its rows are not tokens."""
     rows = torch.Size(shape[:-1]).numel()
     flat = len(shape) == 2
     length = rows // tokens.samples if flat else shape[-2] if len(shape) > 2 else 0
@@ -118,40 +82,24 @@ def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a selection stands.
+    """Where a selection stands."""
 
-    Attributes:
-        text: names of the module and its class, in lower case.
-        kind: of :func:`kind_of`.
-        causal: whether keys after the query are forbidden.
-        tokens: of the batch.
-    """
-
-    text: str
-    kind: str
-    causal: bool
-    tokens: Tokens
+    text: str  # names of the module and its class, in lower case
+    kind: str  # of :func:`kind_of`
+    causal: bool  # whether keys after the query are forbidden
+    tokens: Tokens  # of the batch
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """What a selection could choose and chose, row by row.
+    """What a selection could choose and chose, row by row."""
 
-    Attributes:
-        kind: of :func:`kind_of`.
-        shape: of the rows: samples, other axes, tokens.
-        indices: int64 (rows, k), -1 where nothing could be chosen.
-        order: (rows, n) scores in whose order it chose, -inf for forbidden choices.
-        real: bool (rows,), false for padding.
-        first: int64 (rows,), the first key that is not padding; 0 for experts.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    indices: Tensor
-    order: Tensor
-    real: Tensor
-    first: Tensor
+    kind: str  # of :func:`kind_of`
+    shape: tuple[int, ...]  # of the rows: samples, other axes, tokens
+    indices: Tensor  # int64 (rows, k), -1 where nothing could be chosen
+    order: Tensor  # (rows, n) scores in whose order it chose, -inf for forbidden choices
+    real: Tensor  # bool (rows,), false for padding
+    first: Tensor  # int64 (rows,), the first key that is not padding; 0 for experts
 
     @property
     def available(self) -> Tensor:
@@ -169,11 +117,7 @@ class Choices:
 def own_rows(
     place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
 ) -> tuple[OwnRows, Choices]:
-    """Return what a selection chose for all real tokens together, and token by token.
-
-    Raises:
-        InputError: if a score is NaN.
-    """
+    """Return what a selection chose for all real tokens together, and token by token."""
     k, n, keys = chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys"
     choices, allowed, unmatched = choices_of(place, chosen, group)
     indices, order, counts = choices.indices, choices.order, choices.real
@@ -198,11 +142,7 @@ def own_rows(
 
 
 def choices_of(place: Place, chosen: Selected, group: Selected | None) -> tuple[Choices, AllowedKeys, bool]:
-    """Return what a selection could choose and chose.
-
-    Returns:
-        The choices, what each row may choose apart from groups, and whether it is unknown which rows are padding.
-    """
+    """Return what a selection could choose and chose."""
     n, keys = chosen.scores.shape[-1], place.kind == "keys"
     flat, samples = chosen.scores.ndim == 2, place.tokens.samples
     shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])

@@ -13,19 +13,13 @@ FORBIDDEN, LEFT_OUT, KEPT = 0, 1, 2
 
 @dataclass(frozen=True, eq=False)
 class SampleMap:
-    """One selection of one sample.
+    """One selection of one sample."""
 
-    Attributes:
-        module: that selects.
-        kind: experts, keys or blocks.
-        states: uint8 (queries, choices) of ``FORBIDDEN``, ``LEFT_OUT`` (available and not chosen) and ``KEPT``.
-        cut: whether there are more queries or choices.
-    """
-
-    module: str
-    kind: str
+    module: str  # that selects
+    kind: str  # experts, keys or blocks
+    # uint8 (queries, choices) of ``FORBIDDEN``, ``LEFT_OUT`` (available and not chosen) and ``KEPT``
     states: NDArray[np.uint8]
-    cut: bool
+    cut: bool  # whether there are more queries or choices
 
 
 def sample_map(module: str, choices: Choices) -> SampleMap:

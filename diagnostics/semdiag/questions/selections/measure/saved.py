@@ -26,16 +26,7 @@ class _Part(NamedTuple):
 
 
 class Saving:
-    """Collects what selections chose, and writes a file for each kind of choice.
-
-    Keys are counted from the first real token of their sequence, so that padding changes nothing.
-
-    Args:
-        path: of the file, ``.npz``.
-
-    Raises:
-        InputError: if it has another suffix, or its folder does not exist.
-    """
+    """Collects what selections chose, and writes a file for each kind of choice."""
 
     def __init__(self, path: Path) -> None:
         if path.suffix != ".npz":
@@ -47,17 +38,7 @@ class Saving:
         self._size = 0
 
     def add(self, name: str, number: int, choices: Choices, ids: Tensor | None) -> None:
-        """Take what a selection chose in a batch.
-
-        Args:
-            name: of its module.
-            number: which of the selections of that module it is.
-            choices: what it chose.
-            ids: (B, L) of the tokens; None: unknown.
-
-        Raises:
-            InputError: if there is too much for a file.
-        """
+        """Take what a selection chose in a batch."""
         real = choices.real
         if choices.kind == "keys":
             indices, scores = _from_the_first(choices)
@@ -71,11 +52,7 @@ class Saving:
         self._found.setdefault(choices.kind, {}).setdefault((name, number), []).append(part)
 
     def write(self) -> list[Path]:
-        """Write the file, and one beside it for each other kind of choice: FILE.keys.npz, FILE.blocks.npz.
-
-        Raises:
-            InputError: if the layers of a kind do not choose alike, or a file cannot be written.
-        """
+        """Write the file, and one beside it for each other kind of choice: FILE.keys.npz, FILE.blocks.npz."""
         kinds = [kind for kind in _KINDS if kind in self._found]
         arrays = {kind: self._arrays(kind) for kind in kinds}
         paths = [

@@ -8,11 +8,7 @@ from semdiag.questions.selections.measure.watch import Selected
 
 
 def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]]:
-    """Return the selections of a module that decide, each with the selection of groups before it.
-
-    Where a module chooses groups of experts and then experts of these groups, the first is a stage of the second.
-    A selection inside each group, whose values score the group, decides nothing of its own.
-    """
+    """Return the selections of a module that decide, each with the selection of groups before it."""
     pairs: list[tuple[Selected, Selected | None]] = []
     for last in selected:
         group = next((early for early, _ in reversed(pairs) if _chooses_groups(early, last)), None)

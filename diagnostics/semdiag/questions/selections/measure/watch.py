@@ -18,19 +18,12 @@ _LARGEST_LOGITS = 3  # axes: those of routers have two or three, those of attent
 
 @dataclass(eq=False)
 class Selected:
-    """One selection, as it ran.
+    """One selection, as it ran."""
 
-    Attributes:
-        scores: (..., n), as given to the selection; negated if it takes the smallest.
-        order: (..., n), scores in the same order: the logits of a softmax or a sigmoid that made the scores.
-        indices: (..., k).
-        positions: whether the indices are positions in a table of other indices, which are the choices.
-    """
-
-    scores: Tensor
-    order: Tensor
-    indices: Tensor
-    positions: bool = False
+    scores: Tensor  # (..., n), as given to the selection; negated if it takes the smallest
+    order: Tensor  # (..., n), scores in the same order: the logits of a softmax or a sigmoid that made the scores
+    indices: Tensor  # (..., k)
+    positions: bool = False  # whether the indices are positions in a table of other indices, which are the choices
 
     @property
     def by_logits(self) -> bool:
@@ -43,11 +36,7 @@ Consume = Callable[[str, nn.Module, list[Selected]], None]
 
 @contextmanager
 def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
-    """Call ``consume`` with a module's name, the module and its selections, in order, after each of its forwards.
-
-    Selections are ``topk``, ``argmax``, and the first entries after sorting, of floating-point numbers along the
-    last axis. A selection belongs to the innermost running module.
-    """
+    """Call ``consume`` with a module's name, the module and its selections, in order, after each of its forwards."""
     names = {module: name for name, module in model.named_modules()}
     watch = _Watch()
 

@@ -22,14 +22,7 @@ from semdiag.presenting.drawing.style import (
 
 @paper_style
 def key_load(findings: Findings) -> Figure:
-    """Draw the share of keys that at least x queries keep, raw counts, layers and heads pooled.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot, with k and the largest load marked.
-
-    Raises:
-        NothingToDrawError: if no load was measured.
-    """
+    """Draw the share of keys that at least x queries keep, raw counts, layers and heads pooled."""
     loads = {
         str(model): column for model, column in findings.measurements.loads.groupby("model", sort=False)["load"]
     }

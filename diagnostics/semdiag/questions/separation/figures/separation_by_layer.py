@@ -15,16 +15,7 @@ from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 
 @paper_style
 def separation_by_layer(findings: Findings) -> Figure:
-    """Draw the distribution of Δ over queries per layer on a logarithmic axis, and at its foot the share ≤ 0.
-
-    Full attention drops no key: its Δ is undefined, and it is left out.
-
-    Returns:
-        One panel per task, seed, size, setting and snapshot.
-
-    Raises:
-        NothingToDrawError: if no query has a finite positive separation.
-    """
+    """Draw the distribution of Δ over queries per layer on a logarithmic axis, and at its foot the share ≤ 0."""
     tables, pooled = findings(layer_percentiles, "separation"), findings(pooled_percentiles, "separation")
     panels = [
         p for p in panels_of(findings.measurements.models) if any(_defined(pooled.get(s.model)) for s in p.series)

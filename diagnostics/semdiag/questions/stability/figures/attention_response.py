@@ -15,14 +15,7 @@ _DECADES = 1e6  # from the largest response down: what lies below is no response
 
 @paper_style
 def attention_response(findings: Findings) -> Figure:
-    """Draw the distribution of ‖p − p'‖₁ under input noise per layer, heads pooled, with its mean.
-
-    Returns:
-        One panel per noise level and per task, seed, size, setting and snapshot.
-
-    Raises:
-        NothingToDrawError: if nothing was perturbed, or nothing moved.
-    """
+    """Draw the distribution of ‖p − p'‖₁ under input noise per layer, heads pooled, with its mean."""
     secants = findings.measurements.secants
     if secants.empty:
         raise NothingToDrawError("No input was perturbed: no response was measured.")

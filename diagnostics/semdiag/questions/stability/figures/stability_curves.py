@@ -40,17 +40,7 @@ _SHADE = "#f6dcc3"
 
 @paper_style
 def stability_curves(findings: Findings) -> Figure:
-    """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants.
-
-    The rows are those of full attention and of fixed masks, for which these forms of ξ hold.
-
-    Returns:
-        One panel per number of keys, at most three: few, the median and many of the rows; of those with rows above
-        the paper's form, the commonest in place of the nearest.
-
-    Raises:
-        NothingToDrawError: if no secant of such a model was measured.
-    """
+    """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants."""
     rows = _rows(findings)
     if rows.empty:
         raise NothingToDrawError("No secant of full attention or of a fixed mask was measured.")

@@ -59,41 +59,7 @@ def measure_secants(
     device: torch.device | str = "cpu",
     min_keys: int = 1,
 ) -> pd.DataFrame:
-    """Compare every softmax row of clean inputs with that of noisy copies of the same inputs.
-
-    Gaussian noise is added to the embedded tokens (CLS and global ones, too), with a standard deviation of
-    ``level`` times the token's root mean square; everything downstream follows. Clean and noisy inputs share one
-    forward pass in float64, and the noise differs between levels in its size alone.
-
-    Source: docs/theory.md#secants. Deviation: not in the paper.
-
-    Args:
-        encoder: the model; a copy is run, in evaluation mode.
-        tokens: (N, L) int64; the first ``samples`` are used.
-        model: written into the column ``model``.
-        levels: relative sizes of the noise, each positive.
-        samples: inputs to perturb.
-        seed: of the noise.
-        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
-        min_keys: queries with fewer keys are left out.
-
-    Returns:
-        One row per level, sample, layer, head and query that is not padding: kept (k_i of the clean row),
-        weight_change ‖p − p'‖₁, score_change ‖z − z'‖₁, score_change_max ‖z − z'‖_∞ and score_change_range
-        max − min of z − z' over S ∪ S', log_odds (mean over both rows of ln(p_max/(1 − p_max))), same_set
-        (S = S'), dispersion (the larger of both rows), separation (the smaller; +inf where nothing is dropped, 0
-        at a tie).
-
-    Raises:
-        InputError: if a level is not positive and finite.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> rows = measure_secants(encoder, torch.tensor([[0, 1, 1, 0]]))
-        >>> len(rows), bool((rows["weight_change"] <= 0.5 * rows["score_change"]).all())
-        (4, True)
-    """
+    """Compare every softmax row of clean inputs with that of noisy copies of the same inputs."""
     check_levels(levels)
     device = with_float64(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
@@ -125,25 +91,7 @@ def external_secants(
     min_keys: int = 1,
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> pd.DataFrame:
-    """Measure the same as :func:`measure_secants` for an external model: noise enters behind its embedding.
-
-    Args:
-        loaded: any model; a copy in float64 is run.
-        batches: its inputs.
-        levels: relative sizes of the noise, each positive.
-        samples: inputs to perturb, the first ones.
-        seed: of the noise, which differs between levels in its size alone.
-        device: where to run; ``mps`` is replaced by the CPU.
-        min_keys: queries with fewer keys are left out.
-        note: called with what is not available, why, and in which module (may be empty).
-
-    Returns:
-        The table ``secants``; no rows of attention that the noise does not reach.
-
-    Raises:
-        NotAvailableError: if the embedding cannot be found, the model has attention sinks or attention that does
-            not keep the samples apart (heads or windows in its batch axis), or the noise reaches no attention.
-    """
+    """Measure the same as :func:`measure_secants` for an external model: noise enters behind its embedding."""
     check_levels(levels)
     device = with_float64(device)
     parts: list[dict[str, Any]] = []
@@ -192,11 +140,7 @@ def _small(batch: Batch, at_once: int) -> list[Batch]:
 
 
 def check_levels(levels: Sequence[float]) -> None:
-    """Check noise levels.
-
-    Raises:
-        InputError: if a level is not positive and finite.
-    """
+    """Check noise levels."""
     wrong = [level for level in levels if not 0 < level < float("inf")]
     if wrong:
         raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
@@ -204,12 +148,7 @@ def check_levels(levels: Sequence[float]) -> None:
 
 @contextmanager
 def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
-    """Add noise to the embedded tokens of the second half of each batch, inside the context.
-
-    Args:
-        encoder: gets a hook on its first block, removed when the context is left, also by an error.
-        noise: (B, L, d) in units of each token's root mean square, for batches of 2B.
-    """
+    """Add noise to the embedded tokens of the second half of each batch, inside the context."""
 
     def add_noise(copies: Tensor) -> None:
         copies += token_size(copies) * noise
@@ -220,15 +159,7 @@ def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
 
 @contextmanager
 def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], None]) -> Iterator[None]:
-    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module.
-
-    Args:
-        place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
-            its first argument is a tensor of activations. It gets a hook, removed when the context is left, also
-            by an error.
-        samples: clean samples at the head of each batch.
-        add_noise: called with the copies, which it changes.
-    """
+    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module."""
 
     def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         noisy = inputs[0].clone()  # the original may be needed elsewhere
@@ -243,16 +174,7 @@ def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], N
 
 
 def noise_of_samples(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Draw standard normal numbers sample by sample, so that batching does not change them.
-
-    Torch fills a tensor in groups of 16 numbers, and an incomplete last group in another way: two draws of half a
-    tensor differ from one draw of the whole.
-
-    Args:
-        shape: (B, …).
-        generator: its state advances.
-        dtype: of the numbers.
-    """
+    """Draw standard normal numbers sample by sample, so that batching does not change them."""
     return torch.stack([torch.randn(shape[1:], generator=generator, dtype=dtype) for _ in range(shape[0])])
 
 
@@ -288,11 +210,7 @@ def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> lis
 
 @dataclass(frozen=True)
 class SecantsPlan:
-    """Which noise is added.
-
-    Raises:
-        InputError: if a level is not positive and finite.
-    """
+    """Which noise is added."""
 
     levels: tuple[float, ...] = (NOISE,)  # relative to each token's root mean square
 

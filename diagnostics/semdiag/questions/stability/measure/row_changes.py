@@ -12,17 +12,7 @@ from semdiag.measuring.calls.scored_rows import ScoredRows
 
 
 def row_changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
-    """Compare each clean row with its noisy one.
-
-    Source: docs/theory.md#secants. Deviation: none.
-
-    Args:
-        clean: rows of clean inputs.
-        noisy: rows of the same inputs with noise.
-
-    Returns:
-        The columns of the table ``secants`` that name no place, each of the rows' shape.
-    """
+    """Compare each clean row with its noisy one."""
     # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
     kept_clean, kept_noisy = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
     pair = clean.scores, noisy.scores, kept_clean, kept_noisy

@@ -20,23 +20,7 @@ from semdiag.mathematics.softmax_stability import (
 
 
 def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
-    """Add secants and the logarithms of every form of ξ to the table ``secants`` of one model.
-
-    Source: docs/theory.md#fixed-mask-stability, docs/theory.md#heavy-hitter-stability,
-    docs/theory.md#row-form and docs/theory.md#same-set. Deviation: none.
-
-    Args:
-        secants: rows of one model, see :func:`~semdiag.questions.stability.measure.probe.measure_secants`.
-        attention: the model's kind of attention.
-
-    Returns:
-        The rows with the further columns secant (‖p − p'‖₁/‖z − z'‖₁; NaN where no score moved), ln_sound,
-        ln_paper (ξ over all rows with that δ, Δ and k), ln_pair (ξ of this pair where both rows have the same
-        set, of any kind of attention; else ln_sound) and ln_row (against ‖z − z'‖_∞: where both have the same
-        set 2 tanh(range(dz)/4)/‖dz‖_∞ ≤ 1, else over all rows): +inf where Δ ≤ 0, NaN for a kind of attention
-        that no bound covers and for rows that are not finite; and fixed_set, whether the set ignores the scores
-        (by its kind, or because nothing is masked).
-    """
+    """Add secants and the logarithms of every form of ξ to the table ``secants`` of one model."""
     with np.errstate(invalid="ignore", divide="ignore"):
         secant = secants["weight_change"] / secants["score_change"].where(secants["score_change"] > 0)
     known = np.isfinite(secants["dispersion"]) & secants["separation"].notna()
@@ -85,16 +69,7 @@ def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict
 
 
 def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
-    """Return the local ξ_loc of each query, from its largest attention weight.
-
-    Source: docs/theory.md#local-stability. Deviation: where the largest weight has rounded to 1, it is 0.
-
-    Args:
-        queries: rows with the column largest_weight; older measurements do not have it.
-
-    Returns:
-        2p(1 − p), in [0, ½]; NaN where the largest weight is not known.
-    """
+    """Return the local ξ_loc of each query, from its largest attention weight."""
     if "largest_weight" not in queries:
         return pd.Series(np.nan, index=queries.index)
     largest = torch.tensor(queries["largest_weight"].to_numpy(np.float64))
