@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.heavy_hitter_pairs import heavy_hitter_pair_stability
-from semdiag.mathematics.same_set_pairs import same_set_stability, weight_change_bound
-from semdiag.mathematics.softmax_secants import (
+from semdiag.mathematics.mask_stability import heavy_hitter_pair_stability, same_set_stability, weight_change_bound
+from semdiag.mathematics.softmax_stability import (
     log_odds_of_largest,
     score_change,
     score_range_change,

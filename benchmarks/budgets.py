@@ -16,9 +16,8 @@ import semdiag
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import running
-from semdiag.questions.k_sweep.measure.budget_search import greedy
-from semdiag.questions.k_sweep.measure.key_budgets import NeededKeys, Place, rules
-from semdiag.questions.k_sweep.measure.rerun import mean_change, rerun, upper_change
+from semdiag.questions.k_sweep.budgets import NeededKeys, Place, greedy, rules
+from semdiag.questions.k_sweep.rerun import mean_change, rerun, upper_change
 
 SAMPLES, TOLERANCE, MOST_RUNS = 2000, 0.01, 200
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import norm
 
-from semdiag.measuring.kept_rows import KeptRows
-from semdiag.measuring.percentiles import PERCENTILES
+from semdiag.measuring.percentiles import PERCENTILES, KeptRows
 
 PART, LAYERS, HEADS = 1_000_000, 4, 2
 

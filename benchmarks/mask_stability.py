@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
+from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag_models import Encoder, ModelConfig
 
 LEVELS, DRAWS, BATCH = (0.001, 0.003, 0.01, 0.03, 0.1), 5, 100

@@ -14,8 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from semdiag.mathematics.mask_stability import kept_in_common, top_set
-from semdiag.mathematics.selections.number_formats import NumberFormat, number_format
-from semdiag.mathematics.selections.rounded_operands import rounded, rounded_scores, score_error, survives_rounding
+from semdiag.mathematics.rounding import (
+    NumberFormat,
+    number_format,
+    rounded,
+    rounded_scores,
+    score_error,
+    survives_rounding,
+)
 
 FORMATS = ("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 KINDS = ("normal", "apart", "near ties", "boundaries", "sharp", "powers", "large", "subnormal", "saturating")

@@ -16,9 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from semdiag.mathematics.query_draws import PER_STRATUM, draw_queries
 from semdiag.mathematics.row_statistics import row_statistics
-from semdiag.mathematics.sampled_intervals import sampled_estimates
+from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries, sampled_estimates
 
 HEADS, PERCENTILES = 2, (5, 50, 95)
 LAWS = {"normal": lambda z: z, "exponential of it": np.exp, "share in (0, 1)": lambda z: 1 / (1 + np.exp(-2 * z))}

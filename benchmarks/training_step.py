@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag_models import Encoder, ModelConfig, TrainingConfig
-from semdiag_models.attention.matrix_attention import SHORT
-from semdiag_models.random_state import random_state
-from semdiag_models.step import Stack
+from semdiag_models.attention.attention import SHORT
+from semdiag_models.step import Stack, random_state
 from semdiag_models.training import Trainer
 
 

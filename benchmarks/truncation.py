@@ -24,12 +24,11 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.batches import first_samples, split
-from semdiag.capturing.inputs.files import read_batches
-from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.capturing.inputs import read_batches
+from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running
-from semdiag.questions.k_sweep.measure.passes import NO_MASK
-from semdiag.questions.k_sweep.measure.rerun import rerun
-from semdiag.questions.k_sweep.measure.top_scores import TopScores
+from semdiag.questions.k_sweep.rerun import NO_MASK, rerun
+from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import Encoder
 
 ALL_KEYS = 10**6

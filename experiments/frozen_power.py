@@ -16,7 +16,7 @@ from frozen import FULL, HALF, TOPK, attention_of, share
 from t_intervals import t_interval
 
 from semdiag_models.sweeps.grid import read_sweep
-from semdiag_models.sweeps.records import read_history
+from semdiag_models.sweeps.runs import read_history
 
 HERE = Path(__file__).parent
 SEEDS, STUDIES = 5, 2000

@@ -15,7 +15,7 @@ from frozen import HERE, RUN, expected_runs, missing_runs, read_outcomes
 from predictors import candidates_at
 from read_speed import initialisation
 
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 
 SPREAD = "output_spread"
 

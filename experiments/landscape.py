@@ -20,11 +20,10 @@ from torch import Tensor
 
 from semdiag.capturing.loading import load
 from semdiag.mathematics.planes import random_direction
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.encoders.movable import MovableEncoder
+from semdiag.measuring.encoders.weights import MovableEncoder
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import inputs_of
-from semdiag.presenting.drawing.save import save_figure
-from semdiag.presenting.drawing.style import finished, paper_style
+from semdiag.presenting.drawing.style import finished, paper_style, save_figure
 from semdiag.questions.landscape.measure import LandscapePlan, landscape
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 

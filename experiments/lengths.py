@@ -24,8 +24,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
 from semdiag_models import Encoder, InputError, find_task
-from semdiag_models.recipe import padded_length
-from semdiag_models.sweeps.grid import read_sweep
+from semdiag_models.sweeps.grid import padded_length, read_sweep
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "lengths.toml"

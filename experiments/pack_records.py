@@ -6,8 +6,7 @@ python experiments/pack_records.py experiments/speed experiments/dose
 import argparse
 from pathlib import Path
 
-from semdiag_models.sweeps.packed_records import pack
-from semdiag_models.sweeps.records import SCHEMA
+from semdiag_models.sweeps.runs import SCHEMA, pack
 
 
 def main() -> None:

@@ -21,28 +21,26 @@ from joint_permutation import FEWEST_MASKS, Matrix, complete_cells, joint_rank_t
 from numpy.typing import NDArray
 from torch import Tensor
 
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_kinds import CHANGING
+from semdiag.capturing.attention_call import CHANGING, AttentionCall
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.calls.running import running
-from semdiag.measuring.conditions import DTYPES, Conditions
-from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
+from semdiag.measuring.encoders.weights import MovableEncoder, usable_samples
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.runs.training_runs import FINISHED, STOPPED
 from semdiag.measuring.survey import survey
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to
-from semdiag.questions.lipschitz.measure.secants import plane_secants
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
-from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
+from semdiag.measuring.token_tables import FINISHED, STOPPED
+from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.convergence.answer import arrivals, epochs_to
+from semdiag.questions.lipschitz.measure import plane_secants
+from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
 from semdiag_models import InputError
-from semdiag_models.device import find_device, with_float64
 from semdiag_models.tasks import ListOps, find_task
-from semdiag_models.tasks.shortcuts import shortcut
+from semdiag_models.tasks.task import shortcut
+from semdiag_models.training import find_device, with_float64
 
 SAMPLES = 50
 

@@ -19,14 +19,14 @@ from predictors import COLUMNS, Study, blocks, candidates_at, mask_cells, rank_c
 from scipy import stats
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.runs.training_runs import run_table
+from semdiag.measuring.token_tables import run_table
 from semdiag_models import Encoder, InputError
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.records import read_history
+from semdiag_models.sweeps.runs import read_history
 from semdiag_models.tasks import find_task
-from semdiag_models.tasks.shortcuts import shortcut
+from semdiag_models.tasks.task import shortcut
 
 HERE = Path(__file__).parent
 CANDIDATES = ("dispersion", "xi_sound", "lambda_sound")

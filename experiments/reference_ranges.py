@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.heads.answer import head_table
 

@@ -14,7 +14,7 @@ import pandas as pd
 from t_intervals import UNKNOWN, t_interval
 
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.records import read_history
+from semdiag_models.sweeps.runs import read_history
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "robustness.toml"

@@ -23,14 +23,11 @@ import torch
 
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import load
-from semdiag.mathematics.selections.number_formats import number_format
-from semdiag.measuring.conditions import DTYPES
-from semdiag.questions.selections.answer.compare import comparison_summary
-from semdiag.questions.selections.answer.own import own_summary
-from semdiag.questions.selections.measure.compare import compare_selections
-from semdiag.questions.selections.measure.files import read_selection
-from semdiag.questions.selections.measure.own import own_selections
-from semdiag.questions.selections.measure.saved import Saving
+from semdiag.mathematics.rounding import number_format
+from semdiag.measuring.measure import DTYPES
+from semdiag.questions.selections.answer import comparison_summary, own_summary
+from semdiag.questions.selections.check import read_selection
+from semdiag.questions.selections.compare import Saving, compare_selections, own_selections
 
 LENGTH, BATCH, STEPS, WARM, RATE = 128, 16, 1500, 100, 2e-3
 HELD_OUT, TESTED = 20, 64  # one part in so many; sequences

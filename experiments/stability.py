@@ -22,8 +22,7 @@ from t_intervals import UNKNOWN, t_interval
 from torch import Tensor
 
 from semdiag_models import ModelConfig, TrainingConfig
-from semdiag_models.data import Split
-from semdiag_models.step import Stack
+from semdiag_models.step import Split, Stack
 from semdiag_models.tasks import find_task
 from semdiag_models.training import Trainer
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from semdiag_models import device, products
-from semdiag_models.device import find_device
+from semdiag_models import training as device
+from semdiag_models.attention import selection as products
+from semdiag_models.training import find_device
 
 pytest_plugins = ["measurements_by_hand"]
 collect_ignore = ["fuzz_limits.py", "hostile"]  # a script and its parts, which test_fuzz_limits.py runs

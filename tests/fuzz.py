@@ -27,18 +27,17 @@ import pandas as pd
 import torch
 
 import semdiag.reporting.report  # noqa: F401 (so that forked processes need not import it)
-from semdiag.capturing.inputs.files import read_batches, read_inputs
+from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import load
 from semdiag.commands.main import main
 from semdiag.commands.measuring import read_config
-from semdiag.measuring.calls.monitor_log import MonitorLog
+from semdiag.measuring.calls.monitor_alarms import MonitorLog
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.selections.measure.check import check_selection
-from semdiag.questions.selections.measure.files import read_selection
-from semdiag.reporting.gate.drift import read_baseline
+from semdiag.questions.selections.check import check_selection, read_selection
+from semdiag.reporting.gate import read_baseline
 from semdiag_models import InputError, reading
 from semdiag_models.sweeps.grid import read_sweep
-from semdiag_models.tasks.text_lines import read_lines
+from semdiag_models.tasks.text import read_lines
 
 SECONDS = 20  # for one input
 _SMALL = 2**32  # bytes: as on a machine of 4 GiB, where what is declared may take 1

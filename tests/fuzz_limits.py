@@ -25,7 +25,7 @@ from hostile import files, values, words
 
 import semdiag.questions.in_python
 import semdiag.reporting.report  # noqa: F401 (so that forked processes need not import them)
-from semdiag.capturing.budgets import read_budget
+from semdiag.capturing.loading import read_budget
 from semdiag.commands.main import main
 from semdiag.measuring.measurements import Measurements
 from semdiag_models import InputError, reading

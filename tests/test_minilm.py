@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import semdiag
-from semdiag.capturing.inputs.files import read_batches
+from semdiag.capturing.inputs import read_batches
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "reports" / "minilm"

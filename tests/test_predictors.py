@@ -22,12 +22,12 @@ from predictors import (
 )
 
 from semdiag.capturing.loading import load
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.runs.tables import RUNS
 from semdiag.measuring.survey import survey
-from semdiag.questions.lipschitz.measure.probe import LipschitzPlan, lipschitz
-from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
+from semdiag.measuring.token_tables import RUNS
+from semdiag.questions.lipschitz.measure import LipschitzPlan, lipschitz
+from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag_models import TrainingConfig, configure, find_task, open_run, train_run
 
 pytestmark = pytest.mark.slow  # of finished studies

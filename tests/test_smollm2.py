@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import semdiag
-from semdiag.capturing.inputs.files import read_batches
-from semdiag.capturing.inputs.texts import TextOptions, tokeniser_of
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.capturing.inputs import TextOptions, read_batches, tokeniser_of
+from semdiag.questions.k_sweep.measure import KSweepPlan
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ROOT / "tests" / "fixtures" / "english_paragraphs.txt"

@@ -10,11 +10,11 @@ import torch
 from predictors import candidates_at
 
 from semdiag.capturing.loading import load
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag_models import InputError
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.records import read_history
+from semdiag_models.sweeps.runs import read_history
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,10 +8,10 @@ import pytest
 from predictors import Study, held_out_tasks, predictor_table
 
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.schema import optional_tables
-from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_ups
+from semdiag.measuring.percentiles import optional_tables
+from semdiag.questions.convergence.answer import arrivals, over_seeds, speed_ups
 from semdiag_models import TASKS, configure
-from semdiag_models.attention.reach import cannot_represent
+from semdiag_models.attention.attention import cannot_represent
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "reports" / "study" / "data"

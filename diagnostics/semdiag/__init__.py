@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-    from semdiag.capturing.budgets import read_budget
-    from semdiag.capturing.loading import LoadedModel, load
-    from semdiag.capturing.mask_rules import RandomK, TopK, TopP, Window
+    from semdiag.capturing.kept_keys import RandomK, TopK, TopP, Window
+    from semdiag.capturing.loading import LoadedModel, load, read_budget
     from semdiag.capturing.sparsify import sparsify
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measuring.calls.capture import Calls, capture
@@ -42,14 +41,15 @@ if TYPE_CHECKING:
         mask_precision,
         mask_stability,
     )
-    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+    from semdiag.questions.k_sweep.measure import KSweepPlan
     from semdiag.questions.landscape.measure import LandscapePlan
-    from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+    from semdiag.questions.lipschitz.measure import LipschitzPlan
     from semdiag.questions.look.in_python import look
-    from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
-    from semdiag.questions.mask_stability.measure.probe import NoisePlan
-    from semdiag.questions.selections.measure.check import check_selection
-    from semdiag.reporting.in_python import plot, report, summary
+    from semdiag.questions.mask_precision.measure import PrecisionPlan
+    from semdiag.questions.mask_stability.measure import NoisePlan
+    from semdiag.questions.selections.check import check_selection
+    from semdiag.reporting.report import plot, report
+    from semdiag.reporting.report import summary_in_python as summary
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
@@ -57,11 +57,11 @@ _HOME = {
     "AttentionCall": "semdiag.capturing.attention_calls",
     "watch_attention": "semdiag.capturing.attention_calls",
     "sparsify": "semdiag.capturing.sparsify",
-    "TopK": "semdiag.capturing.mask_rules",
-    "TopP": "semdiag.capturing.mask_rules",
-    "Window": "semdiag.capturing.mask_rules",
-    "RandomK": "semdiag.capturing.mask_rules",
-    "read_budget": "semdiag.capturing.budgets",
+    "TopK": "semdiag.capturing.kept_keys",
+    "TopP": "semdiag.capturing.kept_keys",
+    "Window": "semdiag.capturing.kept_keys",
+    "RandomK": "semdiag.capturing.kept_keys",
+    "read_budget": "semdiag.capturing.loading",
     "LoadedModel": "semdiag.capturing.loading",
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
@@ -69,27 +69,27 @@ _HOME = {
     "Calls": "semdiag.measuring.calls.capture",
     "capture": "semdiag.measuring.calls.capture",
     "compare": "semdiag.questions.in_python",
-    "KSweepPlan": "semdiag.questions.k_sweep.measure.probe",
+    "KSweepPlan": "semdiag.questions.k_sweep.measure",
     "k_sweep": "semdiag.questions.in_python",
-    "PrecisionPlan": "semdiag.questions.mask_precision.measure.probe",
-    "NoisePlan": "semdiag.questions.mask_stability.measure.probe",
+    "PrecisionPlan": "semdiag.questions.mask_precision.measure",
+    "NoisePlan": "semdiag.questions.mask_stability.measure",
     "mask_precision": "semdiag.questions.in_python",
     "mask_stability": "semdiag.questions.in_python",
     "LandscapePlan": "semdiag.questions.landscape.measure",
     "landscape": "semdiag.questions.in_python",
-    "LipschitzPlan": "semdiag.questions.lipschitz.measure.probe",
+    "LipschitzPlan": "semdiag.questions.lipschitz.measure",
     "lipschitz": "semdiag.questions.in_python",
     "look": "semdiag.questions.look.in_python",
-    "check_selection": "semdiag.questions.selections.measure.check",
+    "check_selection": "semdiag.questions.selections.check",
     "measure": "semdiag.measuring.measure",
     "Measurements": "semdiag.measuring.measurements",
     "Monitor": "semdiag.measuring.calls.monitor",
     "Alarm": "semdiag.measuring.calls.monitor_alarms",
     "AlarmError": "semdiag.measuring.calls.monitor_alarms",
     "Findings": "semdiag.measuring.findings.findings",
-    "plot": "semdiag.reporting.in_python",
-    "report": "semdiag.reporting.in_python",
-    "summary": "semdiag.reporting.in_python",
+    "plot": "semdiag.reporting.report",
+    "report": "semdiag.reporting.report",
+    "summary": "semdiag.reporting.report",
     "InputError": "semdiag_models",
 }
 

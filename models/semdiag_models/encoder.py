@@ -8,16 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag_models.attention.clustered_selection import first_centroids, follow
-from semdiag_models.attention.dense_attention import dense_attention
-from semdiag_models.attention.hashed_selection import hash_directions
-from semdiag_models.attention.kinds import ATTENTIONS
-from semdiag_models.attention.selected_attention import selected_attention
-from semdiag_models.attention.selection import random_priorities, select_keys
-from semdiag_models.attention.straight_through import straight_through_attention
-from semdiag_models.dropout import dropout
-from semdiag_models.model_config import ModelConfig
-from semdiag_models.positions import sinusoids
+from semdiag_models.attention.dense_attention import dense_attention, dropout, selected_attention
+from semdiag_models.attention.selection import (
+    ATTENTIONS,
+    first_centroids,
+    follow,
+    hash_directions,
+    random_priorities,
+    select_keys,
+    straight_through_attention,
+)
+from semdiag_models.config import ModelConfig
+
+
+def sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return positions: sines in even channels, cosines in odd ones, base 10000."""
+    if torch.empty(()).is_meta:
+        return torch.empty(length, width, dtype=dtype)
+    channels = torch.arange(0, width, 2, dtype=dtype)
+    angle = torch.arange(length)[:, None] * torch.exp(channels * (-math.log(10000) / width))
+    return torch.stack([angle.sin(), angle.cos()], -1).view(length, width)
+
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 

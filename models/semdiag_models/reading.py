@@ -2,13 +2,106 @@
 
 import json
 import os
+import re
 import stat
 import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from semdiag_models.errors import InputError
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8 by :func:`write_bytes`; what UTF-8 cannot hold is written as an escape."""
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
+    """Write atomically: a temporary file in the same folder, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with _naming(path):
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:  # an interruption, too, leaves nothing half-written
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error of the system name the file that is written: it names the temporary one, or none at all."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a folder's names to the disk, where the system can."""
+    with suppress(OSError):  # some systems open no folders, some file systems sync none
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# Control characters except tabs and line ends, and marks that change the writing direction.
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# What spreadsheets compute, including full-width forms, after any spaces and apostrophes.
+_COMPUTED = re.compile("['\\s]*[=+\\-@\uff1d\uff0b\uff0d\uff20]|'*[\t\r\n]")
+
+
+def visible(text: str) -> str:
+    r"""Replace control characters and direction marks in a text by escapes."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def visible_json(text: str) -> str:
+    r"""Escape what :func:`visible` escapes in a JSON text, as JSON does; its values stay the same."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def csv_cell(text: str) -> str:
+    r"""Return a text for a cell of a CSV file: never a formula, without control characters."""
+    text = visible(text)
+    return f"'{text}" if _COMPUTED.match(text) and not _is_number(text) else text
+
+
+def from_csv_cell(cell: str) -> str:
+    """Undo :func:`csv_cell`; control characters stay escapes."""
+    return cell[1:] if cell.startswith("'") and _COMPUTED.match(cell[1:]) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text == text.strip()
+
+
+class InputError(ValueError):
+    """Raised if a user's request cannot be done; the message says what, why, and what would work.
+
+    The command line prints the message as one line and exits with code 2.
+    """
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that is not in a registry."""
+    known = list(known)
+    near = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return InputError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
+
 
 MEBIBYTE = 2**20
 LARGEST_TEXT = 2**30  # bytes, for a text to train or measure on
@@ -144,3 +237,35 @@ def _memory() -> int:
         except (OSError, ValueError):  # no cgroup, or "max"
             continue
     return min(size for size in known if size > 0)
+
+
+class RunLock:
+    """An operating system's lock on a file in the folder: it ends with the process, however that ends."""
+
+    def __init__(self, folder: Path, file: str | None = None) -> None:
+        from filelock import FileLock, Timeout  # not needed for reading
+
+        self._path = folder / (".lock" if file is None else f".{file}.lock")
+        self._lock = FileLock(self._path)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            if (
+                not self._path.exists()
+            ):  # it cannot be created, as in /proc; filelock reports another holder the same way
+                self._path.touch()
+            if file is not None:
+                raise InputError(
+                    f"{folder / file} is in use: another monitor or process writes to it. Use a file for each."
+                ) from None
+            raise InputError(
+                f"{folder} is in use: another process trains there. Wait for it, or choose another folder "
+                "with --out."
+            ) from None
+
+    def release(self) -> None:
+        """Release the lock and remove its file; further calls do nothing."""
+        if self._lock.is_locked:
+            with suppress(PermissionError):  # Windows keeps open files; there the lock removes it
+                self._path.unlink(missing_ok=True)  # while we still hold it
+            self._lock.release()

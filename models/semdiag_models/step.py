@@ -1,22 +1,109 @@
 """Hand-derived loss and gradients of a training step, for one encoder or several of the same size at once."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag_models import products
-from semdiag_models.attention.matrix_attention import SHORT, MatrixAttention, attention_by_torch
-from semdiag_models.dropout import dropped_positions
+from semdiag_models.attention import selection as products
+from semdiag_models.attention.attention import SHORT, MatrixAttention, attention_by_torch
+from semdiag_models.attention.dense_attention import dropped_positions
+from semdiag_models.config import TrainingConfig
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder, mean
-from semdiag_models.errors import InputError
-from semdiag_models.flat_parameters import FlatParameters
-from semdiag_models.random_state import RandomState, drawing_from
+from semdiag_models.optimization import FlatParameters
+from semdiag_models.reading import InputError
+from semdiag_models.tasks import task_of
+
+
+class Split(NamedTuple):
+    """Labelled samples: tokens (N, L) int64 and labels (N,) int64."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[Split, Split]:
+    """Regenerate a run's training and held-out samples from its seed."""
+    generator = torch.Generator().manual_seed(config.seed)
+    train, holdout = _draw(config, config.holdout_samples, generator, pad_id)
+    return _padded(*train, padded_length, pad_id), _padded(*holdout, padded_length, pad_id)
+
+
+def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: int) -> Split:
+    """Draw an epoch's training samples from seed and epoch alone, so that a resumed run sees the same ones."""
+    if epoch == 0:
+        return draw_data(config, padded_length, pad_id)[0]
+    words = np.random.SeedSequence([config.seed, epoch]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
+    train, _ = _draw(config, 1, generator, pad_id)
+    return _padded(*train, padded_length, pad_id)
+
+
+def _draw(config: TrainingConfig, holdout: int, generator: torch.Generator, pad_id: int) -> tuple[Split, Split]:
+    """Draw training samples and this many held-out ones, padded to the longest if lengths are drawn."""
+    task = task_of(config)
+    if config.least_length is None:
+        first, second = task.draw(config.train_samples, holdout, config.length, generator)
+        return Split(*first), Split(*second)
+    total = config.train_samples + holdout
+    lengths = torch.randint(config.least_length, config.length + 1, (total,), generator=generator)
+    tokens = torch.full((total, config.length), pad_id)
+    labels = torch.empty(total, dtype=torch.int64)
+    for length in sorted(set(lengths.tolist())):
+        rows = (lengths == length).nonzero().flatten()
+        (drawn, theirs), _ = task.draw(len(rows), 1, length, generator)
+        tokens[rows, :length], labels[rows] = drawn, theirs
+    n = config.train_samples
+    return Split(tokens[:n], labels[:n]), Split(tokens[n:], labels[n:])
+
+
+def _padded(tokens: Tensor, labels: Tensor, length: int, pad_id: int) -> Split:
+    return Split(F.pad(tokens, (0, length - tokens.shape[1]), value=pad_id), labels)
+
+
+RandomState = dict[str, Tensor]  # generator state by kind of device
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the states of the CPU's and the device's global generators."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def restore_random_state(states: RandomState) -> None:
+    """Restore the global generators of the available devices."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
+
+
+@contextmanager
+def drawing_from(states: list[RandomState] | None, part: int, device: torch.device) -> Iterator[None]:
+    """Draw, inside, from one of several states, which advances; the global generators are restored."""
+    if states is None:
+        yield
+        return
+    before = random_state(device)
+    restore_random_state(states[part])
+    try:
+        yield
+        states[part] = random_state(device)
+    finally:
+        restore_random_state(before)
+
 
 Backward = Callable[[Tensor], Tensor]
 Operation = Callable[[Tensor], tuple[Tensor, Backward]]

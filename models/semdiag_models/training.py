@@ -1,21 +1,21 @@
 """The trainer: a finite data set, epoch by epoch, as the paper ran it."""
 
 import math
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from semdiag_models.data import Split, draw_data, draw_fresh
+from semdiag_models.attention.attention import SHORT
+from semdiag_models.attention.selection import ATTENTIONS
+from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.epoch import train_epoch
-from semdiag_models.errors import InputError
-from semdiag_models.memory_needs import training_memory
-from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import (
     Frozen,
     check_precision,
@@ -26,11 +26,124 @@ from semdiag_models.optimization import (
     product_precision,
     set_learning_rate,
 )
-from semdiag_models.reading import require_memory
-from semdiag_models.run_lock import RunLock
-from semdiag_models.step import Stack
+from semdiag_models.reading import LARGEST_JSON, InputError, RunLock, read_bytes, require_memory, unknown_name
+from semdiag_models.step import (
+    RandomState,
+    Split,
+    Stack,
+    draw_data,
+    draw_fresh,
+    drawing_from,
+    random_state,
+    restore_random_state,
+)
 from semdiag_models.tasks import task_of
-from semdiag_models.training_config import TrainingConfig
+
+
+def train_epoch(
+    trainers: "Sequence[Trainer]", states: list[RandomState] | None, after_batch: "Callable[[Trainer], None]"
+) -> list[float]:
+    """Train an epoch, of one trainer or several at once."""
+    first = trainers[0]
+    stack = first.stack if states is None and first.stack else Stack([t.encoder for t in trainers], states)
+    stack.load()
+    parameters = nn.Parameter(stack.parameters)
+    parameters.grad = stack.gradients
+    optimizer = make_optimizer([parameters], first.training)
+    set_learning_rate(optimizer, first.learning_rate)
+    for i, trainer in enumerate(trainers):
+        trainer.begin_epoch()
+        set_learning_rate(trainer.optimizer, trainer.learning_rate)
+        _load_optimizer(optimizer.state[parameters], stack, i, trainer)
+    frozen_parts = frozen_rows(first.encoder, first.training).items()
+    frozen = Frozen((parameters, stack.rows(name, count)) for name, count in frozen_parts)
+    orders = []
+    for i in range(len(trainers)):
+        with drawing_from(states, i, first.device):
+            orders.append(torch.randperm(first.training.train_samples, device=first.device))
+    tokens, labels = (torch.stack(t) for t in zip(*(t.train_split for t in trainers), strict=True))
+    padded = any(trainer.padded for trainer in trainers)
+    member = torch.arange(len(trainers), device=first.device)[:, None]
+    total = torch.zeros(len(trainers), device=first.device)
+    with product_precision(first.training.precision):
+        for batch in torch.split(torch.stack(orders), first.training.batch_size, dim=1):
+            total += stack.differentiate(tokens[member, batch], labels[member, batch], padded)
+            with torch.inference_mode():  # no autograd bookkeeping
+                frozen.drop_gradients()
+                stack.clip_gradients(first.training.gradient_clip)
+                optimizer.step()
+                frozen.restore(optimizer)
+            for trainer in trainers:
+                after_batch(trainer)
+    totals: list[float] = total.tolist()
+    for i, (trainer, sum_of_losses) in enumerate(zip(trainers, totals, strict=True)):
+        if math.isfinite(sum_of_losses):  # a diverged one keeps its last good epoch
+            stack.store(i)
+            _store_optimizer(optimizer.state[parameters], stack, i, trainer)
+    return totals
+
+
+def _load_optimizer(state: dict[str, Tensor], stack: Stack, i: int, trainer: "Trainer") -> None:
+    for name, parameter in trainer.encoder.named_parameters():
+        for quantity, value in trainer.optimizer.state.get(parameter, {}).items():
+            if value.ndim == 0:  # the number of steps, the same for all
+                state[quantity] = value.clone()
+                continue
+            whole = state.setdefault(quantity, torch.zeros_like(stack.parameters))
+            dict(stack.parts(whole, i))[name].copy_(value)
+
+
+def _store_optimizer(state: dict[str, Tensor], stack: Stack, i: int, trainer: "Trainer") -> None:
+    for quantity, whole in state.items():
+        parts = dict(stack.parts(whole, i)) if whole.ndim else {}
+        for name, parameter in trainer.encoder.named_parameters():
+            trainer.optimizer.state[parameter][quantity] = parts[name].clone() if parts else whole.clone()
+
+
+_FLOAT, _INDEX = 4, 8  # bytes
+_COPIES = 2, 5  # copies of the parameters: with gradients; in hand-derived steps also buffers
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Return the number of an encoder's parameters."""
+    width, inner, mlp = model.width, model.heads * model.head_width, model.mlp_width
+    attention = width * 3 * inner + 3 * inner + inner * width + width
+    block = attention + width * mlp + mlp + mlp * width + width
+    ends = (model.vocabulary_size + model.extra_tokens) * width + width * model.classes + model.classes
+    return model.blocks * block + ends
+
+
+def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
+    """Return a lower bound of the main memory for training, in bytes."""
+    length = model.length + model.extra_tokens
+    by_hand = on_cpu and training.precision == "float32" and not training.compiled
+    copies = _COPIES[by_hand] if on_cpu else 1
+    copies += 2 * (on_cpu and training.optimizer != "sgd")
+    needed = _FLOAT * copies * parameter_count(model)
+    needed += _FLOAT * 2 * length * model.width  # positions, and their angles during construction
+    needed += _FLOAT * model.blocks * model.heads * model.head_width * (model.clusters or 0)
+    if training.text is None:  # windows of a text share memory
+        needed += _INDEX * model.length * (training.train_samples + training.holdout_samples)
+    if not on_cpu:
+        return needed
+    batch = min(training.batch_size, training.train_samples)
+    per_token = 2 * model.width + 4 * model.heads * model.head_width + model.mlp_width
+    needed += _FLOAT * batch * length * model.blocks * per_token
+    if by_hand and length <= SHORT:  # the weights of every block, and scores in two orders
+        return needed + _FLOAT * batch * model.heads * length**2 * (model.blocks + 2)
+    return needed + _square(model, length)
+
+
+def _square(model: ModelConfig, length: int) -> int:
+    """Return the bytes of scores or orders between all tokens of one sample that exist at the same time."""
+    kind = ATTENTIONS[model.attention]
+    entries = {
+        "all": model.dropout > 0,  # one strip of one head
+        "fixed": model.blocks * model.heads * kind.drawn,
+        "redrawn": model.heads,
+    }.get(kind.keeps, kind.follows_scores)
+    return _FLOAT * entries * length**2
+
 
 HISTORY_COLUMNS = (
     "epoch",
@@ -220,3 +333,75 @@ class Trainer:
             loss += F.cross_entropy(logits, labels, reduction="sum")
             correct += (logits.argmax(1) == labels).sum()
         return float(loss) / len(split.labels), float(correct) / len(split.labels)
+
+
+def check_together(training: TrainingConfig) -> None:
+    """Refuse options that only a single run supports."""
+    if training.compiled or training.precision == "bf16":
+        raise InputError(
+            "Several runs at once support neither compilation nor bf16. Omit --compile and --precision bf16, or "
+            "train them one by one."
+        )
+
+
+def train_together(
+    trainers: Sequence[Trainer],
+    states: list[RandomState],
+    after_epoch: Callable[[Trainer, Progress], None],
+    after_batch: Callable[[Trainer], None] = lambda trainer: None,
+) -> None:
+    """Train every trainer to its end; equal to training each alone, up to rounding."""
+    for trainer in trainers:
+        check_together(trainer.training)
+    diverged: dict[int, str] = {}
+    while unfinished := [i for i, trainer in enumerate(trainers) if i not in diverged and not trainer.finished]:
+        epoch = min(trainers[i].epoch for i in unfinished)
+        group = [i for i in unfinished if trainers[i].epoch == epoch]
+        start = time.perf_counter()
+        own = [states[i] for i in group]
+        totals = train_epoch([trainers[i] for i in group], own, after_batch)
+        share = (time.perf_counter() - start) / len(group)
+        for i, state, total in zip(group, own, totals, strict=True):
+            try:
+                trainers[i].check_loss(total)
+                restore_random_state(state)
+                progress = trainers[i].close_epoch(time.perf_counter() - share)
+            except DivergedError as error:
+                diverged[i] = f"Seed {trainers[i].training.seed}: {error}"
+                continue
+            states[i] = random_state(trainers[i].device)  # evaluation also draws if the attention is redrawn
+            after_epoch(trainers[i], progress)
+    if diverged:
+        raise DivergedError(" ".join(diverged.values()), tuple(diverged))
+
+
+BEST = "cuda", "mps", "cpu"  # of which auto takes the first that is there
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that the user named."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if torch.accelerator.is_available() and (other := torch.accelerator.current_accelerator()):
+        there.setdefault(other.type, True)
+    if name == "auto":
+        return torch.device(next(device for device in BEST if there.get(device)))
+    if name not in there:
+        raise unknown_name("device", name, ["auto", *there])
+    if not there[name]:
+        raise InputError(f"No {name} device here. Use --device auto or --device cpu.")
+    return torch.device(name)
+
+
+def with_float64(device: torch.device | str) -> torch.device:
+    """Return the device, or the CPU instead of MPS, which has no float64."""
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def processor() -> str:
+    """Return the processor's name as the system reports it; like the thread count, it affects a run's rounding."""
+    try:
+        lines = read_bytes(Path("/proc/cpuinfo"), LARGEST_JSON).decode("utf-8", "replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (InputError, StopIteration):
+        return platform.processor() or platform.machine()

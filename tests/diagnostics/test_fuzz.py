@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import json_ready, schema
+from semdiag.measuring.findings.findings import Findings, json_ready, schema
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
-from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
-from semdiag.reporting.gate.drift import tracked_numbers
+from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.k_sweep.measure import KSweepPlan
+from semdiag.questions.lipschitz.measure import LipschitzPlan
+from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.stability.measure import SecantsPlan
+from semdiag.reporting.gate import tracked_numbers
 
 pytestmark = pytest.mark.slow
 NUMBERS, SEED = {"in process": 5000, "reports": 216, "command lines": 104}, 20261121

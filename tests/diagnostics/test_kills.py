@@ -12,8 +12,7 @@ import torch
 
 from semdiag.commands.main import main
 from semdiag.measuring.findings.findings import Findings
-from semdiag.reporting.exchange import exchange
-from semdiag.reporting.report import write_report
+from semdiag.reporting.report import exchange, write_report
 from semdiag_models import TrainingConfig, open_run, read_checkpoint, train_run, weights_sha256
 
 pytestmark = [

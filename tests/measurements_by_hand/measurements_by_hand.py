@@ -7,17 +7,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import ratio_interval
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.schema import optional_tables
-from semdiag.measuring.schema import probes as every_probe
+from semdiag.measuring.percentiles import optional_tables
+from semdiag.measuring.percentiles import probes as every_probe
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import typed
-from semdiag.questions.convergence.answer import speed_and_dispersion
-from semdiag.questions.dispersion.answer import comparisons as dispersion
-from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
+from semdiag.questions.convergence import answer as speed_and_dispersion
+from semdiag.questions.dispersion import answer as dispersion
+from semdiag.questions.k_sweep.rerun import RERUN_TABLE
 from semdiag.questions.stability import answer as stability
 from semdiag.reporting.report import write_report
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from semdiag_models.model_config import ModelConfig
-from semdiag_models.training_config import TrainingConfig
+from semdiag_models.config import ModelConfig, TrainingConfig
 
 
 @pytest.fixture(autouse=True)

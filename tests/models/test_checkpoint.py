@@ -11,7 +11,7 @@ import torch
 
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, read_plain, sha256, write_checkpoint
 from semdiag_models.encoder import Encoder
-from semdiag_models.errors import InputError
+from semdiag_models.reading import InputError
 
 HEAD = "head.weight"
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from semdiag_models import device
-from semdiag_models.device import find_device, with_float64
-from semdiag_models.errors import InputError
+from semdiag_models import training as device
+from semdiag_models.reading import InputError
+from semdiag_models.training import find_device, with_float64
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy import stats
 
-from semdiag_models.data import draw_data, draw_fresh
-from semdiag_models.errors import InputError
+from semdiag_models.config import TrainingConfig
+from semdiag_models.reading import InputError
+from semdiag_models.step import draw_data, draw_fresh
 from semdiag_models.tasks import find_task
-from semdiag_models.training_config import TrainingConfig
 
 TASK = find_task("even-pairs")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from semdiag_models import dropout as module
-from semdiag_models.dropout import dropout, dropped_positions
+from semdiag_models.attention import dense_attention as module
+from semdiag_models.attention.dense_attention import dropout, dropped_positions
 
 ERRORS = 4.5  # standard errors
 

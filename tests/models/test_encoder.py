@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
+from semdiag_models.config import ModelConfig
 from semdiag_models.encoder import AttentionCore, Encoder
-from semdiag_models.model_config import ModelConfig
 
 KINDS = [("full", None), ("banded", 3), ("block", 4), ("topk", 3)]
 PAD = 4

@@ -6,14 +6,11 @@ import torch.nn.functional as F
 
 from semdiag_models import InputError, ModelConfig, TrainingConfig, find_task
 from semdiag_models.checkpoint import read_checkpoint
-from semdiag_models.data import draw_data
 from semdiag_models.encoder import Encoder
-from semdiag_models.random_state import random_state, restore_random_state
-from semdiag_models.recipe import configure
 from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.stacking import train_together
-from semdiag_models.sweeps.grid import identity, name_run, read_sweep
-from semdiag_models.training import Trainer
+from semdiag_models.step import draw_data, random_state, restore_random_state
+from semdiag_models.sweeps.grid import configure, identity, name_run, read_sweep
+from semdiag_models.training import Trainer, train_together
 
 CPU = torch.device("cpu")
 FROZEN = {"frozen": ("qk",)}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from semdiag_models import Encoder, InputError, ModelConfig, Trainer, TrainingConfig, reading
-from semdiag_models.memory_needs import parameter_count, training_memory
-from semdiag_models.sweeps import estimates
+from semdiag_models.sweeps import runs as estimates
 from semdiag_models.sweeps.grid import SweepRun
+from semdiag_models.training import parameter_count, training_memory
 
 STATUS = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
 SHAPES = (
@@ -50,7 +50,7 @@ def test_training_takes_at_least_what_is_said(shape, choices):
 import re, torch
 from pathlib import Path
 from semdiag_models import ModelConfig, Trainer, TrainingConfig
-from semdiag_models.memory_needs import training_memory
+from semdiag_models.training import training_memory
 def peak(shape, choices):
     choices = dict(train_samples=50, holdout_samples=20, length=40) | choices
     model = ModelConfig(3, 2, choices["length"], **shape)

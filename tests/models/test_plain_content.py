@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from semdiag_models import InputError
-from semdiag_models.checkpoint import read_plain
-from semdiag_models.plain_content import check_plain
+from semdiag_models.checkpoint import check_plain, read_plain
 
 
 def themselves():

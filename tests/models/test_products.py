@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from semdiag_models import products
+from semdiag_models.attention import selection as products
 
 
 @pytest.mark.processor

@@ -1,6 +1,6 @@
 import torch
 
-from semdiag_models.random_state import random_state, restore_random_state
+from semdiag_models.step import random_state, restore_random_state
 
 
 def test_the_states_of_an_accelerator_are_saved_and_restored(monkeypatch):

@@ -10,9 +10,9 @@ import torch
 from semdiag_models import reading
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, read_plain, write_checkpoint
 from semdiag_models.encoder import Encoder
-from semdiag_models.errors import InputError
-from semdiag_models.sweeps.config import read_sweep_file
-from semdiag_models.tasks.text_lines import read_lines
+from semdiag_models.reading import InputError
+from semdiag_models.sweeps.grid import read_sweep_file
+from semdiag_models.tasks.text import read_lines
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from semdiag_models.errors import InputError
-from semdiag_models.model_config import ACTIVATIONS, ATTENTIONS, ModelConfig
-from semdiag_models.training_config import TrainingConfig
+from semdiag_models.config import ACTIVATIONS, ATTENTIONS, ModelConfig, TrainingConfig
+from semdiag_models.reading import InputError
 
 MODEL = {"vocabulary_size": 3, "classes": 2, "length": 40}
 TRAINING = {"task": "parity", "length": 40, "epochs": 10}

@@ -7,10 +7,9 @@ import torch
 from semdiag_models import run_folder as module
 from semdiag_models import training
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
-from semdiag_models.device import processor
-from semdiag_models.errors import InputError
+from semdiag_models.reading import InputError
 from semdiag_models.run_folder import open_run, run_name, train_run
-from semdiag_models.training import DivergedError
+from semdiag_models.training import DivergedError, processor
 
 CPU = torch.device("cpu")
 

@@ -3,10 +3,9 @@ import sys
 
 import pytest
 
-from semdiag_models.errors import InputError
-from semdiag_models.run_lock import RunLock
+from semdiag_models.reading import InputError, RunLock
 
-HOLD = "import sys, pathlib; from semdiag_models.run_lock import RunLock; "
+HOLD = "import sys, pathlib; from semdiag_models.reading import RunLock; "
 HOLD += "lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 

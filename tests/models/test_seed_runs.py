@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from semdiag_models.checkpoint import read_checkpoint
-from semdiag_models.errors import InputError
-from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.seed_runs import open_seed_runs, train_seed_runs
+from semdiag_models.reading import InputError
+from semdiag_models.run_folder import open_run, open_seed_runs, train_run, train_seed_runs
 
 CPU = torch.device("cpu")
 SEEDS = (5, 6)

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from semdiag_models.random_state import random_state, restore_random_state
-from semdiag_models.stacking import train_together
-from semdiag_models.training import DivergedError, Trainer
+from semdiag_models.step import random_state, restore_random_state
+from semdiag_models.training import DivergedError, Trainer, train_together
 
 CPU = torch.device("cpu")
 SEEDS = (5, 6, 7)

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag_models import products
-from semdiag_models.attention.matrix_attention import SHORT, largest
-from semdiag_models.dropout import dropped_positions
+from semdiag_models.attention import selection as products
+from semdiag_models.attention.attention import SHORT, largest
+from semdiag_models.attention.dense_attention import dropped_positions
+from semdiag_models.config import ACTIVATIONS, ModelConfig
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder
-from semdiag_models.errors import InputError
-from semdiag_models.model_config import ACTIVATIONS, ModelConfig
-from semdiag_models.random_state import random_state, restore_random_state
-from semdiag_models.step import Stack
+from semdiag_models.reading import InputError
+from semdiag_models.step import Stack, random_state, restore_random_state
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag_models.data import draw_data, draw_fresh
 from semdiag_models.encoder import Encoder
-from semdiag_models.errors import InputError
+from semdiag_models.reading import InputError
+from semdiag_models.step import draw_data, draw_fresh
 from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer
 
 CPU = torch.device("cpu")

@@ -6,10 +6,9 @@ import stat
 
 import pytest
 
-from semdiag_models.errors import InputError
-from semdiag_models.sweeps.config import read_sweep_file
-from semdiag_models.sweeps.results import write_results
-from semdiag_models.writing import write_text
+from semdiag_models.reading import InputError, write_text
+from semdiag_models.sweeps.grid import read_sweep_file
+from semdiag_models.sweeps.runs import write_results
 
 
 @pytest.fixture

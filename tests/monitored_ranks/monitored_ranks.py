@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag import AlarmError, InputError, Monitor
-from semdiag.measuring.calls import monitor_ranks
+from semdiag.measuring.calls import monitor_heads as monitor_ranks
 
 PARTS = {2: (3, 2), 3: (2, 2, 1)}  # samples of each rank
 LOOK = {"every": 1, "rows": "all", "k": [2]}

@@ -3,32 +3,106 @@
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
 from torch.nn.modules.module import (
     _global_forward_hooks,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
-from semdiag.capturing.adapters.attention_core import core_call, hooked_alone, masked_inputs
-from semdiag.capturing.adapters.cache_positions import forget_last
-from semdiag.capturing.adapters.causal_biases import MADE_OUTSIDE_MODES
+from semdiag.capturing.adapters.fused import forget_last
 from semdiag.capturing.adapters.hugging_face import intercepted_interface
-from semdiag.capturing.adapters.torch_functions import FunctionWatch
+from semdiag.capturing.adapters.torch_functions import (
+    MADE_OUTSIDE_MODES,
+    FunctionWatch,
+    core_call,
+    hooked_alone,
+    masked_inputs,
+)
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.hooks import take_off as take_off_hooks
-from semdiag.capturing.overlapping import SharedChange, put_below, put_below_dispatch, put_on, take_off
-from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
+from semdiag.capturing.own_gradients import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
-from semdiag.capturing.recording import Recorder, Watched
-from semdiag.capturing.threads import Entered, followed
-from semdiag_models import AttentionCore, InputError
+from semdiag.capturing.recording import (
+    Entered,
+    Recorder,
+    SharedChange,
+    Watched,
+    followed,
+    put_below,
+    put_below_dispatch,
+    put_on,
+)
+from semdiag.capturing.recording import take_off as take_off_attention_calls
+from semdiag_models import AttentionCore, Encoder, InputError
+
+_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+class Hook:
+    """A hook that does nothing in copies and saved files of its module, even where semdiag is not installed."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run it."""
+        self._run(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a function that takes anything and returns None."""
+        return getattr, (nullcontext(RemovableHandle(OrderedDict())), "__exit__")
+
+
+class Hooks:
+    """Two hooks on a module, which its copies do not run; they can be removed however far they have got."""
+
+    def __init__(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False
+    ) -> None:
+        def unless_removed(*arguments: Any) -> None:
+            if len(arguments) == 3:  # torch omits keyword arguments if the hook was removed meanwhile
+                before(*arguments)
+
+        self._module, self._prepend = module, prepend
+        self._before, self._after = Hook(unless_removed), Hook(after)
+
+    def put_on(self) -> None:
+        """Register both."""
+        self._module.register_forward_pre_hook(self._before, prepend=self._prepend, with_kwargs=True)
+        self._module.register_forward_hook(self._after, always_call=True)
+
+    def remove(self) -> None:
+        """Remove what is registered of them."""
+        take_off(self._module, self._before, self._after)
+
+
+def take_off(module: nn.Module | None, *hooks: object) -> None:
+    """Remove hooks from a module, None: from all modules; nothing happens where they are not registered."""
+    owner, prefix = (of_all_modules, "_global") if module is None else (module, "")
+    tables = [getattr(owner, prefix + name, None) or {} for name in _TABLES]
+    numbers = [n for table in tables for n, hook in table.items() if any(hook is own for own in hooks)]
+    for table in tables:
+        for number in numbers:
+            table.pop(number, None)
+
+
+take_off_hooks = take_off
 
 _NATIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")
@@ -146,7 +220,9 @@ class _Hooks:
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
             recorder.covered += 1
-            recorder.without_watch.append((module, take_off(self._here.watch)))  # under a mode it refuses them
+            recorder.without_watch.append(
+                (module, take_off_attention_calls(self._here.watch))
+            )  # under a mode it refuses them
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -262,3 +338,60 @@ def _uncompiled() -> Iterator[None]:
 
 
 _UNCOMPILED = SharedChange(_uncompiled)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """One pass of a batch through one block, in evaluation mode; tensors (B, L, d) unless said otherwise."""
+
+    layer: int  # position of the block, from 0
+    stream: Tensor  # the residual stream at the block's input; in a pre-norm block the first normalisation sees it
+    tokens: Tensor  # the attention's input
+    attention: AttentionCall  # the attention call
+    middle: Tensor  # stream plus the attention's output
+    mlp_tokens: Tensor  # the MLP's input
+    hidden: Tensor  # (B, L, mlp width), input of the MLP's second matrix
+    end: Tensor  # the MLP's output plus what it is added to; in a post-norm block the second normalisation sees it
+
+
+@contextmanager
+def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iterator[None]:
+    """Call ``consume`` for every block that a batch passes, inside the context."""
+    seen: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen[name] = inputs[0]
+
+        return hook
+
+    def attended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["middle"] = seen["stream"] + output
+
+    def ended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["end"] = seen["middle" if encoder.config.norm == "pre" else "mlp_tokens"] + output
+
+    def finish(layer: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            call = BlockCall(layer=layer, **seen)
+            seen.clear()
+            consume(call)
+
+        return hook
+
+    with ExitStack() as hooks:
+        hooks.enter_context(watch_attention(encoder, lambda call: seen.update(attention=call)))
+        for layer, block in enumerate(encoder.blocks):
+            attention, expand, contract = (block.get_submodule(n) for n in ("attention", "expand", "contract"))
+            for handle in (
+                block.register_forward_pre_hook(keep("stream")),
+                attention.register_forward_pre_hook(keep("tokens")),
+                attention.register_forward_hook(attended),
+                expand.register_forward_pre_hook(keep("mlp_tokens")),
+                contract.register_forward_pre_hook(keep("hidden")),
+                contract.register_forward_hook(ended),
+                block.register_forward_hook(finish(layer)),
+            ):
+                hooks.callback(handle.remove)
+        hooks.callback(seen.clear)
+        yield

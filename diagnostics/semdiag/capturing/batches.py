@@ -1,13 +1,51 @@
-"""Batches of any model: a tensor, a dictionary of tensors, or a tuple of arguments, dictionaries among them."""
+"""Batches as a model takes them: splitting, counting and the masks of their tokens."""
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.inputs.unnamed_labels import refuse_unnamed_labels
 from semdiag_models import InputError
+
+_NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")  # clear names
+
+
+def refuse_unnamed_labels(model: nn.Module, batch: Sequence[Any]) -> None:
+    """Refuse a tuple with an entry that may be labels but would go to an optional argument for something else."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return
+    if len(batch) > len(parameters):
+        return  # the call itself will fail, or takes any number
+    first = batch[0] if batch else None
+    samples = len(first) if isinstance(first, Tensor) and first.ndim else -1
+    for at, (given, taken) in enumerate(zip(batch, parameters, strict=False)):
+        if taken.kind is not taken.POSITIONAL_OR_KEYWORD:
+            return
+        optional = taken.default is not taken.empty and at > 0
+        if optional and isinstance(given, Tensor) and _may_be_labels(given, taken.name.lower(), samples):
+            names = ", ".join(f"{one.name!r}: …" for one in parameters[: len(batch)])
+            raise InputError(
+                f"Entry {at} of the batch may be labels, or the argument {taken.name} of {type(model).__name__}. "
+                f"Give labels apart (labels=), or name the arguments: {{{names}}}."
+            )
+
+
+def _may_be_labels(given: Tensor, name: str, samples: int) -> bool:
+    """Return whether a tensor that goes to an argument of this name could be labels of so many samples."""
+    if _NAMES.search(name) or given.ndim not in (1, 2) or len(given) != samples:
+        return False
+    whole = not given.is_floating_point() and not given.is_complex()
+    if "mask" in name:
+        return whole and given.element_size() > 1 and bool(((given < 0) | (given > 1) | (given.ndim == 1)).any())
+    return given.ndim == 1 or (whole and given.element_size() > 1)
+
 
 Batch = Tensor | Mapping[str, Any] | Sequence[Any]
 
@@ -157,3 +195,124 @@ def entries(batch: Batch) -> list[tuple[str | int, Any]]:
         for name, value in named
         for entry in (entries(value) if isinstance(value, Mapping) else [(name, value)])
     ]
+
+
+# Arguments that mark a module's own tokens: the first group is true or 1 for real tokens, the second for padding.
+_REAL = ("decoder_attention_mask", "attention_mask", "padding_mask")
+PADDED = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask")
+MASK_NAMES = (*_REAL, *PADDED)
+_OF_TARGET = ("decoder_attention_mask", "tgt_key_padding_mask")
+# A module that takes a mask for another sequence distinguishes it from the mask for its own tokens.
+_OF_OTHER = ("encoder_attention_mask", "memory_key_padding_mask")
+# A sequence other than the module's first.
+_OTHER = ("key_value_states", "encoder_hidden_states", "memory", "context")
+_TARGET = ("tgt", "decoder_input_ids", "decoder_inputs_embeds")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMasks:
+    """What a module's arguments say about its tokens."""
+
+    given: dict[str, Tensor | None]  # (B, L) bool by argument, true for a real token
+    # whether the module distinguishes masks for its own tokens from another sequence's, like a decoder
+    definitive: bool = False
+    crossing: bool = False  # whether it was given another sequence but does not: a mask may be that sequence's
+    two: bool = False  # whether it takes two sequences: a mask may be either's
+    other: bool = False  # whether a mask with more axes was given
+
+    def sure(self, name: str) -> bool:
+        """Return whether a mask is for the queries, whatever the keys are."""
+        return self.definitive or name in _OF_TARGET
+
+
+def readings(name: str, mask: Tensor) -> list[Tensor]:
+    """Return the ways to read a mask: as its name is usually meant, and inverted, as some code means it."""
+    return sorted((mask, ~mask), key=lambda each: not bool(each.any())) if name in _REAL else [mask]
+
+
+def checked_real(real: Tensor | None) -> Tensor | None:
+    """Return the user's ``real`` as a bool tensor."""
+    if real is None:
+        return None
+    if not isinstance(real, Tensor) or real.ndim != 2:
+        got = f"one of shape {tuple(real.shape)}" if isinstance(real, Tensor) else f"a {type(real).__name__}"
+        raise InputError(f"real must be a tensor (samples, tokens), true where a token is real. Got {got}.")
+    return real.bool()
+
+
+def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return which tokens of a batch are real, by the masks that the model is given."""
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    values = () if named else (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    masks = token_masks(model, values, named)
+    given = {} if masks is None or masks.crossing else masks.given
+    real = {name: mask for name, mask in given.items() if mask is not None}
+    ids = named.get("decoder_input_ids")
+    if isinstance(ids, Tensor) and ids.ndim == 2:
+        real.setdefault("decoder_attention_mask", torch.ones_like(ids, dtype=torch.bool))
+    return real
+
+
+def takes_masks(module: nn.Module) -> bool:
+    """Return whether a module has an argument for a token mask, by name."""
+    return not isinstance(module, torch.jit.ScriptModule) and bool({*_parameters(module)} & {*MASK_NAMES})
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenMasks | None:
+    """Return the token masks among a module's arguments."""
+    try:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # the call itself will say what is wrong
+        return None
+    for several in [x for x in given.values() if isinstance(x, Mapping)]:  # a dictionary of arguments, or **kwargs
+        given = {**given, **several}
+    names = _parameters(module)
+    both = "decoder_attention_mask" in names or {"src_key_padding_mask", "tgt_key_padding_mask"} <= {*names}
+    definitive = not both and any(name in names for name in _OF_OTHER)
+    if isinstance(module, nn.MultiheadAttention):
+        crossing = not _same(given.get("query"), given.get("key"))
+    else:
+        crossing = not definitive and any(given.get(name) is not None for name in _OTHER)
+    masks: dict[str, Tensor | None] = {}
+    other = False
+    for name in MASK_NAMES:
+        value = given.get(name)
+        if name not in names and value is None:
+            continue
+        if isinstance(value, Tensor) and value.ndim in (1, 2):  # one axis: tokens without a batch axis
+            marked = value.bool() if value.dtype == torch.bool else value != 0
+            masks[name] = (marked if name in _REAL else ~marked).view(-1, value.shape[-1])
+        elif value is not None:
+            other = True
+        else:
+            masks[name] = None
+    return TokenMasks(masks, definitive, crossing, both or bool({*names} & {*_OTHER, *_TARGET}), other)
+
+
+def _same(query: Any, key: Any) -> bool:
+    """Return whether query and key are the same tokens, even if they were computed twice."""
+    if query is key or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        return query is key
+    return query.shape == key.shape and query.dtype == key.dtype and torch.equal(query, key)
+
+
+def whole_number(value: Any, name: str, least: int | None = None) -> int:
+    """Return a whole number; refuse anything else, or one that is too small."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"{name} must be a whole number. Got {value!r}.")
+    if least is not None and value < least:
+        raise InputError(f"{name} must be at least {least}. Got {value}.")
+    return int(value)
+
+
+def whole_numbers(values: Any, name: str, least: int | None = None) -> tuple[int, ...]:
+    """Return one or several whole numbers as a tuple; refuse anything else."""
+    several = values if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
+    return tuple(whole_number(value, name, least) for value in several)

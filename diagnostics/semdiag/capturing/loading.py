@@ -1,29 +1,330 @@
-"""Load a model, with everything that is known about it."""
+"""Load any model that a user names, and say what is wrong with a name."""
 
-from collections.abc import Iterable, Mapping
+import ast
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing import factories, paper_code, pretrained
-from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
-from semdiag.capturing.discovery import known_runs
-from semdiag.capturing.hints import OF_YOUR_OWN, refuse_other_kinds
-from semdiag.capturing.weights_watch import watched_weights
-from semdiag_models import (
-    Encoder,
-    InputError,
-    Text,
-    TrainingConfig,
-    draw_data,
-    find_task,
-    weights_sha256,
-)
+from semdiag.capturing import paper_code, pretrained
+from semdiag.capturing.attention_call import EXTERNAL_SOURCES
+from semdiag.capturing.kept_keys import TopK
+from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, weights_sha256
 from semdiag_models.checkpoint import FORMAT, checkpoint_of, is_checkpoint, read_hashed
-from semdiag_models.reading import read_json, require_memory
+from semdiag_models.reading import LARGEST_TEXT, read_bytes, read_json, require_memory, unknown_name
+
+Place = tuple[int, str]  # id of a module, and name of its parameter
+
+
+@dataclass
+class Weights:
+    """What calls of ``load_state_dict`` left out; filled while the function runs."""
+
+    unexpected: list[str] = field(default_factory=list)  # names of weights that no module took
+    _missed: dict[Place, float] = field(default_factory=dict)  # with a sum that shows whether it is written later
+    _loaded: set[Place] = field(default_factory=set)
+    _modules: list[nn.Module] = field(default_factory=list)  # kept alive, so that no id is reused
+
+    def add(self, module: nn.Module, names: set[str], missing: list[str], unexpected: list[str]) -> None:
+        """Record one call."""
+        self._modules.append(module)
+        self.unexpected += unexpected
+        own = dict(module.named_parameters(remove_duplicate=False))
+        self._missed |= {_place(module, name): _sum(own[name]) for name in missing if name in own}
+        self._loaded |= {_place(module, name) for name in names - set(unexpected)}
+
+    def not_loaded(self, model: nn.Module) -> list[str]:
+        """Return the names of a model's parameters that no call loaded and nothing wrote: no tie, no copy."""
+        every = [
+            ((id(part), name), f"{prefix}.{name}".removeprefix("."), parameter)
+            for prefix, part in model.named_modules()
+            for name, parameter in part.named_parameters(recurse=False)
+        ]
+        loaded = {id(parameter) for place, _, parameter in every if place in self._loaded}
+        return [
+            name
+            for place, name, parameter in every
+            if id(parameter) not in loaded and self._missed.get(place) == _sum(parameter)
+        ]
+
+    def described(self, model: nn.Module) -> str:
+        """Return what was left out, in words; empty if nothing was."""
+        lost = self.not_loaded(model)
+        if not lost:
+            return ""
+        described = f"{len(lost)} of its {len(list(model.parameters()))} parameters were not loaded ({_few(lost)})"
+        unexpected = list(dict.fromkeys(self.unexpected))
+        return described + f"; {len(unexpected)} weights fit nothing in it ({_few(unexpected)})" * bool(unexpected)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + ", …" * (len(names) > 3)
+
+
+def _sum(parameter: Tensor) -> float:
+    """Return a number that changes when the parameter is written; 0 for a meta parameter."""
+    return 0.0 if parameter.is_meta else float(parameter.detach().double().abs().sum())
+
+
+def _place(module: nn.Module, name: str) -> Place:
+    owner, _, leaf = name.rpartition(".")
+    try:
+        return id(module.get_submodule(owner)), leaf
+    except AttributeError:  # no path: the module's hooks made this name
+        return id(module), name
+
+
+@contextmanager
+def watched_weights() -> Iterator[Weights]:
+    """Watch every ``load_state_dict`` inside the context."""
+    weights, original = Weights(), nn.Module.load_state_dict
+
+    def load(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        names = {str(name) for name in state_dict}
+        result = original(self, state_dict, *args, **kwargs)
+        weights.add(self, names, list(result.missing_keys), list(result.unexpected_keys))
+        return result
+
+    nn.Module.load_state_dict = load  # type: ignore[method-assign]
+    try:
+        yield weights
+    finally:
+        nn.Module.load_state_dict = original  # type: ignore[method-assign]
+
+
+_SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def recognised(spec: str) -> bool:
+    """Return whether a text names a factory: ``package.module:function``, and no file has that name."""
+    return _SPEC.fullmatch(spec) is not None and not Path(spec).exists()
+
+
+def build(spec: str) -> tuple[nn.Module, Any]:
+    """Import the user's module and call the factory. This runs the user's code."""
+    name, _, function = spec.partition(":")
+    with _current_folder_first():
+        try:
+            module = importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # whatever the user's code does when imported
+            raise InputError(f"{name} cannot be imported ({_described(error)}).{_hint(error, name)}") from error
+        factory = getattr(module, function, None)
+        if not callable(factory):
+            own = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
+            raise unknown_name(f"function of {name}", function, sorted(own) or ["none"])
+        try:
+            built = factory()
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{spec} failed ({_described(error)}). It is called without arguments.") from error
+    model, batches = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{spec} must return a torch.nn.Module, or one and its inputs. Got {type(model).__name__}."
+        )
+    return model, batches
+
+
+def in_evaluation_mode(module: nn.Module) -> nn.Module:
+    """Put a module into evaluation mode, including one from ``torch.export``, which refuses ``eval()``."""
+    try:
+        return module.eval()
+    except NotImplementedError:
+        for part in module.modules():
+            part.training = False
+    return module
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _hint(error: BaseException, name: str) -> str:
+    """Say where a module was looked for, if the user's own module was not found."""
+    missing = getattr(error, "name", None)
+    if isinstance(error, ModuleNotFoundError) and missing is not None and f"{name}.".startswith(f"{missing}."):
+        return f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
+    return ""
+
+
+def _described(error: BaseException) -> str:
+    first = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+SCHEMA = "semdiag.budget/1"
+
+
+def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | tuple[str, int], TopK]:
+    """Read a budget that ``semdiag k-sweep --budget`` wrote, for :func:`~semdiag.capturing.sparsify.sparsify`.
+
+    Args:
+        path: the JSON file; its form: docs/commands/k-sweep.md.
+        name: which of its budgets, like ``mass-95``; None: the one that the file calls its default.
+
+    Returns:
+        Rules by module and occurrence.
+
+    Raises:
+        InputError: if the file is missing, is no budget file, or has no budget of that name.
+    """
+    content = read_json(Path(path))
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise InputError(
+            f"{path} is not a budget: semdiag k-sweep MODEL --rerun --budget FILE.json writes one ({SCHEMA})."
+        )
+    budgets = content.get("budgets")
+    wanted = content.get("default") if name is None else name
+    if not isinstance(budgets, dict) or not budgets:
+        raise InputError(f"{path} holds no budget.")
+    budget = budgets.get(wanted) if isinstance(wanted, str) else None
+    if not isinstance(budget, dict):
+        raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
+    try:
+        return {
+            _module_call(layer): TopK(tuple(map(_whole, layer["k"])), block=_whole(budget["block"]))
+            for layer in budget["layers"]
+        }
+    except (KeyError, TypeError, ValueError):
+        raise InputError(
+            f"{path}: a budget has a block and layers, each with module, occurrence and k, one number a head."
+        ) from None
+
+
+def _module_call(layer: Any) -> tuple[str, int]:
+    return str(layer["module"]), _whole(layer["occurrence"])
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
+_MODELS = f"Models are .pt files, folders of runs and hf:DIRECTORY; {OF_YOUR_OWN}."
+_OTHERS = {
+    ".safetensors": "holds weights without the model they belong to",
+    ".ckpt": "is a checkpoint of another program",
+    ".bin": "holds weights without the model they belong to",
+    ".onnx": "is an exported graph",
+    ".csv": "is a table, not a model",
+    ".npy": "is an array, not a model; inputs go to --inputs",
+    ".npz": "is an array, not a model; inputs go to --inputs",
+    ".txt": "is a text, not a model; inputs go to --inputs",
+}
+
+
+def _functions(path: Path) -> list[str]:
+    """Return the public functions of a Python file that need no arguments; the file is parsed, not run."""
+    try:
+        parsed = ast.parse(read_bytes(path, LARGEST_TEXT))
+    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [
+        node.name
+        for node in parsed.body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.posonlyargs + node.args.args) == len(node.args.defaults)
+    ]
+
+
+def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
+    """Refuse a path that cannot be a checkpoint of ours, and say what would work."""
+    if path.is_dir() and (path / "config.json").exists():
+        raise InputError(f"{path} is a folder of the Hugging Face format: name it hf:{path}")
+    if path.suffix in _OTHERS and path.is_file():
+        folder = f"name its folder: hf:{path.parent}; " if (path.parent / "config.json").exists() else ""
+        raise InputError(f"{path} {_OTHERS[path.suffix]}. Models are .pt files of semdiag; {folder}{OF_YOUR_OWN}.")
+    if path.suffix == ".py" and path.is_file():
+        named = [f"{path.stem}:{name}" for name in _functions(path)[:3]]
+        meant = f"Did you mean {' or '.join(named)}?" if named else "It has none that takes no arguments."
+        raise InputError(f"{path} is a program: name the function in it that builds the model. {meant}")
+    if not path.exists():
+        known = {name: run for run in runs for name in (run.name, str(run))}
+        near = get_close_matches(str(path), known, n=1) or get_close_matches(path.name, known, n=1)
+        hint = f" Did you mean {known[near[0]]}?" if near else "" if path.suffix == ".pt" else f" {_MODELS}"
+        if str(path).strip(",").isdecimal():
+            hint = " Is it a number of a list? A list has commas and no spaces: --k 4,8."
+        raise InputError(f"{path} does not exist.{hint}")
+
+
+FOLDER_VARIABLE = "SEMDIAG_CHECKPOINTS"
+_BESIDE = (".md", ".json", ".csv", ".py", ".toml", ".txt", ".log", ".html", ".png", ".svg", ".yaml", ".yml")
+
+
+def find_checkpoints(models: list[Path] | None) -> list[Path]:
+    """Return the checkpoints a command is about."""
+    if models:
+        return _each_once([file for model in models for file in _files(model)])
+    folder = _folder()
+    folders = _below(folder)
+    if not folders:
+        raise InputError(
+            f"No checkpoint in {folder}. Make one in a minute with: "
+            "semdiag train even-pairs --attention topk --k 5 --epochs 5"
+        )
+    return folders
+
+
+def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Split what a shell's ``*`` matched into possible models and other files beside them."""
+    others = [model for model in models if model.suffix in _BESIDE and model.is_file()]
+    kept = [model for model in models if model not in others]
+    return (kept, others) if kept else (models, [])
+
+
+def _each_once(files: list[Path]) -> list[Path]:
+    known: set[Path] = set()
+    for file in files:
+        if file in known:
+            raise InputError(f"{file} is named twice.")
+        known.add(file)
+    return files
+
+
+def known_runs() -> list[Path]:
+    """Return the run folders that are meant when none is named."""
+    return [file.parent for file in _below(_folder()) if file.name == "last.pt"]
+
+
+def _folder() -> Path:
+    return Path(os.environ.get(FOLDER_VARIABLE, "checkpoints"))
+
+
+def _files(model: Path) -> list[Path]:
+    if not model.is_dir():
+        return [model]
+    runs = _below(model)
+    if not runs:
+        refuse_other_kinds(model, [])
+        raise InputError(f"The folder {model} holds no checkpoint (.pt).")
+    return runs
+
+
+def _below(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder and its subfolders, except hidden ones: environments hold .pt files."""
+    every = ((file, file.relative_to(folder).parts) for file in folder.rglob("*.pt"))
+    files = sorted(file for file, parts in every if not any(part.startswith(".") for part in parts))
+    runs = {file.parent for file in files if file.name == "last.pt"}
+    return [file for file in files if file.name == "last.pt" or file.parent not in runs]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -209,12 +510,12 @@ def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> Load
     if spec.startswith(pretrained.PREFIX):
         model, digest, versions = pretrained.build(spec, head)
         return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
-    if factories.recognised(spec):
+    if recognised(spec):
         with watched_weights() as weights:
-            model, batches = factories.build(spec)
+            model, batches = build(spec)
         source = "python" if isinstance(model, Encoder) else "factory"
         return LoadedModel(
-            spec, "", factories.in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
+            spec, "", in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
             not_loaded=weights.described(model),
         )  # fmt: skip
     return _load_checkpoint(path, config)

@@ -1,17 +1,44 @@
-"""Detect functions with a backward pass of their own, and activation checkpoints."""
+"""The private parts of torch and transformers on which watches and masks rely, each with a probe."""
 
 import functools
+import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cache
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from semdiag.capturing.overlapping import SharedChange, replaced
+from semdiag.capturing.adapters.fused import CachedKeys, cached_keys, watched_caches
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.audit import Remark
+from semdiag.capturing.provenance.operations import OperationWatch, plan_of, python_kernel
+from semdiag.capturing.provenance.tags import address
+from semdiag.capturing.recording import (
+    Recorder,
+    SharedChange,
+    Watched,
+    followed,
+    in_backward,
+    in_transform,
+    is_followed,
+    is_of_pool,
+    modes_here,
+    replaced,
+    take_off,
+    take_off_dispatch,
+    without_modes,
+)
 
 
 class _Running(threading.local):
@@ -66,3 +93,292 @@ def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 OWN_GRADIENTS = SharedChange(lambda: replaced(FunctionMeta, "__getattribute__", _found))
+
+
+class _Function(torch.autograd.Function):
+    seen: "list[str | None]"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        _Function.seen.append(own_backward())
+        return x.clone()
+
+
+def _own_gradients() -> bool:
+    """Return whether a Function is seen while it runs with gradients, and only then."""
+    x, _Function.seen = torch.zeros(1, device="cpu", requires_grad=True), []
+    with OWN_GRADIENTS.held():
+        _Function.apply(x)
+        with torch.no_grad():
+            _Function.apply(x)
+        _Function.seen.append(own_backward())
+    return _Function.seen == ["_Function", None, None]
+
+
+def _checkpoints() -> bool:
+    """Return whether both kinds of activation checkpoints are seen from inside, and only from there."""
+    run, seen = (
+        inspect.unwrap(torch.utils.checkpoint.checkpoint),
+        [checkpointed()],
+    )  # the wrapper imports a compiler
+    x = torch.zeros(1, device="cpu", requires_grad=True)
+
+    def inside(x: Tensor) -> Tensor:
+        seen.append(checkpointed())
+        return x.clone()
+
+    kinds = (
+        (True, False) if "torch._dynamo" in sys.modules else (True,)
+    )  # the other imports it, which takes seconds
+    with OWN_GRADIENTS.held():
+        for reentrant in kinds:
+            run(inside, x, use_reentrant=reentrant, preserve_rng_state=False)
+    return seen == [False, *[True] * len(kinds)] and run.__globals__ is vars(torch.utils.checkpoint)
+
+
+def _backward_passes() -> bool:
+    """Return whether a backward pass is recognised, and nothing else."""
+    seen, x = [in_backward()], torch.zeros(1, device="cpu", requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda grad: seen.append(in_backward()))
+    torch.autograd.grad(y.sum(), x)
+    return [*seen, in_backward()] == [False, True, False]
+
+
+def _transforms() -> bool:
+    """Return whether tensors under torch.func transforms are recognised, and no others."""
+    x, seen = torch.zeros(1, device="cpu"), []
+    torch.vmap(lambda row: (seen.append(in_transform(row)), row)[1])(x)
+    return [*seen, in_transform(x)] == [True, False]
+
+
+class _Kinds(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kinds: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # true would import the compiler
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kinds.append(plan_of(func).kind)
+        return func(*args, **(kwargs or {}))
+
+
+def _operators() -> bool:
+    """Return whether the operators of attention have the names by which they are known below Python."""
+    x = torch.zeros(1, 1, 2, 2, device="cpu")
+    runs: dict[str, tuple[Callable[[], Any], ...]] = {
+        "softmax": (lambda: x.softmax(-1), lambda: x.log_softmax(-1)),
+        "product": (lambda: x @ x, lambda: x[0] @ x[0], lambda: x[0, 0] @ x[0, 0], lambda: x[0, 0] @ x[0, 0, 0]),
+        "exponential": (lambda: x.exp(), lambda: x.clone().exp_(), lambda: 2**x, lambda: x.exp2()),
+        "fused": (lambda: F.scaled_dot_product_attention(x, x, x),),
+    }
+    for kind, several in runs.items():
+        for run in several:
+            with _Kinds() as mode, torch.no_grad():
+                run()
+            if kind not in mode.kinds and not (kind == "fused" and "softmax" in mode.kinds):
+                return False
+    return True
+
+
+class _Composites(OperationWatch):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.kinds: list[str] = []
+
+    def _look(self, plan: Any, *args: Any) -> AttentionCall | None:
+        self.kinds.append(plan.kind)
+        return None
+
+
+def _composites() -> bool:
+    """Return whether the parts of an operator are seen in inference mode, where autograd does not part it."""
+    with _Composites(Recorder(Watched(nn.Identity(), lambda call: None))) as mode, torch.inference_mode():
+        x = torch.zeros(1, 1, 2, 2, device="cpu")
+        torch.matmul(x, x).softmax(-1)
+    return "product" in mode.kinds and "softmax" in mode.kinds
+
+
+@cache
+def _library() -> torch.library.Library:
+    library = torch.library.Library("semdiag", "FRAGMENT")  # kept: without it, the operator is gone
+    library.define("identity(Tensor x) -> Tensor")
+    library.impl("identity", lambda x: x.clone(), "CPU")
+    return library
+
+
+def _python_kernels() -> bool:
+    """Return whether a kernel in Python is told from one below Python."""
+    x, _ = torch.zeros(1, device="cpu"), _library()
+    ours, theirs = torch.ops.semdiag.identity.default, torch.ops.aten.exp.default
+    return python_kernel(ours, (x,), {}) is not None and python_kernel(theirs, (x,), {}) is None
+
+
+class _Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def _functions() -> bool:
+    """Return whether functions in Python have the names by which attention is known."""
+    x, w, b = torch.zeros(1, 1, 2, device="cpu"), torch.zeros(6, 2, device="cpu"), torch.zeros(6, device="cpu")
+    with torch.no_grad(), _Names() as mode:
+        F.scaled_dot_product_attention(x, x, x)
+        (x @ x.mT).softmax(-1)
+        F.softmax(x, -1)
+        torch.bmm(x, x.mT)
+        F.multi_head_attention_forward(x, x, x, 2, 1, w, b, None, None, False, 0.0, w[:2], b[:2])
+    needed = {"scaled_dot_product_attention", "softmax", "bmm", "multi_head_attention_forward"}
+    return needed <= {*mode.names} and bool({"matmul", "__matmul__"} & {*mode.names})
+
+
+def _modes() -> bool:
+    """Return whether modes that end in another order leave torch's state as it was."""
+    module = sys.modules[TorchDispatchMode.__module__]
+
+    def state() -> list[object]:
+        flags = [x for name, x in sorted(vars(module).items()) if isinstance(x, bool)]
+        return [*flags, modes_here()]
+
+    before, lower, upper = state(), _Kinds(), _Kinds()
+    function_lower, function_upper = _Names(), _Names()
+    for mode in (lower, upper, function_lower, function_upper):
+        mode.__enter__()
+    below, seen = modes_here(), (upper.kinds, function_upper.names)
+    take_off_dispatch(lower)
+    take_off(function_lower)
+    torch.zeros(1, device="cpu").exp()
+    removed = modes_here() == [mode for mode in below if mode not in (lower, function_lower)]
+    function_upper.__exit__(None, None, None)
+    upper.__exit__(None, None, None)
+    return removed and all(seen) and not lower.kinds and not function_lower.names and state() == before
+
+
+def _storages() -> bool:
+    """Return whether tensors with one storage have one address, and others do not."""
+    x, y = torch.zeros(2, device="cpu"), torch.zeros(2, device="cpu")
+    return address(x) == address(x[1:]) != address(y)
+
+
+def _threads() -> bool:
+    """Return whether watches reach other threads, and the threads of pools do not keep them."""
+    seen = list[bool]()
+
+    def work() -> None:
+        seen.append(is_followed())
+
+    with ThreadPoolExecutor(1) as pool:
+        with followed(lambda: nullcontext):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            pool.submit(work).result()
+        pool.submit(work).result()
+        pools = is_of_pool(threading.Thread(target=ThreadPool.__init__)) and all(map(is_of_pool, pool._threads))
+        return pools and seen == [True, True, False]
+
+
+def _caches() -> bool:
+    """Return whether a cache tells how many tokens came before its keys."""
+    keys, cache = torch.zeros(1, 1, 2, 1, device="cpu"), sys.modules["transformers.cache_utils"].DynamicCache()
+    with watched_caches():
+        cache.update(keys, keys, 0)
+        after = cache.update(keys, keys, 0)[0]
+        return cached_keys(after, 0, 2) == CachedKeys(4, 2, 0, 0)
+
+
+def _interface() -> bool:
+    """Return whether attention functions can be looked up by name."""
+    module = sys.modules.get("transformers.modeling_utils")
+    functions = getattr(module, "ALL_ATTENTION_FUNCTIONS", None)
+    look_up: Any = getattr(functions, "get_interface", None)
+    return look_up is not None and look_up("eager", _interface) is _interface and callable(look_up("sdpa", None))
+
+
+_TORCH: dict[str, Callable[[], bool]] = {
+    "autograd.Function": _own_gradients,
+    "torch.utils.checkpoint": _checkpoints,
+    "torch's number of the running backward pass": _backward_passes,
+    "torch's mark of transformed tensors": _transforms,
+    "names of torch's operators": _operators,
+    "torch's parts of composite operators": _composites,
+    "torch's list of kernels in Python": _python_kernels,
+    "names of torch's functions": _functions,
+    "torch's stacks of modes": _modes,
+    "addresses of torch's storages": _storages,
+    "Python's threads and pools": _threads,
+}
+_TRANSFORMERS: dict[str, Callable[[], bool]] = {
+    "AttentionInterface.get_interface": _interface,
+    "Cache.update of transformers": _caches,
+}
+PROBES = _TORCH | _TRANSFORMERS
+_OLDER = "a class that looks up its attention without AttentionInterface.get_interface"
+
+
+def broken_parts(model: nn.Module) -> list[str]:
+    """Return the private parts that behave otherwise than semdiag knows, of those that concern a model."""
+    broken = [*_failed((*_TORCH,), str(torch.__version__))]
+    classes = {type(part) for part in model.modules()}
+    if any(kind.__module__.startswith("transformers.") for each in classes for kind in each.__mro__):
+        version = getattr(sys.modules.get("transformers"), "__version__", "")
+        broken += _failed((*_TRANSFORMERS,), f"{torch.__version__} {version}")
+        broken += [f"{_OLDER} ({kind.__name__})" for kind in classes if not _looks_up(kind)][:1]
+    return broken
+
+
+def remarks_on(broken: Iterable[str]) -> list[Remark]:
+    """Return a remark on each broken part."""
+    return [
+        Remark("", f"{_said(part)}: what is measured may be wrong or incomplete", "private-part")
+        for part in broken
+    ]
+
+
+def refusal(broken: Iterable[str]) -> str:
+    """Return why a mask is refused."""
+    text = "; ".join(map(_said, broken))
+    return (
+        f"{text}: masks or their gradients could be wrong. Install a version of torch and transformers that works."
+    )
+
+
+def _said(part: str) -> str:
+    version = getattr(sys.modules.get("transformers"), "__version__", "not loaded")
+    return f"{part} behaves otherwise than semdiag knows (torch {torch.__version__}, transformers {version})"
+
+
+@cache
+def _failed(names: tuple[str, ...], versions: str) -> tuple[str, ...]:
+    """Return the names of the probes that fail."""
+    return tuple(name for name in names if not works(PROBES[name]))
+
+
+def works(probe: Callable[[], bool]) -> bool:
+    """Return what a probe says, away from everything that the caller has switched on."""
+    with (
+        without_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        try:
+            return probe()
+        except Exception:
+            return False
+
+
+@cache
+def _looks_up(kind: type) -> bool:
+    """Return whether a class that names transformers' attention functions looks them up where we see it."""
+    code = getattr(inspect.unwrap(getattr(kind, "forward", _interface)), "__code__", None)
+    names = () if code is None else code.co_names
+    return "ALL_ATTENTION_FUNCTIONS" not in names or "get_interface" in names

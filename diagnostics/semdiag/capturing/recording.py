@@ -1,18 +1,28 @@
 """What all mechanisms share: which module is running, what is already covered, and recording calls safely."""
 
+import _thread
 import contextlib
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TypeGuard
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Captured, Remark, Skipped, failure
@@ -353,3 +363,241 @@ def _masks_faintly(bias: Tensor) -> bool:
     below = bias - bias.amax(-1, keepdim=True)
     faint = below <= _FAINT
     return bool(faint.any()) and not bool((~faint & (below < _FAINT / 2)).any())
+
+
+class SharedChange:
+    """A change of the process's state that watches share: the first one makes it, the last one undoes it."""
+
+    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
+        self._change, self._lock = change, threading.RLock()
+        self._holders: set[object] = set()
+        self._made: ExitStack | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the change inside the context."""
+        own = object()
+        try:
+            with self._lock:
+                self._holders.add(own)
+                if self._made is None:
+                    self._made = ExitStack()
+                    self._made.enter_context(self._change())
+            yield
+        finally:
+            with self._lock:
+                self._holders.discard(own)
+                if not self._holders and self._made is not None:
+                    made, self._made = self._made, None
+                    made.close()
+            while self._lock._is_owned():  # type: ignore[attr-defined]  # interrupted before it was released
+                self._lock.release()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function, inside, by one that gets the original before its arguments."""
+    own, original = name in vars(owner), getattr(owner, name)
+    here = partial(by, original)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return here(*args, **kwargs)
+
+    try:
+        setattr(owner, name, replacement)
+        yield
+    finally:
+        if vars(owner).get(name) is replacement:  # else someone replaced it since, and calls ours
+            setattr(owner, name, original) if own else delattr(owner, name)
+
+
+def take_off(mode: TorchFunctionMode) -> bool:
+    """Remove a function mode from this thread's stack, wherever it is; the others keep their order."""
+    return _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, None)  # type: ignore[no-untyped-call]
+
+
+def take_off_dispatch(mode: TorchDispatchMode) -> bool:
+    """Remove a dispatch mode from this thread's stack, wherever it is; return whether it was there."""
+    return _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack(), mode, None)
+
+
+def put_on(mode: TorchFunctionMode) -> None:
+    """Put a removed function mode back onto this thread's stack."""
+    TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
+
+
+def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None:
+    """Move a function mode in this thread's stack below others: it then sees what they call."""
+    _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, others)  # type: ignore[no-untyped-call]
+
+
+def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]) -> None:
+    """Move a dispatch mode in this thread's stack below others, as :func:`put_below` does."""
+    _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack(), mode, others)
+
+
+def modes_here() -> list[object]:
+    """Return the function and the dispatch modes of this thread, each from the lowest on."""
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [*functions, *_get_current_dispatch_mode_stack()]
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run, inside, without the modes of this thread."""
+    stacks = (
+        (TorchFunctionMode, _get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
+        (TorchDispatchMode, _get_current_dispatch_mode_stack()),
+    )
+    kinds: list[tuple[Any, Any]] = [(kind, mode) for kind, stack in stacks for mode in stack]
+    for kind, mode in reversed(kinds):
+        kind.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        for kind, mode in kinds:
+            kind.__enter__(mode)
+
+
+def _reordered(kind: Any, stack: list[Any], mode: object, others: Callable[[object], bool] | None) -> bool:
+    """Move a mode below others, or take it off; return whether it was in the stack."""
+    if mode not in stack:
+        return False
+    own = stack.index(mode)
+    lowest = own if others is None else next((i for i, other in enumerate(stack[:own]) if others(other)), own)
+    if others is None or lowest < own:
+        for other in reversed(stack[lowest:]):
+            kind.__exit__(other, None, None, None)
+        for other in [mode] * (others is not None) + [other for other in stack[lowest:] if other is not mode]:
+            kind.__enter__(other)
+    return True
+
+
+Entered = Callable[[], AbstractContextManager[None]]
+_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")  # their threads outlive the functions that they run
+_GIVING = ("apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered")
+_WATCHES: list[Callable[[], Entered | None]] = []
+_HERE = threading.local()
+
+
+def is_followed() -> bool:
+    """Return whether this thread runs a function that a watched model's forward pass gave to it."""
+    return getattr(_HERE, "followed", False)
+
+
+@contextmanager
+def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
+    """Run under a watch, inside, what this thread gives to other threads."""
+    with _STARTS.held():
+        _WATCHES.append(watch)
+        try:
+            yield
+        finally:
+            _WATCHES.remove(watch)
+
+
+def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that it runs under the watches that are active here and now."""
+    entered = [context for watch in tuple(_WATCHES) if (context := watch()) is not None]
+    if not entered:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, _HERE.followed = is_followed(), True
+        try:
+            with ExitStack() as stack:
+                for context in entered:
+                    stack.enter_context(context())
+                return function(*args, **kwargs)
+        finally:
+            _HERE.followed = before
+
+    return run
+
+
+def is_of_pool(thread: threading.Thread) -> bool:
+    """Return whether a thread belongs to a pool."""
+    return getattr(getattr(thread, "_target", None), "__module__", None) in _POOLS
+
+
+def _started(start: Callable[..., Any], thread: threading.Thread) -> Any:
+    run = thread.run if is_of_pool(thread) else _carried(thread.run)
+    if run != thread.run:
+        thread.run = run  # type: ignore[method-assign]
+    return start(thread)
+
+
+def _given(
+    method: Callable[..., Any], pool: object, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return method(pool, _carried(function), *args, **kwargs)
+
+
+def _raw(start: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    return start(_carried(function), *args)
+
+
+@contextmanager
+def _starts() -> Iterator[None]:
+    """Make every way to give a function to a thread ask the watches first."""
+    with ExitStack() as stack:
+        stack.enter_context(replaced(threading.Thread, "start", _started))
+        stack.enter_context(replaced(_thread, "start_new_thread", _raw))
+        stack.enter_context(replaced(ThreadPoolExecutor, "submit", _given))
+        for name in _GIVING:
+            stack.enter_context(replaced(ThreadPool, name, _given))
+        yield
+
+
+_STARTS = SharedChange(_starts)
+
+FORBIDDING = -9_999.0  # a term this far below the best of its row can forbid a key
+ROOM = 1_000.0  # for scores or a bias on top of such a constant
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return the number at or below which a term counts as -inf: -1e36; in float16 half of its lowest number."""
+    return max(-1e36, torch.finfo(dtype).min / 2)
+
+
+def split_mask(
+    mask: Tensor, least: float | None = None
+) -> tuple[Tensor | None, Tensor | None, float | None, Tensor | None]:
+    """Split a mask into the keys that it allows and the bias that it adds."""
+    with outside_all_modes(mask.device.type):
+        mask = mask.detach()
+        if not mask.is_floating_point():
+            return mask.bool(), None, None, None
+        forbidden, steep = _forbidden(mask, FORBIDDING, least)
+        some = bool(forbidden.any())
+        bias = mask.masked_fill(forbidden, 0) if some else mask
+        full = full_rows(mask)
+        return (~forbidden if some else None), (bias if bool(bias.any()) else None), steep, full
+
+
+def full_rows(terms: Tensor) -> Tensor | None:
+    """Return the keys with the largest term in rows where all count as -inf but not all are; None if none."""
+    top = terms.amax(-1, keepdim=True)
+    rows = (top <= lowest(terms.dtype)) & (top > -torch.inf)
+    return rows & (terms - top > FORBIDDING) if bool(rows.any()) else None
+
+
+def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
+    """Split the scores that a softmax saw in the same way, if what was added to them is unknown."""
+    forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
+    some = bool(forbidden.any())
+    return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
+
+
+def _forbidden(terms: Tensor, enough: float, least: float | None = None) -> tuple[Tensor, float | None]:
+    """Return which terms forbid their key, and the lowest of those that do not count as -inf."""
+    forbidden = terms <= (lowest(terms.dtype) if least is None else least)
+    best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
+    below = (terms - best).masked_fill(forbidden, 0)
+    if not bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
+        return forbidden, None
+    steep = below <= FORBIDDING + ROOM
+    highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
+    steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
+    constant = terms.masked_fill(~steep, 0).amin()
+    return forbidden | steep, (float(constant) if bool(steep.any()) else None)

@@ -13,16 +13,25 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.attention_calls import take_off, watch_attention
 from semdiag.capturing.audit import Audit, Skipped
-from semdiag.capturing.hooks import take_off
-from semdiag.capturing.kept_keys import SharedChoices, allowed_keys, counted, narrowed
-from semdiag.capturing.mask_rules import Keep, RandomK, TopK, TopP, Window, check_keep, rule_for
+from semdiag.capturing.kept_keys import (
+    Keep,
+    RandomK,
+    SharedChoices,
+    TopK,
+    TopP,
+    Window,
+    allowed_keys,
+    check_keep,
+    counted,
+    narrowed,
+    rule_for,
+)
 from semdiag.capturing.own_gradients import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
-from semdiag.capturing.recording import outside_all_modes
-from semdiag.capturing.threads import is_followed
+from semdiag.capturing.recording import is_followed, outside_all_modes
 from semdiag_models import InputError
 
 _ELSEWHERE = "the forward pass runs it in another thread, where no mask can reach it"
@@ -151,7 +160,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     Args:
         model: any module that capture understands. What runs outside it is left alone.
         keep: :class:`TopK`, :class:`TopP`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer,
-            module name, or (module name, occurrence); or what :func:`~semdiag.capturing.budgets.read_budget`
+            module name, or (module name, occurrence); or what :func:`~semdiag.capturing.loading.read_budget`
             returns.
         partial: whether to go on if some attention cannot be masked; ``unmasked`` then lists it.
 

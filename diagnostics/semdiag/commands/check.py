@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import completion, options
+from semdiag.commands.measuring import FORMATS
+from semdiag.presenting import options
+from semdiag.presenting import options as completion
 from semdiag.presenting.question import Shared, command
-from semdiag.presenting.terminal.terminal import beside_json, say, tell
+from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
 _JUDGED = "What is judged"
 
@@ -71,14 +73,11 @@ def check(
 
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
-    from semdiag.commands.printing.check import conclusion, print_check
-    from semdiag.questions.mask_stability.measure.probe import NoisePlan
-    from semdiag.reporting.gate.drift import read_baseline
-    from semdiag.reporting.gate.junit import junit_xml
-    from semdiag.reporting.gate.rules import parse_rule
-    from semdiag.reporting.gate.verification import PROBED, Expectations, verify
+    from semdiag.commands.printing import conclusion, print_check
+    from semdiag.questions.mask_stability.measure import NoisePlan
+    from semdiag.reporting.gate import PROBED, Expectations, junit_xml, parse_rule, read_baseline, verify
     from semdiag_models import InputError
-    from semdiag_models.writing import write_text
+    from semdiag_models.reading import write_text
 
     if junit is not None and junit.is_dir():
         raise InputError(f"{junit} is a folder. Name a file with --junit FILE.")
@@ -107,3 +106,189 @@ def check(
             say(conclusion(result))
     if result.failures and not exit_zero:
         raise typer.Exit(1)
+
+
+def list_names(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="tasks, attentions or metrics. Default: all three.",
+            autocompletion=completion.names(completion.LISTS),
+        ),
+    ] = "all",
+) -> None:
+    """List the tasks with their baselines, the kinds of attention, and the metrics.
+
+    [bold]semdiag list tasks[/]
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from semdiag_models import ATTENTIONS, TASKS, Text
+    from semdiag_models.reading import unknown_name
+
+    tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
+    tasks.caption_justify = "left"
+    tasks.columns[0].no_wrap = True
+    tasks.caption = (
+        "chance: accuracy of a uniform guess; majority: of the commonest label; shortcut: of the best rule that "
+        f"looks at one token. {_out_of_reach()}"
+    )
+    for task in TASKS.values():
+        numbers = (f"{task.chance:.0%}", f"{task.majority:.0%}", f"{task.shortcut[0]:.0%}")
+        tasks.add_row(task.name, task.summary, str(task.classes), *numbers)
+    tasks.add_row(Text.name, f"{Text.summary} (--text FILE)", "pieces", "–", "–", "–")
+    attentions = Table("attention", "what a query attends to", title="Attentions", box=SIMPLE_HEAD)
+    for name, kind in ATTENTIONS.items():
+        attentions.add_row(name, kind.meaning)
+    metrics = Table("metric", "definition", "command", title="Metrics", box=SIMPLE_HEAD)
+    for row in _METRICS:
+        metrics.add_row(*row)
+    tables = {"tasks": tasks, "attentions": attentions, "metrics": metrics}
+    if what not in (*tables, "all"):
+        raise unknown_name("list", what, tables)
+    console = terminal()
+    for name, table in tables.items():
+        if what in (name, "all"):
+            console.print(table)
+
+
+def _out_of_reach() -> str:
+    """Return which tasks local attention cannot represent, at the recipes' lengths and blocks."""
+    from semdiag_models import TASKS, configure
+    from semdiag_models.attention.attention import cannot_represent
+    from semdiag_models.attention.selection import LOCAL
+
+    limits = []
+    for kind in LOCAL:
+        names = []
+        for task in TASKS.values():
+            config, _ = configure(task, {"attention": kind, "k": _K})
+            names += [task.name] * cannot_represent(task, config)
+        limits.append(f"{kind} on {', '.join(names)}")
+    return (
+        f"With the recipes' lengths and blocks and k = {_K}, no weights are right on every input for "
+        f"{'; '.join(limits)}. One global token removes this limit."
+    )
+
+
+_K = 5  # of the examples
+_METRICS = (
+    ("semantic dispersion δ", "range of the scores a query attends to, nats", "semdiag dispersion"),
+    ("semantic separation Δ", "smallest kept score minus largest dropped one, nats", "semdiag separation"),
+    ("key load", "number of queries that attend to a key", "semdiag separation"),
+    ("softmax stability ξ", "change of attention weights per change of scores, ℓ1", "semdiag stability"),
+    ("response", "mean change of attention weights under input noise", "semdiag stability"),
+    ("unchanged masks", "share under input noise: certified, predicted, observed", "semdiag mask-stability"),
+    ("mask agreement", "share of a query's kept keys unchanged by input noise", "semdiag mask-stability"),
+    ("Lipschitz estimates", "secants, gradients, block Jacobians, from below", "semdiag lipschitz"),
+    ("loss surface", "loss and accuracy, or δ and Δ, on planes of parameters", "semdiag landscape"),
+    ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "semdiag bounds"),
+    ("attention weight kept", "weight of a query's k largest scores, for every k", "semdiag k-sweep"),
+)
+
+_SPLITS = ("train", "holdout")
+_FACTS = {name: name for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")} | {
+    "weights": "weights_sha256"
+}
+
+
+def info(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint (.pt), the folder of a run, hf:DIRECTORY, or package.module:function.",
+            autocompletion=completion.models,
+        ),
+    ],
+    config: options.Config = None,
+    head: options.Head = "auto",
+    as_json: options.Json = False,
+) -> None:
+    """Show what is in a checkpoint: architecture, training, accuracy, provenance.
+
+    A hash of the weights is compared with the one recorded in the checkpoint, and with the one in manifest.json
+    beside the run's folder, if there is one. Exit code 1 if they differ.
+
+    [bold]semdiag info checkpoints/even-pairs-topk-5-seed-153476998[/]
+    """
+    from rich.table import Column, Table
+
+    from semdiag.capturing.loading import describe, load_all
+    from semdiag.commands.measuring import read_config
+    from semdiag_models.tasks import perplexity
+
+    (loaded,) = load_all([model], read_config(config), head)
+    last = {name: column[-1] for name, column in loaded.history.items() if column}
+    training = loaded.training.to_dict() if loaded.training is not None else {}
+    text = training.pop("text", None)
+    if text is not None:
+        text["model"] = f"SentencePiece, {len(text['model']) * 3 // 4:,} bytes"
+        last.update({f"{split}_perplexity": perplexity(last[f"{split}_loss"]) for split in _SPLITS if last})
+    wrong = loaded.contradicted_by
+    places = " and ".join(wrong or loaded.recorded_weights)
+    recorded = (
+        f"NOT those recorded in {places}" if wrong else f"as recorded in {places}" if places else "not recorded"
+    )
+    sections = {
+        "checkpoint": {name: getattr(loaded, attribute) for name, attribute in _FACTS.items()}
+        | {"verified": recorded},
+        "model": describe(loaded),
+        "training": training,
+        **({"text": text} if text is not None else {}),
+        "last epoch": last,
+        "provenance": loaded.provenance,
+    }
+    if as_json:
+        import json
+
+        from semdiag.measuring.findings.findings import MODEL_FACTS, json_ready, schema
+
+        chosen = {} if loaded.external else loaded.encoder.config.to_dict()
+        known = (loaded.path, loaded.sha256, loaded.task, chosen.get("attention"), chosen.get("k"), loaded.epoch)
+        content = {"results": [dict(zip(MODEL_FACTS, known, strict=True))], **sections}
+        typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
+        raise typer.Exit(bool(wrong))
+    console = terminal()
+    for title, entries in sections.items():
+        table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
+        for name, value in entries.items():
+            said = f"{value:.6g}" if isinstance(value, float) else str(value)
+            table.add_row(name, "–" if value is None or said in ("", "unknown") else said)
+        console.print(table if entries else f"{title}: not in this file")
+    raise typer.Exit(bool(wrong))
+
+
+def monitor(
+    file: Annotated[
+        Path, typer.Argument(help="A monitor's .csv or .parquet: that of its layers, or of its heads beside it.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Draw the whole run, layers against steps, to this .png, .svg or .pdf."),
+    ] = None,
+) -> None:
+    """Show a training as a monitor saw it: the extremes of its heads and the alarms; with --out a figure.
+
+    In Python: with semdiag.Monitor(model, path="attention.csv", alarm={"max_logit": 50}): …
+
+    [bold]semdiag monitor attention.csv --out run.png[/]
+    """
+    from semdiag.measuring.calls.monitor_alarms import extremes_of, read_heads
+    from semdiag.presenting.drawing.panels import monitored_run
+    from semdiag_models import InputError
+
+    heads = read_heads(file)
+    if out is not None:
+        if out.suffix[1:] not in FORMATS:
+            raise InputError(f"--out takes a .png, .svg or .pdf. Got {out}.")
+        if heads.empty:
+            raise InputError(f"{file} has no rows: no step was looked at, and there is nothing to draw.")
+        try:
+            monitored_run(heads).savefig(out, dpi=150)
+        except OSError as error:
+            raise InputError(f"{out} cannot be written: {error.strerror or error}.") from None
+    for line in extremes_of(heads):
+        say(line)
+    if out is not None:
+        say(f"Figure: {out}")

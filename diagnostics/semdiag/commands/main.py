@@ -1,9 +1,12 @@
 """The program ``semdiag``: its commands, and the border where errors become one line."""
 
 import inspect
+import json
 import sys
+import tempfile
 import traceback
 import warnings
+import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
@@ -11,19 +14,174 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from semdiag.commands.check import check
-from semdiag.commands.info import info
-from semdiag.commands.listing import list_names
-from semdiag.commands.monitor import monitor
-from semdiag.commands.repeated_options import RepeatedOptions
-from semdiag.commands.report import report
-from semdiag.commands.shared import with_options
+from semdiag.commands.check import check, info, list_names, monitor
+from semdiag.commands.measuring import with_options
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
-from semdiag.presenting.terminal.terminal import speak_any_language, tell
+from semdiag.presenting import options
+from semdiag.presenting.question import ANSWERS, Shared, command
+from semdiag.presenting.terminal import beside_json, say, speak_any_language, tell
 from semdiag.questions.registry import QUESTIONS
+
+_REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # allowed with --from
+_PROBE_SAMPLES = 100  # for questions with a command of their own: enough for a first look
+_UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # raised by damaged measurements
+
+
+@command(sampling=True)
+def report(
+    models: options.Models = None,
+    k: options.Counterfactual = "5",
+    noise: options.Noise = "0.01",
+    redraw: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Redraw a report from its folder, if it was made with --keep-queries; no model is needed.",
+        ),
+    ] = None,
+    keep_queries: Annotated[
+        bool,
+        typer.Option(
+            "--keep-queries", help="Keep every query in the report's data/, so that --from can redraw it."
+        ),
+    ] = False,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
+            rich_help_panel=options.MEASURE,
+        ),
+    ] = False,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            "--rerun-minutes",
+            min=0,
+            help="Also run an external model with sparse attention, on as many samples as fit into about "
+            "this many minutes. 0: not at all.",
+            rich_help_panel=options.MEASURE,
+        ),
+    ] = 2,
+    show: Annotated[
+        bool, typer.Option("--open", help="Open the page in the browser.", rich_help_panel=options.OUTPUT)
+    ] = False,
+    *,
+    shared: Shared,
+) -> None:
+    """Measure everything and write one report: a page with the verdict, figures, tables and caveats.
+
+    The page opens from disk in any browser. Without a MODEL, [bold]semdiag report[/] reports on every run in
+    ./checkpoints.
+    """
+    from semdiag.commands import measuring
+    from semdiag.commands.one_text import kept_page, one_text_page
+    from semdiag.commands.output_folder import output_folder
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.measurements import Measurements
+    from semdiag.measuring.percentiles import ReportOptions, probes
+    from semdiag.presenting.option_values import positive_numbers, whole_numbers
+    from semdiag.presenting.progress import Stages
+    from semdiag.presenting.section import say_sentences
+    from semdiag.reporting.report import write_report
+    from semdiag_models import InputError
+    from semdiag_models.reading import read_json
+
+    formats = measuring.figure_formats(shared.values["figures"])
+    if redraw is not None:
+        _check_redrawing(models, shared.typed)
+        whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not just its data folder
+        findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
+        look = kept_page(redraw)
+    else:
+        ks = whole_numbers(k, "--k")
+        options = ReportOptions(
+            noise=positive_numbers(noise, "--noise"),
+            seed=shared.values["seed"],
+            k=min((each for each in ks if each > 0), default=None),  # smaller ones are refused with the inputs
+            thorough=thorough,
+            rerun_seconds=60 * minutes or None,
+        )
+        plans = (probe.reported(options) for probe in probes().values())
+        conditions = shared.conditions(
+            keep_queries,
+            k=ks,
+            k_lowers="k" not in shared.typed,
+            plans=tuple(plan for plan in plans if plan is not None),
+            probe_samples=_PROBE_SAMPLES,
+        )
+        pages: list[str | None] = []
+        findings = shared.measured(
+            models, conditions, then=lambda loaded: pages.append(one_text_page(loaded, conditions))
+        )
+        (look,) = pages
+    folder = output_folder("report", findings.measurements, shared.values["out"])
+    try:
+        with Stages("drawing", 1, shared.values["quiet"]) as bar:
+            command_line = measuring.command_line()
+            page = write_report(findings, folder, command_line, formats, keep_queries, progress=bar, look=look)
+    except Exception as error:
+        if redraw is None and keep_queries and not isinstance(error, InputError):
+            saved = Path(tempfile.mkdtemp(prefix=f"{folder.name}-measurements-", dir=folder.parent))
+            findings.measurements.save(saved)
+            tell(f"semdiag: the report was not drawn. Its measurements are kept: semdiag report --from {saved}")
+        if redraw is None or isinstance(error, InputError) or not isinstance(error, _UNFITTING):
+            raise
+        said = " ".join(str(error).split())[:120]
+        raise InputError(
+            f"{redraw} cannot be drawn: its files do not fit together ({type(error).__name__}: {said})."
+        ) from error
+    whole = read_json(folder / "summary.json")
+    if shared.values["as_json"]:
+        typer.echo(json.dumps(whole))
+    if not shared.values["quiet"]:
+        with beside_json(shared.values["as_json"]):
+            say_sentences(whole["verdict"][:ANSWERS])
+            say(f"Report: {page}")
+    if show:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _check_redrawing(models: object, typed: frozenset[str]) -> None:
+    """Refuse arguments that cannot be combined with ``--from``."""
+    from semdiag_models import InputError
+
+    if models:
+        raise InputError("--from draws saved measurements: do not name models with it.")
+    if unused := typed - _REDRAWING:
+        options = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
+        raise InputError(f"--from draws saved measurements as they are: leave out {options}.")
+
+
+class RepeatedOptions(TyperCommand):
+    """A command whose options are lists where their placeholder has a comma: ``--k 8 --k 32`` is ``--k 8,32``."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Return a parser that keeps every value."""
+        parser: Any = super().make_parser(ctx)
+        lists = {p.name for p in self.params if "," in (getattr(p, "metavar", None) or "")}
+        single = {}
+        for option in (*parser._long_opt.values(), *parser._short_opt.values()):
+            if option.action == "store" and option.nargs == 1:
+                option.action = "append"  # click would keep only the last
+                single[option.dest] = option.obj
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            options, rest, order = parse(args=args)
+            for name in single.keys() & options.keys():
+                values = options[name]
+                if len(values) > 1 and name not in lists:
+                    ctx.fail(f"{single[name].opts[0]} is given {len(values)} times, and takes one value.")
+                options[name] = values[0] if len(values) == 1 else ",".join(values)
+            return options, rest, order
+
+        parser.parse_args = parse_args
+        return parser
+
 
 # Typer bundles click under a name that differs between its versions; its own exports lead there.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -130,7 +288,7 @@ def main() -> None:
         _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
         # Looked up, not imported: importing the package would import torch, and make --help slow.
-        errors = sys.modules.get("semdiag_models.errors")
+        errors = sys.modules.get("semdiag_models.reading")
         if errors is not None and isinstance(error, errors.InputError):
             _refuse(str(error))
         if "device-side assert" in str(error):  # CUDA tells of an index later, wherever that may be, and not which

@@ -1,21 +1,27 @@
 """Measure what the shared options name, and deliver the results."""
 
+import inspect
 import json
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from semdiag.presenting import options
+from semdiag.presenting.question import Command
+
 if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
-    from semdiag.measuring.conditions import Conditions
     from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
 
 FORMATS = ("png", "svg", "pdf")
@@ -28,7 +34,7 @@ def command_line() -> str:
 
 def figure_formats(text: str) -> tuple[str, ...]:
     """Read ``"png,svg"``; ``"none"`` gives none."""
-    from semdiag_models.errors import unknown_name
+    from semdiag_models.reading import unknown_name
 
     formats = tuple(part.strip() for part in text.split(",") if part.strip() and part.strip() != "none")
     for name in formats:
@@ -64,17 +70,15 @@ def measured(
     then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
 ) -> "Findings":
     """Find the checkpoints and measure them, with progress on stderr."""
-    from semdiag.capturing.attention_kinds import DENSE, external
+    from semdiag.capturing.attention_call import DENSE, external
     from semdiag.capturing.audit import WARNING
-    from semdiag.capturing.discovery import find_checkpoints, without_other_files
-    from semdiag.capturing.loading import load_all
+    from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
     from semdiag.measuring.counted import counted
-    from semdiag.measuring.findings.findings import Findings
-    from semdiag.measuring.findings.pairing import unlearned_sentences
+    from semdiag.measuring.findings.findings import Findings, unlearned_sentences
     from semdiag.measuring.survey import survey
-    from semdiag.presenting.terminal.progress import Stages
-    from semdiag.presenting.terminal.terminal import tell
-    from semdiag.reporting.capture_words import diverged_sentences
+    from semdiag.presenting.progress import Stages
+    from semdiag.presenting.terminal import tell
+    from semdiag.reporting.page import diverged_sentences
     from semdiag_models import InputError
 
     named, other_files = without_other_files(list(models or ()))
@@ -130,7 +134,7 @@ def _held_out(model: "LoadedModel") -> int:
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
     """Return the checkpoints to measure, with the reference last."""
-    from semdiag.capturing.discovery import find_checkpoints
+    from semdiag.capturing.loading import find_checkpoints
     from semdiag_models import InputError
 
     reference = find_checkpoints([against])
@@ -144,7 +148,7 @@ def _with_reference(paths: list[Path], against: Path) -> list[Path]:
 
 def check_out(folder: Path | None, keep_queries: bool) -> None:
     """Refuse a folder for :func:`deliver` before anything is measured."""
-    from semdiag.reporting.folder import check_folder
+    from semdiag.reporting.report import check_folder
 
     if folder is not None:
         check_folder(folder, keep_queries)
@@ -191,10 +195,10 @@ def deliver(
 
     from semdiag.commands.output_folder import output_folder
     from semdiag.measuring.findings.estimates import partial_sentences
+    from semdiag.presenting.progress import Stages
     from semdiag.presenting.question import ANSWERS
-    from semdiag.presenting.terminal.console import say_sentences
-    from semdiag.presenting.terminal.progress import Stages
-    from semdiag.presenting.terminal.terminal import beside_json, say, tell
+    from semdiag.presenting.section import say_sentences
+    from semdiag.presenting.terminal import beside_json, say, tell
     from semdiag.questions.registry import sections as every_section
     from semdiag.questions.registry import summaries
     from semdiag.reporting.report import answers, write_report
@@ -225,3 +229,122 @@ def _today() -> str:
     fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
     seconds = int(fixed) if fixed.isdecimal() and len(fixed) < 12 else time.time()
     return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+
+
+# Name, type with help, default; in the order of the help.
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "inputs": (options.Inputs, None),
+    "max_length": (options.MaxLength, None),
+    "tokenizer": (options.Tokenizer, None),
+    "labels": (options.Labels, None),
+    "samples": (options.Samples, 500),
+    "batch_size": (options.BatchSize, 100),
+    "device": (options.Device, "auto"),
+    "dtype": (options.Dtype, "auto"),
+    "seed": (options.Seed, 0),
+    "min_keys": (options.MinKeys, 1),
+    "queries": (options.Queries, None),
+    "max_queries": (options.MaxQueries, 20_000_000),
+    "config": (options.Config, None),
+    "head": (options.Head, "auto"),
+    "jobs": (options.Jobs, None),
+    "ray": (options.Ray, ""),
+    "out": (options.Out, None),
+    "as_json": (options.Json, False),
+    "per_query": (options.PerQuery, None),
+    "figures": (options.Figures, "png,svg"),
+    "quiet": (options.Quiet, False),
+}
+_OF_TEXTS = ("max_length", "tokenizer", "labels")
+_SAMPLING = ("queries", "max_queries")
+_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *_SAMPLING)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The shared options: implements :class:`semdiag.presenting.question.Shared`."""
+
+    values: dict[str, Any]
+    typed: frozenset[str]
+
+    def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
+        """Return the conditions of the measurement; every option is checked first."""
+        from semdiag.capturing.inputs import TextOptions
+        from semdiag.commands import measuring
+        from semdiag.measuring.measure import Conditions
+
+        measuring.figure_formats(self.values.get("figures", ""))
+        measuring.check_per_query(self.values.get("per_query"))
+        measuring.check_out(self.values.get("out"), keep_queries)
+        values = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
+        texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
+        return Conditions(**values, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
+
+    def measured(
+        self,
+        models: Sequence[Path] | None,
+        conditions: "Conditions",
+        run: Callable[..., Any] | None = None,
+        more_stages: int = 0,
+        against: Path | None = None,
+        then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
+    ) -> "Findings":
+        """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
+        from semdiag.commands import measuring
+        from semdiag.commands.processes import in_processes
+
+        quiet = self.values["quiet"]
+        run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
+        return measuring.measured(models, conditions, quiet, run, more_stages, against, self.typed, then)
+
+    def deliver(
+        self,
+        command: str,
+        findings: "Findings",
+        show: Callable[["Findings"], None],
+        sections: Sequence[str] | None = None,
+        answered: bool = False,
+    ) -> None:
+        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`."""
+        from semdiag.commands import measuring
+
+        measuring.deliver(command, findings, show, self.values, sections, answered)
+
+
+def with_options(command: Command) -> Callable[..., None]:
+    """Give a command the shared options; it receives them as its argument ``shared``."""
+    names = [
+        name
+        for name in _SHARED
+        if name not in command.leave_out
+        and (command.sampling or name not in _SAMPLING)
+        and not (name in _OF_TEXTS and "inputs" in command.leave_out)
+    ]
+
+    def with_shared(context: typer.Context, **given: Any) -> None:
+        sources = {name: context.get_parameter_source(name) for name in given}
+        # Before click 8.2, an omitted argument counts as given on the command line, as None.
+        typed = frozenset(
+            name
+            for name, source in sources.items()
+            if source and source.name == "COMMANDLINE" and given[name] is not None
+        )
+        shared = Shared({name: given.pop(name) for name in names}, typed)
+        command.run(**given, shared=shared)
+
+    own_parameters = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
+    shared_parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=command.defaults.get(name, _SHARED[name][1]),
+            annotation=_SHARED[name][0],
+        )
+        for name in names
+    ]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *own_parameters, *shared_parameters]
+    with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
+    with_shared.__doc__, with_shared.__name__ = command.run.__doc__, command.run.__name__
+    return with_shared

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from semdiag.capturing.inputs.texts import SUFFIXES
+from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.conditions import Conditions
-from semdiag.questions.look.measure.heads import fitting_k
-from semdiag.questions.look.measure.loaded import see_loaded
+from semdiag.measuring.measure import Conditions
+from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.reporting.report import LOOK
 from semdiag_models import InputError

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
     """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
-    from semdiag.presenting.terminal.terminal import tell
+    from semdiag.presenting.terminal import tell
 
     models = [str(model) for model in measurements.models["model"]]
     name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
-    from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
     from semdiag_models.sweeps.workers import Workers
 
@@ -21,9 +21,8 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
     from dataclasses import replace
 
-    from semdiag.measuring.parallel import MeasuringOrder, one_thread, run_in_parallel
-    from semdiag.measuring.survey import survey
-    from semdiag_models.device import find_device
+    from semdiag.measuring.survey import MeasuringOrder, one_thread, run_in_parallel, survey
+    from semdiag_models.training import find_device
 
     def run(
         loaded: "list[LoadedModel]",
@@ -55,8 +54,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
 
 def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
-    from semdiag.measuring.parallel import run_order
-    from semdiag_models.sweeps.ray import RayWorkers
-    from semdiag_models.sweeps.workers import LocalWorkers
+    from semdiag.measuring.survey import run_order
+    from semdiag_models.sweeps.workers import LocalWorkers, RayWorkers
 
     return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)

@@ -10,7 +10,7 @@ import typer
 
 from semdiag.commands.measuring import command_line
 from semdiag.presenting import options
-from semdiag.presenting.terminal.terminal import beside_json, tell
+from semdiag.presenting.terminal import beside_json, tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.grid import SweepRun
@@ -102,11 +102,11 @@ def sweep(
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """
-    from semdiag.commands.printing.sweep import print_estimates, print_results
+    from semdiag.commands.printing import print_estimates, print_results
     from semdiag_models import InputError
-    from semdiag_models.device import find_device
-    from semdiag_models.sweeps.estimates import estimate
     from semdiag_models.sweeps.grid import SweepError, read_sweep
+    from semdiag_models.sweeps.runs import estimate
+    from semdiag_models.training import find_device
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
@@ -149,12 +149,11 @@ def _workers(
 ) -> "Workers":
     """Return the processes that train groups of runs."""
     if ray:
-        from semdiag_models.sweeps.ray import RayWorkers
+        from semdiag_models.sweeps.workers import RayWorkers
 
         return RayWorkers(ray, gpus_per_run, jobs)
-    from semdiag_models.device import find_device
-    from semdiag_models.memory_needs import training_memory
     from semdiag_models.sweeps.workers import LocalWorkers
+    from semdiag_models.training import find_device, training_memory
 
     on_cpu = find_device(device).type == "cpu"
     sizes = [sum(training_memory(run.model, run.training, on_cpu) for run in group) for group in groups]
@@ -177,10 +176,9 @@ def _train(
     runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[Sequence[Sequence[SweepRun]]], Workers]"
 ) -> "list[RunResult]":
     """Train the unfinished runs; return the rows of all runs, which are also saved after every run."""
-    from semdiag.commands.printing.sweep import SweepProgress
-    from semdiag_models.run_lock import RunLock
-    from semdiag_models.sweeps.results import write_results
-    from semdiag_models.sweeps.runs import Order, result
+    from semdiag.commands.printing import SweepProgress
+    from semdiag_models.reading import RunLock
+    from semdiag_models.sweeps.runs import Order, result, write_results
     from semdiag_models.sweeps.workers import together, train_all
 
     provenance = {"command": command_line(), "target": ways.target}

@@ -1,20 +1,182 @@
 """``semdiag train``."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
 from semdiag.commands import training_options as options
 from semdiag.commands.measuring import command_line
-from semdiag.commands.printing.training import TrainingProgress, summarise
-from semdiag.commands.text_training import introduction, text_task
-from semdiag.presenting.terminal.terminal import say, tell
+from semdiag.measuring.counted import counted
+from semdiag.presenting.terminal import Minutes, say, tell, terminal
 
 if TYPE_CHECKING:
-    from semdiag_models import Trainer
-    from semdiag_models.seed_runs import SeedRun
+    from semdiag_models import Text, Trainer, TrainingConfig
+    from semdiag_models.run_folder import SeedRun
     from semdiag_models.tasks import Classification
+    from semdiag_models.training import Progress, Trainer
+
+
+class TimedBar(ABC):
+    """Progress of a training on a terminal; in a log, a line a minute."""
+
+    def __init__(self, columns: tuple[str, str, str, str], quiet: bool, start: str = "", **task: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        before, after, left, end = columns
+        self._quiet = quiet
+        self._bar = Progress(
+            TextColumn(before, markup=False),
+            BarColumn(),
+            *([TextColumn(after, markup=False)] if after else []),
+            TimeElapsedColumn(table_column=Column(min_width=7)),  # on 80 columns the bar gives way, not the times
+            TextColumn(left, markup=False),
+            TimeRemainingColumn(table_column=Column(min_width=7)),
+            TextColumn(end, markup=False),
+            console=(console := terminal(stderr=True)),
+            disable=quiet,
+        )
+        self._minutes = Minutes(start, self._state, self._share, quiet or console.is_terminal)
+        self._task = self._bar.add_task("", **task)
+        self._completed_before = self._bar.tasks[0].completed
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._minutes.__exit__(None, None, None)
+        if not self._bar.disable:  # before rich 14.3 it would leave an empty line
+            self._bar.stop()
+
+    @abstractmethod
+    def _state(self) -> str:
+        """Return what the bar shows, in words."""
+
+    def _share(self) -> float | None:
+        """Return the share done of this session's work; what was done before took an unknown time."""
+        (task,) = self._bar.tasks
+        left = (task.total or 0) - self._completed_before
+        return (task.completed - self._completed_before) / left if left else None
+
+
+def summarise(trainer: "Trainer", several: bool) -> None:
+    """Print the result of a run."""
+    from semdiag_models.tasks.text import unigram_perplexity
+
+    history, until = trainer.history, trainer.training.until
+    stopped = ""
+    if until is not None:
+        stopped = f", stopped at --until {until:g}" if trainer.converged else f", --until {until:g} not reached"
+    seed = f", seed {trainer.training.seed}" if several else ""
+    run = f"{trainer.training.task_label}, {trainer.config.attention_label}{seed}"
+    trained = f"after {counted(trainer.epoch, 'epoch')}{stopped}"
+    if trainer.training.text is not None:
+        row = {name: column[-1] for name, column in history.items()}
+        labels = trainer.train_split.labels, trainer.holdout_split.labels
+        alone = unigram_perplexity(*labels, trainer.config.classes)
+        say(
+            f"{run}: {_perplexities(row)} {trained} (pieces' frequencies alone {alone:.1f}), "
+            f"held-out accuracy {row['holdout_accuracy']:.1%}."
+        )
+        return
+    say(
+        f"{run}: training accuracy {history['train_accuracy'][-1]:.1%}, held-out "
+        f"{history['holdout_accuracy'][-1]:.1%} {trained} (chance {1 / trainer.config.classes:.0%})."
+    )
+
+
+def _perplexities(row: Mapping[str, float]) -> str:
+    from semdiag_models.tasks import perplexity
+
+    return f"perplexity train {perplexity(row['train_loss']):.1f} held-out {perplexity(row['holdout_loss']):.1f}"
+
+
+class TrainingProgress(TimedBar):
+    """A bar on stderr: steps within the runs, time left, latest accuracies; in a log, a line a minute."""
+
+    def __init__(self, trainers: "list[Trainer]", quiet: bool) -> None:
+        training = trainers[0].training
+        steps = -(-training.train_samples // training.batch_size)
+        self._several = len(trainers) > 1
+        start = f"training {counted(len(trainers), 'run')} for {counted(training.epochs, 'epoch')}"
+        super().__init__(
+            ("epoch {task.fields[epoch]}/{task.fields[epochs]}", "", "left", "{task.fields[accuracy]}"),
+            quiet,
+            f"{start} of {counted(steps, 'step')}",
+            total=training.epochs * steps * len(trainers),
+            completed=sum(trainer.epoch for trainer in trainers) * steps,
+            epoch=min(trainer.epoch for trainer in trainers),
+            epochs=training.epochs,
+            accuracy="",
+        )
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._minutes.begin()
+        self._minutes.__enter__()
+        return self
+
+    def batch(self, trainer: "Trainer") -> None:
+        """Move on by one step of one run."""
+        self._bar.advance(self._task)
+
+    def epoch(self, trainer: "Trainer", progress: "Progress") -> None:
+        """Show the accuracies of an epoch of one run."""
+        row = progress.row
+        seed = f"seed {trainer.training.seed} " if self._several else ""
+        accuracy = f"accuracy train {row['train_accuracy']:.1%} held-out {row['holdout_accuracy']:.1%}"
+        if trainer.training.text is not None:
+            accuracy = _perplexities(row)
+        self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=seed + accuracy)
+
+    def _state(self) -> str:
+        (task,) = self._bar.tasks
+        known = f", {task.fields['accuracy']}" if task.fields["accuracy"] else ""
+        return f"training, epoch {task.fields['epoch']} of {task.fields['epochs']}{known}"
+
+
+def text_task(
+    file: Path | None,
+    holdout: Path | None,
+    tokenizer: str | None,
+    vocabulary: int | None,
+    window: int | None,
+    quiet: bool,
+) -> "Text":
+    """Read the text and learn its pieces, which takes about a second per megabyte."""
+    from contextlib import nullcontext
+
+    from semdiag.presenting.terminal import Minutes, terminal
+    from semdiag_models import InputError, Text, open_text
+
+    if file is None:
+        raise InputError("The task text needs a file to learn from: semdiag train text --text FILE.")
+    if window is not None and window < 1:
+        raise InputError(f"--window must be at least 1. Got {window}.")
+    console, learning = terminal(stderr=True), "learning the pieces of the text"
+    with (
+        console.status(learning.capitalize()) if console.is_terminal and not quiet else nullcontext(),
+        Minutes(learning, lambda: learning, lambda: None, quiet or console.is_terminal),
+    ):
+        source = open_text(file, holdout, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary)
+    return Text(source, window)
+
+
+def introduction(training: "TrainingConfig") -> str:
+    """Return one line on the text's samples; an empty string for other tasks."""
+    text = training.text
+    return (
+        ""
+        if text is None
+        else (
+            f"{text.file}: windows of {training.length} pieces, {training.train_samples:,} to train on, "
+            f"{training.holdout_samples:,} of {text.holdout_file or 'the last tenth of the lines'} held out."
+        )
+    )
 
 
 def train(
@@ -94,7 +256,7 @@ def train(
         open_seed_runs,
         run_name,
     )
-    from semdiag_models.device import find_device
+    from semdiag_models.training import find_device
 
     if resume and overwrite:
         raise InputError("--resume and --overwrite cannot be used together.")

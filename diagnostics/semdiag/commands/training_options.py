@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import completion
+from semdiag.presenting import options as completion
 
 _MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisation", "Run"
 

@@ -1,7 +1,4 @@
-"""When does a set of highest-scoring keys survive a change of the scores? Certificate, prediction, measurement.
-
-Lowest-scoring keys are the highest-scoring ones of the negated scores.
-"""
+"""When does a set of highest-scoring keys survive a change of the scores? Certificate, prediction, measurement."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.largest_scores import largest_scores
+from semdiag.mathematics.bounds.block_bounds import Assumption, Bound, merged
+from semdiag.mathematics.score_strips import largest_scores
+from semdiag.mathematics.softmax_stability import heavy_hitter_stability
+from semdiag.mathematics.spectral_norms import Real, float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,3 +171,121 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
         best = largest_scores(beyond.flatten(0, -2)[rows], k)[0][:, :k]  # o_(1), …, o_(k)
         common.view(-1)[rows] = k - (kept < best).sum(-1)
     return common
+
+
+def heavy_hitter_pair_stability(
+    scores: Tensor,
+    other: Tensor,
+    selected: Tensor,
+    other_selected: Tensor,
+    allowed: Tensor,
+    other_allowed: Tensor,
+) -> Bound:
+    """Return the sound ξ_h of given pairs of rows, with all assumptions of Theorem 5 checked on the rows.
+
+    δ_h is the larger dispersion and Δ_h the smaller separation of the two rows.
+
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: δ_h and Δ_h are taken over both
+    rows; with one row's values the bound can be exceeded.
+
+    Args:
+        scores: z in nats, shape (..., keys).
+        other: z', same shape.
+        selected: bool, unmasked keys S of z, at least one per row.
+        other_selected: bool, unmasked keys S' of z'.
+        allowed: bool, allowed keys of z (S and the keys that were passed over).
+        other_allowed: bool, allowed keys of z'.
+
+    Returns:
+        ln ξ_h per pair, shape (...); +inf for pairs that break an assumption.
+
+    Raises:
+        ValueError: if a row selects no key.
+
+    Example:
+        >>> z, all_keys = torch.tensor([3.0, 2.0, 1.0]), torch.tensor([True, True, True])
+        >>> top, last = torch.tensor([True, True, False]), torch.tensor([False, True, True])
+        >>> xi = heavy_hitter_pair_stability(z, z.flip(0), top, last, all_keys, all_keys).log_value.exp()
+        >>> round(xi.item(), 12)  # ½ on a common set, and ½ for the swap of the least keys: 1/(kΔ)
+        1.0
+        >>> print(heavy_hitter_pair_stability(z, z, top, last, all_keys, all_keys).unmet[0])
+        assumption not met: each row keeps its highest-scoring allowed keys (rows that do not = 1)
+    """
+    ends = ((scores, selected, allowed), (other, other_selected, other_allowed))
+    delta = torch.maximum(*(_range(z, s) for z, s, _ in ends))
+    gap = torch.minimum(*(_gap(z, s, a) for z, s, a in ends))
+    keys = torch.maximum(selected.sum(dim=-1), other_selected.sum(dim=-1))
+    bound = heavy_hitter_stability(delta, gap, keys)
+    size_differs = selected.sum(dim=-1) != other_selected.sum(dim=-1)
+    allowed_differ = (allowed != other_allowed).any(dim=-1)
+    not_top = gap < 0
+    checks = (
+        _holds_in_all("both rows have the same number of unmasked keys", "rows that differ", size_differs),
+        _holds_in_all("both rows have the same allowed keys", "rows that differ", allowed_differ),
+        _holds_in_all("each row keeps its highest-scoring allowed keys", "rows that do not", not_top),
+    )
+    log_xi = torch.where(size_differs | allowed_differ, math.inf, bound.log_value)
+    return Bound(log_xi, merged([checks, bound.assumptions]), bound.source)
+
+
+def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
+    """Return the assumption that no row is broken."""
+    count = int(broken.sum())
+    return Assumption(statement, {name: count}, holds=count == 0)
+
+
+def _range(scores: Tensor, selected: Tensor) -> Tensor:
+    """Return the largest minus the smallest selected score."""
+    low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
+    return torch.where(selected, float64(scores), -math.inf).amax(dim=-1) - low
+
+
+def _gap(scores: Tensor, selected: Tensor, allowed: Tensor) -> Tensor:
+    """Return the smallest selected minus the largest unselected allowed score; +inf if all are selected."""
+    low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
+    return low - torch.where(allowed & ~selected, float64(scores), -math.inf).amax(dim=-1)
+
+
+def weight_change_bound(score_range: Real) -> Tensor:
+    """Bound the change of weights between two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
+
+    dz = z − z' over the keys. The bound is at most ‖dz‖_∞ and at most 2, and it is attained for every range.
+
+    Source: docs/theory.md#same-set. Deviation: not in the paper.
+
+    Args:
+        score_range: max dz − min dz ≥ 0 over the keys, nats.
+
+    Returns:
+        The bound, same shape, float64. Not a logarithm.
+
+    Example:
+        >>> weight_change_bound([0.0, 0.02, 100.0])
+        tensor([0.0000, 0.0100, 2.0000], dtype=torch.float64)
+    """
+    return 2 * torch.tanh(float64(score_range) / 4)
+
+
+def same_set_stability(log_odds: Real, score_range: Real) -> Bound:
+    """Return ξ of a pair of rows over the same keys: sup of 2x(1 − x) over the largest weights x between them.
+
+    Between the rows the log odds of the largest weight stay within range(dz)/2 of the mean m of the two rows':
+    ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0).
+
+    Source: docs/theory.md#same-set. Deviation: not in the paper.
+
+    Args:
+        log_odds: m, the mean over both rows of ln(p_max/(1 − p_max)), see
+            :func:`~semdiag.mathematics.softmax_stability.log_odds_of_largest`; +inf for a single key.
+        score_range: max dz − min dz ≥ 0 over the keys, nats.
+
+    Returns:
+        ln ξ per pair, in [−∞, ln ½], in the broadcast shape.
+
+    Example:
+        >>> same_set_stability([3.0, 3.0, 0.0], [0.0, 8.0, 0.0]).log_value.exp()
+        tensor([0.0904, 0.5000, 0.5000], dtype=torch.float64)
+    """
+    away = (float64(log_odds).abs() - float64(score_range) / 2).clamp(min=0)
+    log_xi = math.log(2) - away - 2 * torch.log1p(torch.exp(-away))
+    return Bound(log_xi, (), "docs/theory.md#same-set")

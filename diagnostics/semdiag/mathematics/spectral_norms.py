@@ -1,14 +1,157 @@
-"""Spectral norms of weights: Γ, Υ, B_P, B_R of Theorem 2, and the conventions of the paper's code.
-
-Weights follow torch's layout, (outputs, inputs), with heads as leading dimensions. Everything is float64.
-"""
+"""Spectral norms of weights: Γ, Υ, B_P, B_R of Theorem 2, and the conventions of the paper's code."""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.logarithms import float64
+Real: TypeAlias = Tensor | float | Sequence[float]
+
+
+def float64(value: Real) -> Tensor:
+    """Convert a number, a sequence of numbers or a tensor of any dtype to a float64 tensor.
+
+    Args:
+        value: the number(s); a tensor keeps its device, which must support float64 (CPU or CUDA).
+
+    Returns:
+        The same values, float64.
+
+    Example:
+        >>> float64([1, 2])
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    return torch.as_tensor(value, dtype=torch.float64)
+
+
+def broadcast(*values: Real) -> tuple[Tensor, ...]:
+    """Convert numbers and tensors to float64 and one shape.
+
+    Args:
+        values: to be combined elementwise.
+
+    Returns:
+        One float64 tensor per value, all of the broadcast shape and on one device: that of the first that is not
+        on the CPU, where numbers and constants are made.
+
+    Example:
+        >>> broadcast([1.0, 2.0], 5)[1]
+        tensor([5., 5.], dtype=torch.float64)
+    """
+    tensors = [float64(value) for value in values]
+    shape = np.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    return tuple(tensor.to(device).expand(shape) for tensor in tensors)
+
+
+def log(value: Real) -> Tensor:
+    """Return the natural logarithm in float64, with ln 0 = −inf.
+
+    Args:
+        value: non-negative number(s).
+
+    Returns:
+        ln value, same shape.
+
+    Example:
+        >>> log([0.0, 1.0])
+        tensor([-inf, 0.], dtype=torch.float64)
+    """
+    return float64(value).log()
+
+
+def log_sum(*terms: Tensor) -> Tensor:
+    """Return the logarithm of a sum of terms given by their logarithms, elementwise: ln Σ exp(term).
+
+    Args:
+        terms: natural logarithms, at least one; −inf stands for 0.
+
+    Returns:
+        The logarithm of the sum, in the broadcast shape.
+
+    Example:
+        >>> log_sum(log(1.0), log(2.0), log(0.0)).exp()
+        tensor(3.0000, dtype=torch.float64)
+    """
+    total = terms[0]
+    for term in terms[1:]:
+        total = torch.logaddexp(total, term)
+    return total
+
+
+def log_product(*factors: Tensor) -> Tensor:
+    """Return the logarithm of a product of constants given by their logarithms, with 0 · ∞ = 0.
+
+    A constant 0 means that nothing moves; then nothing moves afterwards either, whatever the other constants are.
+
+    Args:
+        factors: natural logarithms, at least one; −inf stands for 0 and +inf for no guarantee.
+
+    Returns:
+        The logarithm of the product, in the broadcast shape.
+
+    Example:
+        >>> log_product(float64([-math.inf, 1.0]), float64(math.inf))
+        tensor([-inf, inf], dtype=torch.float64)
+    """
+    total = factors[0]
+    for factor in factors[1:]:
+        nothing = (total == -math.inf) | (factor == -math.inf)
+        total = torch.where(nothing, -math.inf, total + factor)
+    return total
+
+
+def log_one_plus_inverse(value: Tensor) -> Tensor:
+    """Return ln(1 + 1/x), even if 1/x overflows; 0 at x = +inf and +inf at x = 0.
+
+    Args:
+        value: x ≥ 0, float64.
+
+    Returns:
+        ln(1 + 1/x), same shape.
+
+    Example:
+        >>> log_one_plus_inverse(float64([1e-9, 1.0, float("inf")]))
+        tensor([20.7233,  0.6931,  0.0000], dtype=torch.float64)
+    """
+    return torch.logaddexp(torch.zeros_like(value), -value.log())
+
+
+def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
+    """Return the root of the sum of squares of constants given by their logarithms: ln sqrt(Σ exp(2·value)).
+
+    Args:
+        values: natural logarithms.
+        dim: the dimension to sum over.
+
+    Returns:
+        The logarithm of the root of the sum of squares, without that dimension.
+
+    Example:
+        >>> log_root_sum_squares(log([3.0, 4.0])).exp()
+        tensor(5.0000, dtype=torch.float64)
+    """
+    return 0.5 * torch.logsumexp(2 * values, dim=dim)
+
+
+def log_one_plus(log_value: Tensor) -> Tensor:
+    """Return ln(1 + x) for a quantity given by ln x, as for a residual connection.
+
+    Args:
+        log_value: ln x, float64.
+
+    Returns:
+        ln(1 + x), same shape.
+
+    Example:
+        >>> log_one_plus(float64([-float("inf"), 1000.0]))
+        tensor([   0., 1000.], dtype=torch.float64)
+    """
+    return torch.logaddexp(torch.zeros_like(log_value), log_value)
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:
@@ -219,3 +362,121 @@ def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
         5.0
     """
     return spectral_norm(with_bias(weight, bias))
+
+
+ITERATIONS = 50
+_TOLERANCE = 1e-4  # relative growth at which an iteration counts as settled
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianNorm:
+    """The result of a power iteration.
+
+    Attributes:
+        value: (N,), the largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm.
+        settled: (N,) bool, whether the last step added less than 1e-4 of it.
+    """
+
+    value: Tensor
+    settled: Tensor
+
+
+def token_jacobian_norm(
+    jvp: Callable[[Tensor], Tensor],
+    vjp: Callable[[Tensor], Tensor],
+    start: Tensor,
+    iterations: int = ITERATIONS,
+) -> JacobianNorm:
+    """Bound the norm of a linear map between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
+
+    max ‖J x‖ over ‖x‖ = Σ_l ‖x_l‖₂ = 1 is attained with a single nonzero token. Power iteration for this pair of
+    norms: y = J x; its dual vectors y_i / ‖y_i‖ are mapped by Jᵀ; the token with the longest image becomes the
+    next x. No step lowers the value. It may end in a local maximum, hence a lower bound.
+
+    Source: docs/theory.md#empirical (Boyd, The power method for lᵖ norms, 1974). Deviation: not in the paper.
+
+    Args:
+        jvp: x (N, L, d) -> J x (N, L', d'), for each of the N maps.
+        vjp: y (N, L', d') -> Jᵀ y (N, L, d).
+        start: (N, L, d), not zero.
+        iterations: largest number.
+
+    Returns:
+        One lower bound per map.
+
+    Example:
+        >>> matrix = torch.tensor([[3.0, 0.0], [0.0, 1.0]])  # one token of width 2
+        >>> norm = token_jacobian_norm(lambda x: x @ matrix.T, lambda y: y @ matrix, torch.ones(1, 1, 2))
+        >>> round(norm.value.item(), 4)
+        3.0
+    """
+    x = start / start.norm(dim=-1).sum(-1)[:, None, None]
+    best = torch.zeros_like(x[:, 0, 0])
+    settled = torch.zeros_like(best, dtype=torch.bool)
+    for _ in range(iterations):
+        y = jvp(x)
+        lengths = y.norm(dim=-1)
+        value = lengths.sum(-1)
+        settled = value <= best * (1 + _TOLERANCE)
+        best = torch.maximum(best, value)
+        if bool(settled.all()):
+            break
+        back = vjp(y / lengths.clamp(min=torch.finfo(y.dtype).tiny)[..., None])
+        reach = back.norm(dim=-1)
+        token = reach.argmax(-1)
+        rows = torch.arange(len(x), device=x.device)
+        moving = reach[rows, token] > 0
+        x = torch.zeros_like(x).index_put(
+            (rows[moving], token[moving]),
+            back[rows[moving], token[moving]] / reach[rows[moving], token[moving], None],
+        )
+    return JacobianNorm(best, settled)
+
+
+_NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to rounding for any t
+
+
+def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
+    """Return, as a logarithm, the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
+
+    max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one has weight at most p̄(d, k), and
+    it and its successor must together move by 2Δ + d.
+
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: not in the paper.
+
+    Args:
+        dispersion: δ ≥ 0 in nats.
+        separation: Δ in nats, +inf where nothing is masked.
+        keys: k ≥ 1.
+
+    Returns:
+        ln of the maximum, in the broadcast shape; +inf for Δ ≤ 0, −inf for Δ = +inf.
+
+    Example:
+        >>> at_once = log_swap_cost(torch.tensor(0.0), torch.tensor(0.5), torch.tensor(4.0))
+        >>> at_once.exp().item()  # 1/(kΔ)
+        0.5
+        >>> log_swap_cost(torch.tensor(9.0), torch.tensor(0.5), torch.tensor(4.0)).exp().item()
+        0.5...
+    """
+    delta, gap, k = broadcast(dispersion, separation, keys)
+    gap = gap.clamp(min=0)
+    inner = torch.minimum(_stationary_height(gap, k), delta)
+    none, some, most = (_log_cost(height, gap, k) for height in (delta.new_zeros(()), inner, delta))
+    return torch.maximum(torch.maximum(none, some), most)
+
+
+def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
+    """Return ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
+    return math.log(2) - torch.log1p((keys - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
+
+
+def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
+    """Return the local maximum d, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
+    excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
+    exists = (excess > 0) & (excess < math.inf)
+    u = torch.where(exists, excess, 1.0)
+    x = 1 + torch.sqrt(2 * u) + u
+    for _ in range(_NEWTON_STEPS):
+        x *= torch.log(x).add_(u).div_(x - 1)  # x − (x − ln x − t) / (1 − 1/x)
+    return torch.where(exists, (x + 1 - 2 * torch.where(exists, gap, 0.0)).clamp(min=0), 0.0)

@@ -2,40 +2,44 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import chain, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.arguments import whole_number, whole_numbers
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_kinds import APPROXIMATE
+from semdiag.capturing.attention_call import APPROXIMATE, AttentionCall
 from semdiag.capturing.audit import Audit, Remark
-from semdiag.capturing.batches import Batch
+from semdiag.capturing.batches import Batch, checked_real, whole_number, whole_numbers
+from semdiag.capturing.inputs import AS_THEY_ARE, TextOptions
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import NOT_APPLIED, NOT_APPLIED_CODE
-from semdiag.capturing.token_masks import checked_real
-from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
-from semdiag.measuring.calls.call_lengths import longest_call
-from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector
-from semdiag.measuring.calls.layers import remarks_table, skipped_table
-from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.mathematics.learning import NO_CLASS, predicted_classes
+from semdiag.measuring.calls.capture import longest_call
+from semdiag.measuring.calls.collector import (
+    LEAST_MAX_QUERIES,
+    MAX_QUERIES,
+    Collector,
+    QueryDraws,
+    remarks_table,
+    skipped_table,
+)
 from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.counted import counted
-from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
+from semdiag.measuring.encoders.traces import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Watcher
-from semdiag.measuring.runs.training_runs import setting_in_words
-from semdiag.measuring.table import typed
-from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS
+from semdiag.measuring.percentiles import Watcher, probes
+from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS, typed
+from semdiag.measuring.token_tables import setting_in_words
 from semdiag_models import TASKS, Encoder, InputError
-from semdiag_models.attention.reach import cannot_represent
-from semdiag_models.device import find_device
+from semdiag_models.attention.attention import cannot_represent
+from semdiag_models.training import find_device
 
 
 def measure(
@@ -347,3 +351,67 @@ def _model_row(
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
     return typed(pd.DataFrame([row]), {**whole, **text, "accuracy": "float64"})
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+HALF = "bfloat16", "float16"  # for external models only; their scores are computed in float32
+
+_MOST = 10**9  # of samples, in a batch or in all
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions under which every model of a survey is measured."""
+
+    inputs: Path | None = None  # token ids, or text (.txt); None means each checkpoint's own held-out samples
+    samples: int = 500  # of the default inputs, of inputs of unknown length, and windows of a text
+    first: int | None = None  # samples of given inputs, or of those that came with a model; None means all
+    batch_size: int = 100
+    device: str = "auto"
+    dtype: str = "auto"  # or a key of DTYPES; see decided()
+    seed: int = 0  # of fresh samples and of resampling
+    min_keys: int = 1  # queries with fewer keys are left out
+    queries: int | None = None  # drawn per sample and head of the longest sequence; None means all
+    max_queries: int = MAX_QUERIES  # rows kept per model
+    k: tuple[int, ...] = ()  # counterfactual heavy hitters, for models with full attention
+    k_lowers: bool = False  # whether a k above the inputs' length is lowered to it, as for a default
+    config: dict[str, Any] | None = None  # for checkpoints of the paper's code
+    head: str = "auto"  # of Hugging Face models: as configured, or none
+    texts: TextOptions = AS_THEY_ARE  # for external models: how texts become inputs
+    encoders_only: bool = False  # whether external models are refused
+    probe_samples: int | None = None  # samples for probes that run a model many times; None means all
+    plans: tuple[Any, ...] = ()  # further measurements; each has the type of a registered probe's plan
+
+    def __post_init__(self) -> None:
+        QueryDraws(self.queries, self.seed)  # refuses too few
+        for name in ("samples", "batch_size", "min_keys", "max_queries"):
+            least = LEAST_MAX_QUERIES if name == "max_queries" else 1
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+            if getattr(self, name) > _MOST:
+                raise InputError(f"{name} must be at most {_MOST}. Got {getattr(self, name)}.")
+        if self.first is not None and self.first < 1:
+            raise InputError(f"first must be at least 1. Got {self.first}.")
+        if self.dtype not in {"auto", *DTYPES}:
+            raise InputError(f"dtype must be auto, {', '.join(DTYPES)}. Got {self.dtype!r}.")
+        for plan in self.plans:
+            if type(plan) not in probes():
+                raise TypeError(f"Plans must be {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
+        kinds = [type(plan) for plan in self.plans]
+        twice = [kind.__name__ for kind in kinds if kinds.count(kind) > 1]
+        if twice:  # the later one's tables would replace the earlier one's
+            raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
+
+    def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
+        """Replace ``auto`` by one dtype for all models."""
+        if self.dtype in HALF and (own := [model.path for model in models if not model.external]):
+            raise InputError(f"dtype {self.dtype} is for external models, but {own[0]} is an encoder of semdiag.")
+        if self.dtype != "auto":
+            return self
+        single = device.type == "mps" or any(model.external for model in models)
+        return replace(self, dtype="float32" if single else "float64")

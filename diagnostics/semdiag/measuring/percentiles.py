@@ -1,11 +1,143 @@
-"""Percentile tables of a quantity that every query has."""
+"""Rows of a table without a size limit: all up to a number; beyond it, exact totals and a sample."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.audit import Remark
+from semdiag.capturing.batches import Batch, first_samples
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table
+from semdiag.measuring.token_tables import RUN_TABLES
+from semdiag_models import InputError
+
+P = TypeVar("P")
+
+
+class Watcher(Protocol):
+    """Looks on while a model makes its clean pass, so that a probe need not make the same pass again."""
+
+    def watched(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of the pass, from what runs."""
+
+    def start(self, samples: int) -> None:
+        """Start a batch with so many samples."""
+
+    def add(self, call: AttentionCall) -> None:
+        """Look at a call while its tensors are alive."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model under survey, as probes see it."""
+
+    model: LoadedModel  # loaded
+    batches: list[Batch]  # its inputs
+    labels: Tensor | None  # (N,) classes; None if unknown
+    seed: int  # of all draws
+    batch_size: int  # samples at a time
+    device: torch.device  # where to run
+    dtype: torch.dtype  # of the model and of its scores
+    queries: int | None = None  # number drawn per sample and head; None means all
+    few: int | None = None  # number of samples for costly probes; None means all
+    after_point: Callable[[int], None] = lambda points: None  # called with the number of finished steps
+    # called with the number of steps, if it becomes known only while measuring
+    expect: Callable[[int], None] = lambda steps: None
+    missing: dict[str, Remark] = field(default_factory=dict)  # by name, why something is not available
+    said: list[Remark] = field(default_factory=list)  # other remarks on how the model was measured; probes fill it
+    # by name of a probe, what looked on for it during the clean pass
+    watchers: dict[str, Watcher] = field(default_factory=dict)
+
+    def note(self, name: str, why: str, where: str = "") -> None:
+        """Note that something is not available for this model."""
+        what = f"{name} of {where}" if where else name
+        code = f"no-{name.lower().replace(' ', '-')}{'-there' * bool(where)}"
+        self.missing[what] = Remark("", f"{what} not available, because {why}", code)
+
+    def remark(self, text: str, code: str) -> None:
+        """Note something about how this model was measured."""
+        self.said.append(Remark("", text, code))
+
+    def watch(self, probe: "Probe", plan: Any, prepared: Any) -> None:
+        """Let a probe look on during the clean pass that follows, if it would make the same one."""
+        if (watcher := probe.watch(self, plan, prepared)) is not None:
+            self.watchers[probe.name] = watcher
+
+    @property
+    def remarks(self) -> pd.DataFrame:
+        """The table ``remarks``: what is not available for this model, and further notes."""
+        every = [*self.missing.values(), *self.said]
+        return REMARKS.of_rows({"model": self.model.path, **each.to_dict(), "times": 1} for each in every)
+
+    @property
+    def tokens(self) -> Tensor:
+        """(N, L) int64, for an encoder of semdiag_models."""
+        return torch.cat([batch for batch in self.batches if isinstance(batch, Tensor)])
+
+    @property
+    def first(self) -> tuple[list[Batch] | Tensor, Tensor | None]:
+        """The few inputs for costly probes, and their labels."""
+        labels = None if self.labels is None else self.labels[: self.few]
+        if self.model.external:
+            return (list(first_samples(self.batches, self.few)) if self.few else self.batches), labels
+        return self.tokens[: self.few], labels
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of ``semdiag report`` that concern probes."""
+
+    noise: tuple[float, ...]  # levels
+    seed: int  # of whatever is drawn
+    k: int | None = None  # the smallest requested; None means none
+    thorough: bool = False  # whether minutes per model may be spent
+    rerun_seconds: float | None = None  # for running an external model with masks; None means the default
+
+
+def _none(*known: Any) -> Any:
+    return {}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A measurement that belongs to a question, whose record names it."""
+
+    name: str  # in words, for messages
+    plan: type  # the frozen dataclass of its options; a survey finds the probe by the type of a plan
+    tables: tuple[Table, ...]  # that it makes
+    # makes tables by name from subject, plan and the result of ``prepare``
+    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
+    # what looks on during the clean pass, from what ``measure`` is given; None: nothing does
+    watch: Callable[[Subject, Any, Any], Watcher | None] = lambda subject, plan, prepared: None
+    prepare: Callable[[Any, Any], Any] = _none
+    check: Callable[[LoadedModel, Any, Any], object] = _none
+    # number of steps for one encoder, from the plan, for the progress bar
+    steps: Callable[[Any], int] = lambda plan: 0
+    # what to record, from the plan, the largest number of samples of a model, and the number of few
+    provenance: Callable[[Any, int, int], dict[str, Any]] = _none
+    draws: bool = False  # whether it works on drawn queries; others need every query
+    reported: Callable[[ReportOptions], Any] = lambda options: None  # the plan that ``semdiag report`` measures
+
+
+def plan_of(kind: type[P], plan: P | None) -> P:
+    """Return the plan of a probe, or its default plan for None."""
+    if plan is None:
+        return kind()
+    if not isinstance(plan, kind):
+        raise InputError(f"The plan must be a {kind.__name__}. Got {plan!r}.")
+    return plan
+
 
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 _LONG = 2**14  # a row: a shorter one is sorted as fast as it is cut in parts
@@ -96,3 +228,143 @@ def pooled_table(rows: pd.DataFrame, quantity: str, by: str = "model") -> pd.Dat
     """Return percentiles of a quantity pooled over layers and heads."""
     groups = rows.groupby(by, sort=False)[quantity]
     return pd.DataFrame([{by: name, **percentiles(group)} for name, group in groups])
+
+
+SKETCHES = Table(
+    "sketches",
+    "One row per quantity, layer and head (ALL: pooled) of a model with more queries or keys than are kept row by "
+    "row: numbers, mean and extremes (p0, p100) are exact; the other percentiles may be those of a rank that is "
+    "off by rank_error (with 99% confidence).",
+    {
+        "model": "str",
+        "quantity": "str",
+        **dict.fromkeys(("layer", "head", "queries"), "int64"),
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in PERCENTILES},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+        "rank_error": "float64",
+    },
+)
+
+
+class _Totals:
+    """Count, sum and extremes of a stream of numbers."""
+
+    def __init__(self) -> None:
+        self._finite, self._least, self._greatest = 0, math.inf, -math.inf
+        self._sum, self._undefined, self._not_positive = 0.0, 0, 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Add numbers; those that are not finite count as undefined."""
+        values = values.astype(np.float64).ravel()
+        finite = values[np.isfinite(values)]
+        self._finite += finite.size
+        self._least = min(self._least, float(finite.min(initial=math.inf)))
+        self._greatest = max(self._greatest, float(finite.max(initial=-math.inf)))
+        self._sum += float(finite.sum())
+        self._undefined += values.size - finite.size
+        self._not_positive += int((finite <= 0).sum())
+
+    def merge(self, other: "_Totals") -> None:
+        """Add the totals of another stream."""
+        self._finite += other._finite
+        self._least, self._greatest = min(self._least, other._least), max(self._greatest, other._greatest)
+        self._sum += other._sum
+        self._undefined += other._undefined
+        self._not_positive += other._not_positive
+
+    def percentiles(self, drawn: np.ndarray) -> dict[str, float | int]:
+        """Return exact totals and extremes, percentiles of a sample of the numbers, and their error in rank."""
+        cuts, error = [math.nan] * (len(PERCENTILES) - 2), 1.0
+        if len(drawn):
+            # Dvoretzky, Kiefer, Wolfowitz and Massart: all ranks at once, with 99% confidence.
+            error = min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * len(drawn))))
+            cuts = np.percentile(drawn, PERCENTILES[1:-1]).tolist()
+        ends = (self._least, self._greatest) if self._finite else (math.nan, math.nan)
+        cuts = [ends[0], *cuts, ends[1]]
+        return {
+            "queries": self._finite + self._undefined,
+            "mean": self._sum / self._finite if self._finite else math.nan,
+            **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, cuts, strict=True)},
+            "undefined": self._undefined,
+            "not_positive": self._not_positive,
+            "rank_error": error,
+        }
+
+
+class KeptRows:
+    """Rows that arrive in parts: columns of equal length, all of one layer."""
+
+    def __init__(self, limit: int, places: Sequence[str], seed: int = 0) -> None:
+        self.parts: list[dict[str, np.ndarray]] = []
+        self.share = 1.0  # probability that a row is kept
+        self._limit, self._places, self._rows = limit, places, 0
+        self._rng = np.random.default_rng(seed)
+        self._totals: dict[tuple[str, int, int], _Totals] = {}
+
+    def add(self, part: dict[str, np.ndarray]) -> None:
+        """Add rows."""
+        if self.share < 1:
+            self._count(part)
+            part = self._thinned(part, self.share)
+        self.parts.append(part)
+        self._rows += len(part["layer"])
+        while self._rows > self._limit:
+            if self.share == 1:
+                for earlier in self.parts:
+                    self._count(earlier)
+            self.share /= 2
+            self.parts = [self._thinned(earlier, 0.5) for earlier in self.parts]
+            self._rows = sum(len(earlier["layer"]) for earlier in self.parts)
+
+    def _thinned(self, part: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
+        kept = self._rng.random(len(part["layer"])) < share
+        return {name: column[kept] for name, column in part.items()}
+
+    def _count(self, part: dict[str, np.ndarray]) -> None:
+        if not len(part["layer"]):
+            return
+        layer, heads = int(part["layer"][0]), part["head"]
+        order = np.argsort(heads, kind="stable")
+        starts = np.flatnonzero(np.diff(heads[order], prepend=-1))
+        for name, column in part.items():
+            if name in self._places:
+                continue
+            for start, values in zip(starts, np.split(column[order], starts[1:]), strict=True):
+                place = name, layer, int(heads[order[start]])
+                self._totals.setdefault(place, _Totals()).add(values)
+
+    def sketched(self) -> Iterator[dict[str, Any]]:
+        """Yield rows of the table ``sketches``: by layer and head, by layer, and pooled; none below the limit."""
+        pooled: dict[tuple[str, int, int], _Totals] = {}
+        for (name, layer, head), totals in self._totals.items():
+            for place in ((name, layer, head), (name, layer, ALL), (name, ALL, ALL)):
+                pooled.setdefault(place, _Totals()).merge(totals)
+        for (name, layer, head), totals in sorted(pooled.items(), key=lambda item: item[0]):
+            cuts = totals.percentiles(self._sample(name, layer, head))
+            yield {"quantity": name, "layer": layer, "head": head, **cuts}
+
+    def _sample(self, name: str, layer: int, head: int) -> np.ndarray:
+        """Return the finite numbers of a quantity among the kept rows."""
+        numbers = [np.empty(0)]
+        for part in self.parts:
+            if len(part["layer"]) and layer in (ALL, part["layer"][0]):
+                values = part[name] if head == ALL else part[name][part["head"] == head]
+                numbers.append(values[np.isfinite(values)].astype(np.float64))
+        return np.concatenate(numbers)
+
+
+@cache
+def probes() -> dict[type, Probe]:
+    """Return the probe of every plan, in the order of the registry of questions."""
+    registry = import_module("semdiag.questions.registry")
+    every = [question.probe for question in registry.QUESTIONS.values()]
+    return {probe.plan: probe for probe in every if probe is not None}
+
+
+@cache
+def optional_tables() -> dict[str, Table]:
+    """Return the declared tables by name: those of every forward pass, of probes, and of training runs."""
+    probed = [table for probe in probes().values() for table in probe.tables]
+    every = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES, *probed, *RUN_TABLES)
+    return {table.name: table for table in every}

@@ -1,6 +1,9 @@
 """Measure several models under the same conditions."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,20 +14,19 @@ from torch import Tensor
 
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
-from semdiag.capturing.inputs.files import cut_texts, read_batches, read_inputs
-from semdiag.capturing.inputs.texts import AS_THEY_ARE, SUFFIXES, tokeniser_of
+from semdiag.capturing.inputs import AS_THEY_ARE, SUFFIXES, cut_texts, read_batches, read_inputs, tokeniser_of
 from semdiag.capturing.loading import LoadedModel, load_all
+from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import placed
-from semdiag.measuring.calls.scored_rows import NotAvailableError
-from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.counted import counted
-from semdiag.measuring.measure import measure
+from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Subject
-from semdiag.measuring.schema import probes as all_probes
-from semdiag.measuring.tables import REMARKS
+from semdiag.measuring.percentiles import Subject
+from semdiag.measuring.percentiles import probes as all_probes
+from semdiag.measuring.table import REMARKS
 from semdiag_models import Encoder, InputError
-from semdiag_models.device import find_device, with_float64
+from semdiag_models.sweeps.workers import TICK, Workers
+from semdiag_models.training import find_device, with_float64
 
 
 class Inputs(NamedTuple):
@@ -282,3 +284,58 @@ def _with_remarks(remarks: pd.DataFrame, subject: Subject, texts_cut: list[Remar
     more = texts_cut + remarks_on(subject.model, subject.batches, subject.seed)
     rows = [{"model": subject.model.path, **remark.to_dict(), "times": 1} for remark in more]
     return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)
+
+
+@dataclass(frozen=True)
+class MeasuringOrder:
+    """What a worker process needs to measure a model; everything in it can be pickled."""
+
+    path: str  # of the model
+    conditions: Conditions  # of the survey
+
+
+def run_order(order: MeasuringOrder) -> Measurements | str:
+    """Measure a model on one CPU thread, in a process of its own."""
+    torch.set_num_threads(1)
+    try:
+        return survey_one(order.path, order.conditions, Progress())
+    except InputError as error:
+        return str(error)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one CPU thread inside the context."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_in_parallel(
+    orders: Sequence[tuple[str, Any]], workers: Workers, ended: Callable[[str], None] = lambda path: None
+) -> list[Any]:
+    """Run several orders at once; the results do not depend on which worker runs which."""
+    waiting, results = deque(enumerate(orders)), dict[int, Any]()
+    running: dict[Any, tuple[int, str]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers.capacity:
+                place, (path, order) = waiting.popleft()
+                running[workers.submit(order)] = place, path
+            for handle in workers.wait(list(running), TICK):
+                number, path = running.pop(handle)
+                outcome = workers.outcomes(handle)
+                if outcome is None:
+                    raise InputError(
+                        f"{path}: its process was killed, perhaps for lack of memory. Try fewer --jobs."
+                    )
+                if isinstance(outcome, str):
+                    raise InputError(outcome)
+                results[number] = outcome
+                ended(path)
+    finally:
+        workers.close()
+    return [results[number] for number in range(len(orders))]

@@ -1,11 +1,44 @@
-"""The options that the measuring commands share."""
+"""The options that commands share, their values and their completion."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from semdiag.presenting import completion
+TASKS = ("parity", "even-pairs", "missing-duplicate", "stack-manipulation", "cycle-navigation",
+         "modular-arithmetic", "solve-equation", "listops", "text")  # fmt: skip
+ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
+LISTS = ("tasks", "attentions", "metrics")
+STATISTICS = ("mean", "p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100")
+# Starts of rules of semdiag check.
+RULES = (
+    *(f"{metric}.{statistic}" for metric in ("dispersion", "separation", "load") for statistic in STATISTICS),
+    "accuracy", "residual",
+)  # fmt: skip
+_MOST = 200  # number of runs offered
+
+
+def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Complete one of several names."""
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+def models(incomplete: str) -> list[str]:
+    """Complete a model: run folders among the checkpoints, and any path that starts with the word."""
+    folder = Path(os.environ.get("SEMDIAG_CHECKPOINTS", "checkpoints"))
+    runs = sorted(file.parent for file in folder.rglob("last.pt"))[:_MOST]
+    matching = [str(run) for run in runs if run.name.startswith(incomplete) or str(run).startswith(incomplete)]
+    parent, start = os.path.split(incomplete)
+    try:
+        there = sorted(Path(parent or ".").iterdir())
+    except OSError:
+        return matching
+    beside = [path for path in there if path.name.startswith(start) and (start or path.name[0] != ".")]
+    paths = [os.path.join(parent, path.name) + os.sep * path.is_dir() for path in beside]
+    return [*matching, *(path for path in paths if path.rstrip(os.sep) not in matching)]
+
 
 MEASURE, WHERE, OUTPUT = "What is measured", "Where it runs", "Output"  # headings of the help
 
@@ -17,7 +50,7 @@ Models = Annotated[
         "Face model on disk), or package.module:function (a function of yours that returns a model, or a model "
         "and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
         show_default=False,
-        autocompletion=completion.models,
+        autocompletion=models,
     ),
 ]
 Against = Annotated[
@@ -27,7 +60,7 @@ Against = Annotated[
         help="Compare every model with this one. Default: each full-attention model is compared with the models "
         "of the same task, seed, size and snapshot.",
         rich_help_panel=MEASURE,
-        autocompletion=completion.models,
+        autocompletion=models,
     ),
 ]
 Inputs = Annotated[
@@ -85,7 +118,7 @@ Device = Annotated[
     typer.Option(
         help="cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
         rich_help_panel=MEASURE,
-        autocompletion=completion.names(("auto", "cpu", "cuda", "mps")),
+        autocompletion=names(("auto", "cpu", "cuda", "mps")),
     ),
 ]
 Dtype = Annotated[

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from semdiag_models.plain_text import visible
+from semdiag_models.reading import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -1,18 +1,19 @@
-"""A question: one folder, one record, one line in the registry."""
+"""A command that prints percentiles of a quantity of every query."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from semdiag.presenting import options
+
 if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
-    from semdiag.measuring.conditions import Conditions
-    from semdiag.measuring.findings.findings import Findings
-    from semdiag.measuring.findings.strict_json import Summary
-    from semdiag.measuring.probe import Probe
+    from semdiag.measuring.findings.findings import Findings, Summary
+    from semdiag.measuring.measure import Conditions
+    from semdiag.measuring.percentiles import Probe
     from semdiag.presenting.section import Section
 
 ANSWERS = 5  # sentences of an answer, at most, on the terminal
@@ -72,14 +73,14 @@ class Question:
 
     name: str  # of its command, its summary and its section of a report
     package: str  # the folder, as a dotted name
-    measured_by: str = ""  # a :class:`~semdiag.measuring.probe.Probe`
+    measured_by: str = ""  # a :class:`~semdiag.measuring.percentiles.Probe`
     summarised_by: str = ""  # a function of findings that returns what ``--json`` prints
     shown_by: str = ""  # a :class:`~semdiag.presenting.section.Section` of the report
     asked_by: str = ""  # a :class:`Command`
 
     def _part(self, where: str) -> Any:
         module, _, attribute = where.partition(":")
-        return getattr(import_module(f"{self.package}.{module}"), attribute) if where else None
+        return getattr(import_module(f"{self.package}.{module}".rstrip(".")), attribute) if where else None
 
     @cached_property
     def probe(self) -> "Probe | None":
@@ -104,3 +105,136 @@ class Question:
         """Return its command."""
         part: Command | None = self._part(self.asked_by)
         return part
+
+
+def title(result: dict[str, Any]) -> str:
+    """Return a model's title: its path, its task if it has one, its attention."""
+    task = f"{result['task']} " if result["task"] else ""
+    return f"{result['model']}  {task}{result['attention']}"
+
+
+def percentile_command(metric: str, description: str, summary: "Callable[[Findings], Summary]") -> Command:
+    """Return a command that measures a metric, prints its percentiles and writes its figures and tables."""
+
+    def command(
+        models: options.Models = None,
+        k: options.Counterfactual = "",
+        every: options.Every = False,
+        *,
+        shared: Shared,
+    ) -> None:
+        from semdiag.presenting.option_values import whole_numbers
+
+        conditions = shared.conditions(k=whole_numbers(k, "--k"))
+        findings = shared.measured(models, conditions)
+        shared.deliver(metric, findings, partial(_print, metric, summary, every), _sections(metric, findings))
+
+    command.__doc__ = description
+    return Command(command, leave_out=(), sampling=True)
+
+
+def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, findings: "Findings") -> None:
+    from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
+    from semdiag.presenting.section import (
+        NEVER,
+        Column,
+        NumberTable,
+        not_shown,
+        percent,
+        plain,
+        three_digits,
+        wide_console,
+    )
+
+    console = wide_console()
+    columns = [Column("place", "layer", plain), Column("head", form=plain)]
+    columns += [Column(p, form=three_digits, drop=_DROPPED.get(p, 0)) for p in _PERCENTILES]
+    for result in summary(findings)["results"]:
+        counterfactuals = result.get("within_model", [])
+        if metric == "separation" and not counterfactuals and result["all"]["separation"]["p50"] is None:
+            console.print(f"\n{title(result)}: {_NOTHING_DROPPED}", soft_wrap=True)
+            continue
+        sampled = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
+        for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
+            rows = _rows(result, quantity, every)
+            for one in counterfactuals:
+                rows += _rows(one, quantity, every, f" k={one['k']}")
+            shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
+            rows = [dict.fromkeys(column.name for column in shares) | row for row in rows]
+            console.print(
+                NumberTable([*columns, *shares], rows, f"\n{title(result)}: {_TITLES[quantity]}{sampled}")
+            )
+            hidden = sum(len(one["layers"]) + 1 for one in (result, *counterfactuals)) - len(rows)
+            if hidden:
+                console.print(extremes(result, quantity), soft_wrap=True)
+                console.print(not_shown(hidden))
+    for sentence in sampling_sentences(findings, (metric,)):
+        console.print(sentence)
+
+
+def _sections(metric: str, findings: "Findings") -> tuple[str, ...]:
+    """Return the sections of the command's report: the metric, and with ``--k`` what a top-k mask would leave."""
+    from semdiag.measuring.findings.estimates import counterfactual_ks
+
+    return (metric, "within") if counterfactual_ks(findings.measurements.queries) else (metric,)
+
+
+_PERCENTILES = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
+_DROPPED = {"p75": 1, "p90": 2, "mean": 3}  # in this order, where the terminal is narrow
+_SHARES = (("share_below", "≤ 0"), ("recall", "recall"), ("without_keys", "no key"))
+_TITLES = {
+    "dispersion": "dispersion δ (nats)",
+    "separation": "separation Δ (nats)",
+    "load": "key load (queries)",
+}
+
+
+_NOTHING_DROPPED = (
+    "every query keeps every key, so no key is separated from others. Add --k 8 to ask what a top-k would drop."
+)
+_MOST_HEADS = 24  # of more, only the extreme ones are shown
+_EXTREME = 5  # heads at each end
+
+
+def _rows(result: dict[str, Any], quantity: str, every: bool, suffix: str = "") -> list[dict[str, Any]]:
+    """Return a row for each head, or of many heads for those with extreme medians, and one for all heads."""
+    heads = result["layers"]
+    shown = heads if every or len(heads) <= _MOST_HEADS else _extreme(heads, quantity)
+    rows = []
+    for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
+        numbers = row.get(quantity, row)
+        rows.append({**row, **numbers, "place": f"{row['layer']}{suffix}"})
+        if quantity == "separation":
+            separated = numbers["queries"] - numbers["undefined"]
+            rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
+    return rows
+
+
+def _median(row: dict[str, Any], quantity: str) -> float:
+    from semdiag.measuring.findings.findings import number_from_json
+
+    return number_from_json(row.get(quantity, row)["p50"])
+
+
+def _by_median(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
+    """Return the heads with known median, the smallest first."""
+    known = [row for row in heads if row.get(quantity, row)["p50"] is not None]
+    return sorted(known, key=lambda row: _median(row, quantity))
+
+
+def _extreme(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
+    """Return the heads with the smallest and the largest medians, in the order of the model."""
+    known = _by_median(heads, quantity)
+    ends = [*known[:_EXTREME], *known[-_EXTREME:]] if len(known) > 2 * _EXTREME else known
+    return [row for row in heads if any(row is end for end in ends)]
+
+
+def extremes(result: dict[str, Any], quantity: str) -> str:
+    """Return a sentence on the heads with the largest and the smallest median of a quantity."""
+    known = _by_median(result["layers"], quantity)
+    if not known:
+        return "No head has a finite median."
+    if len({_median(row, quantity) for row in known}) == 1:
+        return f"The median is {_median(known[0], quantity):.3g} in every head."
+    ends = [f"head {r['head']} of layer {r['layer']} ({_median(r, quantity):.3g})" for r in (known[-1], known[0])]
+    return f"The median is largest in {ends[0]} and smallest in {ends[1]}."

@@ -9,22 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.arguments import whole_number
-from semdiag.capturing.batches import Batch
+from semdiag.capturing.batches import Batch, whole_number
 from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import converted, home_of, refuse_masked, unnamed
-from semdiag.measuring.calls.scored_rows import NotAvailableError
-from semdiag.measuring.conditions import DTYPES, Conditions
-from semdiag.measuring.measure import measure
+from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Subject
-from semdiag.measuring.schema import probes
-from semdiag.questions.compare.measure.probe import TOP, ComparePlan
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.measuring.percentiles import Subject, probes
+from semdiag.questions.compare.measure import TOP, ComparePlan
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
-from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
-from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.lipschitz.measure import LipschitzPlan
+from semdiag.questions.mask_precision.measure import PrecisionPlan
+from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag_models import Encoder, InputError
 
 Model = LoadedModel | nn.Module
@@ -49,7 +46,7 @@ def k_sweep(
 
     Returns:
         Measurements with the table ``sweep``, described at
-        :func:`semdiag.questions.k_sweep.measure.probe.k_sweep`.
+        :func:`semdiag.questions.k_sweep.measure.k_sweep`.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -81,7 +78,7 @@ def mask_stability(
 
     Returns:
         Measurements with the tables ``masks`` and ``noise_effects``, described at
-        :func:`semdiag.questions.mask_stability.measure.probe.mask_stability`.
+        :func:`semdiag.questions.mask_stability.measure.mask_stability`.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -103,7 +100,7 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
 
     Returns:
         Measurements with the tables ``rounded_masks`` and ``lost_weights``, described at
-        :func:`semdiag.questions.mask_precision.measure.probe.mask_precision`.
+        :func:`semdiag.questions.mask_precision.measure.mask_precision`.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -132,7 +129,7 @@ def compare(base: Model, model: Model, batches: Batches, *, top: int = TOP, **ho
 
     Returns:
         Measurements of the model, with the tables ``compared`` and ``compared_outputs``, described at
-        :func:`semdiag.questions.compare.measure.probe.compare`.
+        :func:`semdiag.questions.compare.measure.compare`.
 
     Raises:
         InputError: if the two cannot be compared, or not on these inputs.
@@ -197,7 +194,7 @@ def lipschitz(
 
     Returns:
         Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``,
-        described at :func:`semdiag.questions.lipschitz.measure.probe.lipschitz`.
+        described at :func:`semdiag.questions.lipschitz.measure.lipschitz`.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.

@@ -10,8 +10,7 @@ from semdiag.presenting.question import Question
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from semdiag.measuring.findings.findings import Findings
-    from semdiag.measuring.findings.strict_json import Summary
+    from semdiag.measuring.findings.findings import Findings, Summary
     from semdiag.presenting.section import Section
 
 _FOLDERS = (

@@ -1,5 +1,6 @@
 """Render the page of a report from its template."""
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypedDict
@@ -7,11 +8,120 @@ from typing import Any, TypedDict
 import pandas as pd
 from markupsafe import Markup
 
-from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
+from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
+from semdiag.measuring.findings.findings import Completeness, Findings, completeness, number_words, records
 from semdiag.presenting.page_style import page_environment, page_style
-from semdiag.presenting.section import Heading
+from semdiag.presenting.section import Column, Heading, count, percent, plain, text
 from semdiag.questions.registry import sections
-from semdiag.reporting.page_tables import ENCODERS, EXTERNAL, LAYERS, MEASURED
+
+
+def capture_sentences(findings: Findings) -> list[str]:
+    """Return how much of the attention was captured, and whether each capture is complete."""
+    measurements = findings.measurements
+    models = measurements.models
+    layers, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
+    diverged = models["model"].isin(measurements.non_finite["model"])
+    worst = models.loc[~diverged, "residual"].max(skipna=False)
+    sentences = [
+        f"Captured: {captured} of {layers} attention modules; "
+        + (
+            "the residual (how far attention recomputed from the capture deviates) is unknown, because scores are "
+            "not numbers."
+            if diverged.all()
+            else "the largest residual (how far attention recomputed from the capture deviates from what the "
+            f"model computed) is {number_words(worst, '{:.1g}'.format)}."
+        )
+    ]
+    for row in records(models.assign(diverged=diverged)):
+        skipped = measurements.skipped[measurements.skipped["model"] == row["model"]]
+        reasons = [f"{s['module'] or 'the model'}: {s['reason']}" for s in skipped.to_dict("records")]
+        if row["attention_captured"] < row["attention_found"] or reasons:
+            listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
+            sentences.append(
+                f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip()
+            )
+        answer, residual = completeness(row), number_words(row["residual"], "{:.1g}".format)
+        if answer is Completeness.BLIND and not row["diverged"]:
+            sentences.append(
+                f"Outputs of {row['model']} may be off by rounding, which is so coarse at this precision "
+                f"(residual {residual}) that nothing tells whether all attention was captured; float32 would."
+            )
+        elif not row["diverged"] and answer is not Completeness.COMPLETE:
+            times = row["residual_over_rounding"]
+            more = "" if math.isnan(times) else f", {times:.2g} times what rounding can do"
+            sentences.append(
+                f"Warning: the residual of {row['model']} is {residual}{more}. Part of its attention was not "
+                "captured, so its numbers may mean nothing; the last section says in which layer."
+            )
+    return sentences
+
+
+def diverged_sentences(findings: Findings) -> list[str]:
+    """Return a warning for each model that has scores which are NaN or infinite."""
+    sentences = []
+    bad, models = findings.measurements.non_finite, findings.measurements.models
+    others = set(models.loc[external(models), "model"])
+    for model, rows in bad.groupby("model", sort=False):
+        first = rows.sort_values(["layer", "head"]).iloc[0]
+        advice = (
+            "Look for NaN or infinite numbers in its weights and inputs"
+            if model in others
+            else "If it was trained so, train it again with a smaller --learning-rate or --gradient-clip"
+        )
+        sentences.append(
+            f"Diverged: {int(rows['scores'].sum()):,} attention scores of {model} are NaN or infinite, first in "
+            f"layer {first['layer']}, head {first['head']}, so what is reported of it means nothing, and no probe "
+            f"was run on it. {advice}."
+        )
+    return sentences
+
+
+def weights_sentences(findings: Findings) -> list[str]:
+    """Return a warning for each model that was built without some of its weights: random ones mean nothing."""
+    remarks = findings.measurements.remarks
+    lost = remarks[remarks["code"] == "weights-not-loaded"]
+    return [f"Warning: of {row['model']}, {row['text']}." for row in records(lost)]
+
+
+def _known(*names: str | None) -> str:
+    """Return the first name that is known."""
+    return next(name for name in names if name)
+
+
+def _module(name: str) -> str:
+    return name or "the model"
+
+
+def _code(sha256: str | None) -> str:
+    return Markup("<code>{}</code>").format((sha256 or "–")[:12])
+
+
+_PERCENTILES = tuple(Column(f"dispersion.all.{p}", f"δ {p}") for p in ("p50", "p75", "p90", "p95", "p100"))
+_MODEL, _ATTENTION = Column("model", form=text), Column("attention_label", "attention", text)
+_SEED, _RESIDUAL = Column("seed", form=plain), Column("residual")
+ENCODERS = (
+    Column("task model", "task", _known, left=True), _ATTENTION, _SEED, Column("snapshot", form=text),
+    Column("epoch", form=plain), Column("accuracy", form=percent), Column("epochs_to_95", "epochs\nto 95%", plain),
+    *_PERCENTILES, Column("smaller", "δₕ < δₛ", text),
+)  # fmt: skip
+EXTERNAL = (
+    _MODEL, _ATTENTION, Column("blocks", "layers"), Column("heads"), Column("samples"), *_PERCENTILES,
+    Column("attention_captured attention_found", "captured", "{} of {}".format), _RESIDUAL,
+)  # fmt: skip
+MEASURED = (
+    _MODEL, _ATTENTION, _SEED, Column("samples"), Column("inputs", form=text),
+    Column("attention_found attention_captured", "attention layers\nfound / captured", "{} / {}".format),
+    _RESIDUAL,
+    Column("dispersion.all.queries", "queries", count), Column("dispersion.all.undefined", "undefined δ", count),
+    Column("blocks heads", "blocks × heads", "{} × {}".format), Column("parameters", form=count),
+    Column("sha256", "SHA-256", _code, left=True),
+)  # fmt: skip
+LAYERS = (
+    Column("layer"), Column("module", form=_module, left=True), Column("occurrence", "call"),
+    Column("mask", form=text), Column("heads"), Column("key_heads"), Column("width"),
+    Column("mechanism", "captured by", text), Column("calls"), Column("residual"), Column("gamma", "Γ"),
+    Column("upsilon", "Υ"),
+)  # fmt: skip
 
 
 class Picture(TypedDict):

@@ -1,31 +1,209 @@
 """Write a report from findings: a folder with a page, figures, percentile tables and a summary."""
 
+import ctypes
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.capturing.attention_kinds import external
-from semdiag.measuring.csv_tables import csv_text
+from semdiag.capturing.attention_call import external
 from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import unlearned_sentences
-from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.save import save_figure
-from semdiag.presenting.drawing.style import stacked
-from semdiag.presenting.section import Section, Shown
-from semdiag.presenting.tables import percentile_csv
+from semdiag.measuring.findings.findings import Findings, has_schema, json_ready, schema, unlearned_sentences
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.table import csv_text
+from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
+from semdiag.presenting.drawing.style import save_figure, stacked
+from semdiag.presenting.section import Section, Shown, percentile_csv, verdict_table
+from semdiag.questions.convergence.answer import epochs_to
+from semdiag.questions.dispersion.answer import dispersion_summary, pair_comparisons
 from semdiag.questions.heads.answer import outlying_heads
+from semdiag.questions.registry import figures, sections
 from semdiag.questions.registry import sections as every_section
-from semdiag.reporting.capture_words import capture_sentences, diverged_sentences, weights_sentences
-from semdiag.reporting.folder import check_folder, replacing
-from semdiag.reporting.page import Picture, render_page
-from semdiag.reporting.summary import summary
+from semdiag.questions.separation.answer import separation_summary
+from semdiag.reporting.page import Picture, capture_sentences, diverged_sentences, render_page, weights_sentences
 from semdiag_models import InputError
-from semdiag_models.plain_text import visible_json
+from semdiag_models.reading import read_json, unknown_name, visible_json
+
+
+def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
+    """Return one row per model: its facts and what was measured."""
+    measurements = findings.measurements
+    answers = {pair.gate.pair.other: pair.answer for pair in findings(pair_comparisons)}
+    parts = {"dispersion": findings(dispersion_summary)["results"]}
+    if "separation" in sections:
+        parts["separation"] = findings(separation_summary)["results"]
+    rows = []
+    for place, model in enumerate(measurements.models.to_dict("records")):
+        history = measurements.history[measurements.history["model"] == model["model"]]
+        k = None if pd.isna(model["k"]) else int(model["k"])
+        row = {
+            **model,
+            "attention_label": attention_label(model["attention"], k, model["global_tokens"]),
+            "epochs_to_95": epochs_to(history.sort_values("epoch")),
+            "smaller": answers.get(model["model"]),
+        }
+        layers = measurements.calls[measurements.calls["model"] == model["model"]].drop(columns="model")
+        norms = measurements.projections[measurements.projections["model"] == model["model"]].groupby("layer")
+        largest = norms[["gamma", "upsilon"]].max().join(norms["reason"].first()).reset_index()
+        layers = layers.merge(largest, on="layer", how="left")
+        row["capture"] = {**parts["dispersion"][place]["capture"], "layers": layers.to_dict("records")}
+        for name, results in parts.items():
+            known = (*model, "capture")
+            row[name] = {key: results[place][key] for key in results[place] if key not in known}
+        rows.append(row)
+    return json_ready(rows)
+
+
+def summary(
+    findings: Findings,
+    command: str,
+    verdict: list[str],
+    sections: Sequence[Section],
+    figures: dict[str, list[str]],
+) -> dict[str, Any]:
+    """Return the report as plain values.
+
+    Args:
+        findings: of any number of models.
+        command: that made the report.
+        verdict: the verdict in words.
+        sections: of the report.
+        figures: files by figure, relative to the report.
+
+    Returns:
+        A dictionary for JSON, without NaN or infinity; it has the key ``findings`` only if a section judges
+        claims.
+    """
+    content: dict[str, Any] = {
+        "schema": schema("report"),
+        "command": command,
+        "provenance": json_ready(findings.measurements.provenance),
+        "verdict": verdict,
+        "glances": {
+            section.name: findings(section.glance).to_dict() for section in sections if section.glance is not None
+        },
+        "pairs": json_ready([comparison.to_dict() for comparison in findings(pair_comparisons)]),
+        "results": model_rows(findings, [section.name for section in sections]),
+        "figures": figures,
+    }
+    judged = {section.name: verdict_table(findings(section.verdicts)) for section in sections if section.verdicts}
+    if judged:
+        content["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})
+    content["details"] = {section.name: section.details(findings) for section in sections if section.details}
+    return content
+
+
+_HERE = -100  # AT_FDCWD: paths are relative to the working folder
+_SWAP = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
+_CALLS: dict[str, Callable[[Any, bytes, bytes], int]] = {
+    "renameat2": lambda call, one, other: call(_HERE, one, _HERE, other, _SWAP),  # Linux, glibc from 2.28 on
+    "renamex_np": lambda call, one, other: call(one, other, _SWAP),  # macOS
+}
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two folders, so that neither name is ever missing."""
+    if os.name == "nt":
+        return False
+    library = ctypes.CDLL(None)
+    for name, swap in _CALLS.items():
+        if hasattr(library, name):
+            return swap(getattr(library, name), os.fsencode(one), os.fsencode(other)) == 0
+    return False
+
+
+def check_folder(folder: Path, keep_queries: bool) -> None:
+    """Refuse to replace anything but an earlier report, or to lose measurements in it."""
+    folder = Path(os.path.realpath(folder))
+    existing = next(parent for parent in folder.parents if parent.exists())
+    if not existing.is_dir():
+        raise InputError(f"The report cannot be written to {folder}: {existing} is a file.")
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"The report cannot be written to {folder}: nothing can be written in {existing}.")
+    _tidy(folder)
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file. Name a folder for the report with --out DIR.")
+    try:
+        if not any(folder.iterdir()):
+            return
+        content = read_json(folder / "summary.json")
+    except (OSError, InputError):
+        content = None
+    if not has_schema(content, "report"):
+        raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
+    if (folder / "data" / "queries.parquet").exists() and not keep_queries:
+        raise InputError(
+            f"{folder} holds the queries of an earlier report, which would be lost. "
+            "Add --keep-queries, or name another folder with --out DIR."
+        )
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that replaces ``folder`` once everything is written, and leaves nothing on failure."""
+    folder = Path(os.path.realpath(folder))
+    building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        try:
+            building.mkdir(parents=True)
+            yield building
+            _swap(building, folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"The report cannot be written to {folder}: {error.strerror or error}.") from None
+
+
+def _tidy(folder: Path) -> None:
+    """Clean up after a killed process: restore the old report, delete the partial one."""
+    if not folder.parent.is_dir():
+        return
+    for path in sorted(folder.parent.iterdir()):
+        match = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
+        if match is None or _runs(int(match[1])):
+            continue
+        if match[2] == "old" and not folder.exists():
+            path.rename(folder)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    """Return whether the process with this number is running, so that its folder must be left alone."""
+    if process == os.getpid() or os.name == "nt":
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's process
+        return True
+    return True
+
+
+def _swap(building: Path, folder: Path) -> None:
+    """Replace the older folder by the finished one; on failure keep or restore the older one."""
+    if folder.exists() and exchange(building, folder):
+        return  # the older one now has the name that will be deleted
+    old = building.with_suffix(".old")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        building.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
 
 _PIXELS_PER_INCH = 96  # in CSS
 _ON_SCREEN = ("png", "svg")
@@ -203,3 +381,76 @@ def _shows(figure: Figure) -> str:
     titles = [" ".join(ax.get_title(loc="left").split()) for ax in figure.axes]
     parts = [", ".join(dict.fromkeys(filter(None, words))) for words in (entries, titles)]
     return "; ".join(filter(None, [parts[0], parts[1] and f"panels: {parts[1]}"]))
+
+
+summary_of = summary
+
+
+class Summary(dict[str, Any]):
+    """The summary of a report as plain values, displayed as its verdict in sentences."""
+
+    def __repr__(self) -> str:
+        return "\n".join(self["verdict"])
+
+
+def summary_in_python(found: Measurements | Findings) -> Summary:
+    """Return the results: the verdict in words, a row per model, the verdicts on claims.
+
+    Args:
+        found: from :func:`semdiag.measure` or a probe.
+
+    Returns:
+        A dictionary as in a report's ``summary.json``, ready for JSON: ``verdict``, ``glances``, ``results``, ….
+
+    Example:
+        >>> import torch
+        >>> from semdiag import measure
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> summary(measure(encoder, torch.tensor([[0, 1, 1, 0]])))["glances"]["dispersion"]["answer"]
+        'cannot tell'
+    """
+    findings = _findings(found)
+    shown = [sections()[name] for name in measured_sections(findings)]
+    return Summary(summary_of(findings, "", in_short(findings, shown), shown, {}))
+
+
+def report(found: Measurements | Findings, folder: Path | str, keep_queries: bool = False) -> Path:
+    """Write the report: a page with the verdict, figures, tables and caveats.
+
+    Args:
+        found: from :func:`semdiag.measure` or a probe.
+        folder: created if missing; an older report there is replaced.
+        keep_queries: whether to keep every query in ``data/``, to redraw the report from.
+
+    Returns:
+        The page ``folder/index.html``.
+
+    Raises:
+        InputError: if the folder contains anything but a report, or cannot be written.
+    """
+    command = f"semdiag.report(found, {str(folder)!r})"
+    return write_report(_findings(found), Path(folder), command, keep_queries=keep_queries)
+
+
+def plot(found: Measurements | Findings, figure: str) -> Figure:
+    """Draw one figure of a report.
+
+    Args:
+        found: from :func:`semdiag.measure` or a probe.
+        figure: its name, like ``dispersion_by_layer``, which its file in a report also has.
+
+    Returns:
+        The figure; a notebook shows it, ``.savefig`` writes it.
+
+    Raises:
+        InputError: if no figure has this name; the message lists all.
+        NothingToDrawError: if what it shows was not measured; the message says what is missing.
+    """
+    if figure not in figures():
+        raise unknown_name("figure", figure, figures())
+    return figures()[figure](_findings(found))
+
+
+def _findings(measured: Measurements | Findings) -> Findings:
+    return measured if isinstance(measured, Findings) else Findings(measured)

@@ -1,23 +1,211 @@
 """One run of a sweep: its progress, and training it to its end in a process of its own."""
 
+import csv
+import io
+import json
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from semdiag_models.checkpoint import Checkpoint, read_checkpoint
-from semdiag_models.device import find_device
-from semdiag_models.errors import InputError
-from semdiag_models.random_state import random_state
-from semdiag_models.reading import LARGEST_JSON, read_bytes
-from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.seed_runs import SeedRun, train_seed_runs
+from semdiag_models.checkpoint import Checkpoint, read_checkpoint, weights_sha256
+from semdiag_models.config import ModelConfig, TrainingConfig
+from semdiag_models.reading import (
+    LARGEST_JSON,
+    MEBIBYTE,
+    InputError,
+    csv_cell,
+    open_file,
+    read_bytes,
+    read_json,
+    write_text,
+)
+from semdiag_models.run_folder import SeedRun, open_run, train_run, train_seed_runs
+from semdiag_models.step import random_state, restore_random_state
 from semdiag_models.sweeps.grid import SweepRun, identity
-from semdiag_models.sweeps.records import read_history, write_record
-from semdiag_models.training import DivergedError
-from semdiag_models.training_config import TrainingConfig
+from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, find_device, training_memory
+
+RUNS, HISTORIES = "runs.parquet", "histories.parquet"
+_LARGEST = 64 * MEBIBYTE
+
+
+def pack(folder: Path, schema: str) -> int:
+    """Replace the record files of a folder by two tables, after verifying that every record reads back unchanged."""
+    import pandas as pd
+
+    files = sorted(folder.glob("*.json"))
+    records = {name: _joined(folder, name) for name in _content(folder)}
+    for file in files:
+        record = read_json(file)
+        if not isinstance(record, dict) or record.get("schema") != schema or record.get("run") != file.stem:
+            raise InputError(f"{file} is no record of a run.")
+        records[file.stem] = record
+    if not records:
+        raise InputError(f"{folder} holds no record of a run.")
+    heads = [(name, json.dumps({**record, "history": None})) for name, record in sorted(records.items())]
+    parts = [pd.DataFrame({"run": name, **record["history"]}) for name, record in sorted(records.items())]
+    written = [folder / f".{name}.tmp" for name in (RUNS, HISTORIES)]
+    try:
+        for path, table in zip(
+            written,
+            (pd.DataFrame(heads, columns=["run", "record"]), pd.concat(parts, ignore_index=True)),
+            strict=True,
+        ):
+            table.to_parquet(path, index=False, compression="zstd")
+        back = _read(*written)
+        wrong = [name for name, record in records.items() if not _same(_record(back, name), record)]
+        if wrong:
+            raise InputError(
+                f"{folder}: the record {wrong[0]} would not read back unchanged. Nothing was changed."
+            )
+        for path, name in zip(written, (RUNS, HISTORIES), strict=True):
+            path.replace(folder / name)
+    finally:
+        for path in written:
+            path.unlink(missing_ok=True)
+    for file in files:
+        file.unlink()
+    return len(records)
+
+
+def read_packed(folder: Path, name: str) -> dict[str, Any] | None:
+    """Read a record from the tables of a folder."""
+    return _joined(folder, name) if name in _content(folder) else None
+
+
+def _content(folder: Path) -> dict[str, str]:
+    return _tables(folder)[0]
+
+
+def _joined(folder: Path, name: str) -> dict[str, Any]:
+    return _record(_tables(folder), name)
+
+
+_Tables = tuple[dict[str, str], dict[str, dict[str, list[float]]]]
+
+
+def _tables(folder: Path) -> _Tables:
+    """Return the records without histories, and the histories, by run; empty without tables."""
+    paths = folder / RUNS, folder / HISTORIES
+    if not all(path.exists() for path in paths):
+        return {}, {}
+    stamps = tuple(path.stat().st_mtime_ns for path in paths)
+    return _kept(paths, stamps)
+
+
+@lru_cache(maxsize=4)
+def _kept(paths: tuple[Path, Path], stamps: tuple[int, ...]) -> _Tables:
+    return _read(*paths)
+
+
+def _read(runs: Path, histories: Path) -> _Tables:
+    import pandas as pd
+
+    tables = []
+    for path in (runs, histories):
+        with open_file(path, _LARGEST) as file:
+            try:
+                tables.append(pd.read_parquet(file))
+            except Exception as error:  # on damaged files the library raises anything
+                raise InputError(f"{path} cannot be read as a table ({type(error).__name__}).") from None
+    try:
+        heads = {
+            str(name): str(record) for name, record in zip(tables[0]["run"], tables[0]["record"], strict=True)
+        }
+        columns = [name for name in tables[1] if name != "run"]
+        _ = tables[1]["epoch"]
+        found = {
+            str(name): {str(column): own[column].tolist() for column in columns}
+            for name, own in tables[1].groupby("run", sort=False)
+        }
+    except KeyError as error:
+        raise InputError(f"{runs.parent} holds no records of runs: a table lacks the column {error}.") from None
+    return heads, found
+
+
+def _record(tables: _Tables, name: str) -> dict[str, Any]:
+    heads, histories = tables
+    try:
+        return {**json.loads(heads[name]), "history": histories[name]}
+    except (KeyError, ValueError, TypeError):
+        raise InputError(f"The record of {name} is damaged.") from None
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two records are equal, entry by entry, including number types."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+SCHEMA = "semdiag.run/1"
+_DIGITS = 7  # significant digits in a history: float32 has no more
+
+
+def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
+    """Write a finished run's record, ``NAME.json``, whole or not at all."""
+    content = {
+        "schema": SCHEMA,
+        "run": run.name,
+        "model": saved.model.to_dict(),
+        "training": saved.training.to_dict(),
+        "epochs": saved.epoch,
+        "weights": weights_sha256(saved.state),
+        "provenance": {
+            name: _without_folders(value) if name == "command" else value
+            for name, value in saved.provenance.items()
+        },
+        "history": {name: [_short(value) for value in values] for name, values in saved.history.items()},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{run.name}.json", json.dumps(content, allow_nan=False) + "\n")
+
+
+def _without_folders(command: str) -> str:
+    """Reduce absolute paths in a command, also after ``--option=``, to their last parts."""
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+        words.append(f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}")
+    return shlex.join(words)
+
+
+def _short(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
+
+
+def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
+    """Read the history from a run's record: its file, or the tables of a finished study."""
+    path = folder / f"{run.name}.json"
+    content = read_json(path) if path.exists() else read_packed(folder, run.name)
+    if content is None:
+        return None
+    try:
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {content['schema']!r}")
+        training = TrainingConfig.from_dict(content["training"])
+        model = ModelConfig.from_dict(content["model"])
+        history: dict[str, list[float]] = content["history"]
+        whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
+        if not whole or not all(_is_number(value) for column in history.values() for value in column):
+            raise ValueError("its history is not a list of numbers per quantity")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
+    if identity(model, training) != identity(run.model, run.training):
+        raise InputError(f"{path} is the record of another configuration. Move it away.")
+    return history
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
 
 STATUSES = {
     "done": "at its last epoch, or at the accuracy to stop at",
@@ -155,7 +343,7 @@ def result(
         recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
         if status == "done" and records is not None:
-            _record(records, run, saved, recorded)
+            _record_runs(records, run, saved, recorded)
     except InputError as error:
         status, problem = "failed", str(error)
     history = {} if saved is None else saved.history
@@ -187,10 +375,140 @@ def result(
     )
 
 
-def _record(
+def _record_runs(
     records: Path, run: SweepRun, saved: Checkpoint | None, recorded: dict[str, list[float]] | None
 ) -> None:
     """Write the record of a finished run, unless an existing one goes as far."""
     known = 0 if recorded is None else len(recorded["epoch"])
     if saved is not None and known < saved.epoch:
         write_record(records, run, saved)
+
+
+STEPS = 3  # timed steps, after an untimed one
+_COSTLY = (
+    "train_samples", "holdout_samples", "batch_size", "optimizer", "precision", "compiled", "listops",
+)  # fmt: skip
+_HELD_OUT = 25  # further samples to evaluate
+_COLD = 20.0  # seconds: anything faster is timed again, without warm-up costs
+_WHOLE, _LARGEST_ESTIMATES = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The remaining work of one run."""
+
+    epochs: int  # left to train; fewer if the target accuracy is reached before
+    epoch_seconds: float  # per epoch, including evaluation
+
+    @property
+    def hours(self) -> float:
+        """Upper limit in hours, on one thread."""
+        return self.epochs * self.epoch_seconds / 3600
+
+
+def estimate(
+    runs: list[SweepRun],
+    folder: Path,
+    device: str,
+    tell: Callable[[str], None] = lambda line: None,
+    records: Path | None = None,
+) -> list[Estimate]:
+    """Estimate every run by timing a few steps."""
+    known: dict[tuple[tuple[str, object], ...], float] = {}
+    estimates = []
+    first: dict[str, tuple[tuple[str, object], ...]] = {}
+    for run in runs:
+        left, cost = _epochs_left(folder / run.name, run, records), _cost(run)
+        label = f"{run.training.task_label}, {run.model.attention_label}, length {run.model.length}"
+        usual = first.setdefault(label, cost)
+        if cost not in known and left:
+            other = (f", {name.replace('_', ' ')} {value}" for name, value in cost if (name, value) not in usual)
+            tell(f"Timing {label}{''.join(other)}")
+            known[cost] = time_epoch(run, device)
+        estimates.append(Estimate(left, known.get(cost, 0.0)))
+    return estimates
+
+
+def _epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
+    """Return the number of epochs that are left to train."""
+    recorded = None if records is None else read_history(records, run)
+    if recorded is not None and at_its_end(recorded, run.training):
+        return 0
+    try:
+        status, saved = inspect(folder, run)
+    except InputError:
+        return 0
+    return 0 if status == "done" else max(0, run.training.epochs - (0 if saved is None else saved.epoch))
+
+
+def _cost(run: SweepRun) -> tuple[tuple[str, object], ...]:
+    """Return what determines an epoch's cost up to a few per cent: equal across seeds and tasks of a length."""
+    model = replace(run.model, activation="relu", selection_seed=0)
+    if run.training.text is None:  # a small vocabulary costs nothing
+        model = replace(model, vocabulary_size=2, classes=2)
+    return (*vars(model).items(), *((name, getattr(run.training, name)) for name in _COSTLY))
+
+
+def _timed(trainer: Trainer) -> tuple[float, float]:
+    """Return the seconds of a step, and of evaluating a sample, in a short training."""
+    moments: list[float] = []
+    trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
+    evaluated = trainer.training.train_samples + trainer.training.holdout_samples
+    sample = (time.perf_counter() - moments[-1]) / evaluated
+    return statistics.median(later - sooner for sooner, later in pairwise(moments)), sample
+
+
+def time_epoch(run: SweepRun, device: str) -> float:
+    """Return the seconds of one epoch of a run on one thread, extrapolated from a few steps and evaluations."""
+    training, where, threads = run.training, find_device(device), torch.get_num_threads()
+    batch = min(training.batch_size, training.train_samples)
+    few = replace(
+        training,
+        epochs=1,
+        until=None,
+        snapshots=(),
+        train_samples=(STEPS + 1) * batch,
+        holdout_samples=_HELD_OUT,
+    )
+    model, times, on_cpu = run.model, 1, where.type == "cpu"
+    if training_memory(model, few, on_cpu) > _WHOLE:
+        model, times = replace(model, blocks=1), model.blocks
+    if (needed := training_memory(model, few, on_cpu)) > _LARGEST_ESTIMATES:
+        raise InputError(
+            f"{run.name} cannot be timed: one block in training takes more than {needed / 2**30:,.1f} GiB of "
+            f"memory, and a dry run takes up to {_LARGEST_ESTIMATES / 2**30:.0f}. Make it smaller, or train it without "
+            "--dry-run."
+        )
+    before = random_state(where)
+    try:
+        torch.set_num_threads(1)
+        began = time.perf_counter()
+        step, sample = _timed(Trainer(model, few, where))
+        if time.perf_counter() - began < _COLD:  # it may have included the compilation of kernels
+            step, sample = _timed(Trainer(model, few, where))
+    finally:
+        torch.set_num_threads(threads)
+        restore_random_state(before)
+    steps = -(-training.train_samples // training.batch_size)
+    return times * (steps * step + (training.train_samples + training.holdout_samples) * sample)
+
+
+SCHEMA_RESULTS = "semdiag.sweep/1"
+
+
+def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the results as plain values for JSON."""
+    return {"schema": SCHEMA_RESULTS, "provenance": provenance, "results": [row.to_dict() for row in rows]}
+
+
+def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
+    """Write ``results.csv`` and ``results.json``, each whole or not at all."""
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [field.name for field in fields(RunResult)], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        cells = row.to_dict()
+        writer.writerow({key: csv_cell(cell) if isinstance(cell, str) else cell for key, cell in cells.items()})
+    document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
+    for name, text in (("results.csv", table.getvalue()), ("results.json", document + "\n")):
+        write_text(folder / name, text)

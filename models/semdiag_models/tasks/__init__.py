@@ -1,17 +1,19 @@
 """The tasks, by name."""
 
-from semdiag_models.errors import InputError, unknown_name
-from semdiag_models.tasks.cycle_navigation import CycleNavigation
-from semdiag_models.tasks.even_pairs import EvenPairs
-from semdiag_models.tasks.listops import ListOps
-from semdiag_models.tasks.missing_duplicate import MissingDuplicate
-from semdiag_models.tasks.modular_arithmetic import ModularArithmetic
-from semdiag_models.tasks.parity import Parity
-from semdiag_models.tasks.solve_equation import SolveEquation
-from semdiag_models.tasks.stack_manipulation import StackManipulation
+from semdiag_models.config import TrainingConfig
+from semdiag_models.reading import InputError, unknown_name
+from semdiag_models.tasks.language_tasks import (
+    CycleNavigation,
+    EvenPairs,
+    ListOps,
+    MissingDuplicate,
+    ModularArithmetic,
+    Parity,
+    SolveEquation,
+    StackManipulation,
+)
 from semdiag_models.tasks.task import Classification, Recipe, Task
 from semdiag_models.tasks.text import Text, open_text, perplexity
-from semdiag_models.training_config import TrainingConfig
 
 __all__ = [
     "TASKS",

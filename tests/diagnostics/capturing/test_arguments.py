@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from semdiag.capturing.arguments import whole_number
+from semdiag.capturing.batches import whole_number
 from semdiag_models import InputError
 
 

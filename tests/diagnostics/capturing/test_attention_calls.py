@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from semdiag.capturing import attention_calls
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.calls.monitor import Monitor
-from semdiag.questions.stability.measure.probe import noisy_copies
+from semdiag.questions.stability.measure import noisy_copies
 from semdiag_models import Encoder
 
 TOKENS = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 2, 2, 2]])

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from semdiag.capturing.attention_kinds import (
+from semdiag.capturing.attention_call import (
     APPROXIMATE,
     BOUNDED,
     CHANGING,
@@ -19,7 +19,7 @@ from semdiag.capturing.attention_kinds import (
     mask_kind,
 )
 from semdiag.measuring.calls.running import unnamed
-from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
+from semdiag.questions.mask_stability.mask_rows import SELECTIONS
 from semdiag_models import ATTENTIONS, Encoder
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag.capturing.block_calls import watch_blocks
+from semdiag.capturing.attention_calls import watch_blocks
 from semdiag_models import Encoder
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from semdiag.capturing import inputs as tokenising
 from semdiag.capturing import loading
-from semdiag.capturing.inputs import tokenising
 from semdiag_models import InputError
 
 transformers = pytest.importorskip("transformers")

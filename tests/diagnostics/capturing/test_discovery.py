@@ -2,8 +2,7 @@
 
 import pytest
 
-from semdiag.capturing.discovery import find_checkpoints, without_other_files
-from semdiag.capturing.hints import refuse_other_kinds
+from semdiag.capturing.loading import find_checkpoints, refuse_other_kinds, without_other_files
 from semdiag_models import InputError
 
 

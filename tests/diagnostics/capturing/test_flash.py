@@ -14,8 +14,8 @@ import torch
 from packaging.version import Version
 
 import semdiag
-from semdiag.capturing.adapters import flash
-from semdiag.capturing.adapters.interface_call import InterfaceCall
+from semdiag.capturing.adapters import fused as flash
+from semdiag.capturing.adapters.fused import InterfaceCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.calls.residual import recomputation_residual
 

@@ -166,7 +166,7 @@ def test_a_function_that_cannot_be_read_is_audited(monkeypatch):
 
     model, x = Attention(softcap, None), stream()
     alone = model(x)
-    monkeypatch.setattr("semdiag.capturing.adapters.flex._over_all", fail)
+    monkeypatch.setattr("semdiag.capturing.adapters.fused._over_all", fail)
     with semdiag.capture(model) as calls:
         assert torch.equal(model(x), alone)
     assert len(calls) == 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.provenance.foreign_operators import is_foreign
+from semdiag.capturing.provenance.operations import is_foreign
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag_models import InputError
 

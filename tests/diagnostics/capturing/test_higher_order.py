@@ -18,7 +18,7 @@ from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.provenance.higher_order import MAY_HIDE
+from semdiag.capturing.provenance.operations import MAY_HIDE
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag_models import InputError
 

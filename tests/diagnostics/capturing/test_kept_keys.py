@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from semdiag.capturing import kept_keys as module
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import kept_keys
-from semdiag.capturing.mask_rules import RandomK, TopK, TopP, Window
-from semdiag.questions.k_sweep.measure.kinds import rule_of
+from semdiag.capturing.kept_keys import RandomK, TopK, TopP, Window, kept_keys
+from semdiag.questions.k_sweep.budgets import rule_of
 
 SCORES = st.sampled_from([-math.inf, -3e38, -1.0, -0.0, 0.0, 0.5, 1.0, 1.0 + 2**-23, 3e38])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from semdiag import RandomK, TopK, TopP, sparsify
-from semdiag.questions.k_sweep.measure.kinds import KINDS, check_kinds, masks_of, rule_of
+from semdiag.questions.k_sweep.budgets import KINDS, check_kinds, masks_of, rule_of
 from semdiag_models import InputError
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import flex_attention
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.provenance.merged_blocks import MERGED
+from semdiag.capturing.provenance.softmaxes import MERGED
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers")
 WIDTH, HEADS, LENGTH, BLOCKS = 16, 4, 12, 3

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.mathematics.row_statistics import row_statistics
-from semdiag.measuring.calls.scored_rows import scored_rows
+from semdiag.measuring.calls.collector import scored_rows
 from semdiag_models import Encoder, InputError, ModelConfig
 
 CLOSE = {"rtol": 0, "atol": 1e-9}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from semdiag import load
-from semdiag.capturing.inputs.files import read_batches
-from semdiag.measuring.array_files import read_arrays
-from semdiag.measuring.conditions import Conditions
+from semdiag.capturing.inputs import read_batches
+from semdiag.measuring.measure import Conditions
+from semdiag.measuring.measurements import read_arrays
 from semdiag.measuring.survey import survey
 from semdiag_models import InputError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import semdiag
-from semdiag.capturing.adapters.query_places import first_query
+from semdiag.capturing.adapters.hugging_face import first_query
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from semdiag.capturing.weights_watch import watched_weights
+from semdiag.capturing.loading import watched_weights
 
 
 def layer():

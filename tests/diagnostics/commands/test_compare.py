@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from semdiag.measuring.findings.strict_json import MODEL_FACTS
+from semdiag.measuring.findings.findings import MODEL_FACTS
 from semdiag_models import Encoder, TrainingConfig, read_checkpoint
 from semdiag_models.checkpoint import Checkpoint, write_checkpoint
 

@@ -5,12 +5,11 @@ import json
 import pandas as pd
 import pytest
 
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.findings.findings import Findings, find_pairs
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.bounds.answer.corollary import pair_percentiles
-from semdiag.questions.dispersion.answer.pairs import dispersion_gate
+from semdiag.questions.bounds.answer import pair_percentiles
+from semdiag.questions.dispersion.answer import dispersion_gate
 from semdiag_models import InputError
 
 FEW = ("--samples", 12, "--figures", "none")

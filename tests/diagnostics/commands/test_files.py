@@ -15,7 +15,7 @@ from torch import nn
 from semdiag import Monitor, load, measure
 from semdiag.capturing.pretrained import find_folder
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.terminal.terminal import terminal, visible
+from semdiag.presenting.terminal import terminal, visible
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError, weights_sha256
 

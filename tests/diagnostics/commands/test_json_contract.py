@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from semdiag.commands.main import app
-from semdiag.measuring.findings.strict_json import MODEL_FACTS
+from semdiag.measuring.findings.findings import MODEL_FACTS
 
 PROMISE = (
     "Every object has these keys: - `schema`: the command and a version, like `semdiag.bounds/2`. - `provenance`: "

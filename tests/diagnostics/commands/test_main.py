@@ -200,7 +200,7 @@ def test_an_index_that_a_gpu_refuses_is_no_fault_of_ours(program):
 
 
 def test_our_own_faults_are_told_before_anything_is_imported(program, monkeypatch):
-    monkeypatch.delitem(sys.modules, "semdiag_models.errors")
+    monkeypatch.delitem(sys.modules, "semdiag_models.reading")
     assert program(ValueError("a fault of ours")).code == 70
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from semdiag.commands import measuring
 from semdiag.commands.output_folder import output_folder
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.option_values import whole_numbers
 from semdiag_models import InputError

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.presenting import percentile_command
+from semdiag.presenting import question as percentile_command
 from semdiag.questions import registry
 
 FEW = ("--samples", 8, "--figures", "none")

@@ -88,7 +88,7 @@ def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs,
 
 def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):
     from semdiag.questions.landscape import measure as landscape
-    from semdiag.questions.lipschitz.measure import probe as lipschitz
+    from semdiag.questions.lipschitz import measure as lipschitz
 
     small = landscape.LandscapePlan(grid=3)
     monkeypatch.setattr(landscape, "LandscapePlan", lambda **_: small)

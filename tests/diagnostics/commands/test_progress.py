@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from semdiag.commands.printing.sweep import SweepProgress
-from semdiag.commands.printing.training import TrainingProgress
-from semdiag.presenting.terminal import minutes
-from semdiag.presenting.terminal.minutes import Minutes
-from semdiag.presenting.terminal.progress import Stages
+from semdiag.commands.printing import SweepProgress
+from semdiag.commands.train import TrainingProgress
+from semdiag.presenting import terminal as minutes
+from semdiag.presenting.progress import Stages
+from semdiag.presenting.terminal import Minutes
 from semdiag_models import ModelConfig, TrainingConfig, open_run
 from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import result

@@ -17,10 +17,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import semdiag
-from semdiag.presenting import completion
-from semdiag.presenting.columns import (
+from semdiag.presenting import options as completion
+from semdiag.presenting.progress import Stages
+from semdiag.presenting.section import (
     NEVER,
     Column,
+    NumberTable,
     count,
     ends,
     fine_percent,
@@ -33,10 +35,9 @@ from semdiag.presenting.columns import (
     rough_percent,
     text,
     two_decimals,
+    wide_console,
 )
-from semdiag.presenting.terminal.console import NumberTable, wide_console
-from semdiag.presenting.terminal.progress import Stages
-from semdiag.reporting.gate import rules
+from semdiag.reporting import gate as rules
 from semdiag_models import ATTENTIONS, TASKS
 
 HEADS = ["layer", "head", *(f"quantity {n} p50" for n in range(9)), "share"]
@@ -256,9 +257,9 @@ def test_progress_counts_every_stage(capsys, monkeypatch):
 
 
 def test_a_survey_announces_each_probe(tiny_runs):
-    from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.measure import Conditions
     from semdiag.measuring.survey import survey
-    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+    from semdiag.questions.k_sweep.measure import KSweepPlan
 
     stages = []
     conditions = Conditions(samples=4, plans=(KSweepPlan(),))

@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from semdiag.mathematics.heavy_hitter_pairs import heavy_hitter_pair_stability
-from semdiag.mathematics.softmax_secants import softmax_secant
-from semdiag.mathematics.softmax_stability import heavy_hitter_row_stability, heavy_hitter_stability
+from semdiag.mathematics.mask_stability import heavy_hitter_pair_stability
+from semdiag.mathematics.softmax_stability import (
+    heavy_hitter_row_stability,
+    heavy_hitter_stability,
+    softmax_secant,
+)
 
 SLACK = 1 + 1e-6
 

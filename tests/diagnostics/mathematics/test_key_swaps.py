@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from semdiag.mathematics.heavy_hitter_pairs import heavy_hitter_pair_stability
-from semdiag.mathematics.key_swaps import log_swap_cost
-from semdiag.mathematics.softmax_secants import score_change, weight_change
-from semdiag.mathematics.softmax_stability import log_largest_weight
+from semdiag.mathematics.mask_stability import heavy_hitter_pair_stability
+from semdiag.mathematics.softmax_stability import log_largest_weight, score_change, weight_change
+from semdiag.mathematics.spectral_norms import log_swap_cost
 
 # A cost is a few logarithms and exponentials of numbers of size |ln cost|, each rounded.
 ROUNDING = 1e-13

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics import largest_scores as module
-from semdiag.mathematics.largest_scores import add_ranks_, largest_scores
+from semdiag.mathematics import score_strips as module
+from semdiag.mathematics.score_strips import add_ranks_, largest_scores
 
 
 def sorted_places(row):

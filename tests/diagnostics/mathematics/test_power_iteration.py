@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.power_iteration import token_jacobian_norm
+from semdiag.mathematics.spectral_norms import token_jacobian_norm
 
 LENGTH, WIDTH = 4, 3
 

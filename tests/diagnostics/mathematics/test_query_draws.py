@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from semdiag.mathematics.query_draws import draw_queries
+from semdiag.mathematics.sampled_intervals import draw_queries
 
 HEADS = 20_000
 

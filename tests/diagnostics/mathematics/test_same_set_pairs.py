@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from semdiag.mathematics.same_set_pairs import same_set_stability, weight_change_bound
-from semdiag.mathematics.softmax_secants import (
+from semdiag.mathematics.mask_stability import same_set_stability, weight_change_bound
+from semdiag.mathematics.softmax_stability import (
     local_stability,
     log_odds_of_largest,
     score_change,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, t
 
-from semdiag.mathematics.query_draws import PER_STRATUM, draw_queries
-from semdiag.mathematics.sampled_intervals import sampled_estimates
+from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries, sampled_estimates
 
 
 def test_a_mean_by_hand():

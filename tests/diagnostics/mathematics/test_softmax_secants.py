@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag.mathematics.softmax_secants import (
+from semdiag.mathematics.softmax_stability import (
+    fixed_mask_stability,
     local_stability,
     local_stability_of_weight,
     masked_softmax,
     score_change,
     softmax_secant,
 )
-from semdiag.mathematics.softmax_stability import fixed_mask_stability
 
 scores_of_rows = st.lists(st.floats(-30, 30), min_size=1, max_size=12)
 

@@ -14,7 +14,6 @@ from semdiag.mathematics.paper_stability import (
     paper_form_threshold,
     paper_heavy_hitter_stability,
 )
-from semdiag.mathematics.softmax_secants import softmax_secant
 from semdiag.mathematics.softmax_stability import (
     fixed_mask_row_stability,
     fixed_mask_stability,
@@ -22,6 +21,7 @@ from semdiag.mathematics.softmax_stability import (
     heavy_hitter_split_stability,
     heavy_hitter_stability,
     log_largest_weight,
+    softmax_secant,
 )
 
 SLACK = 1 + 1e-6  # secants of nearly equal rows carry rounding of about 1e-16 / distance

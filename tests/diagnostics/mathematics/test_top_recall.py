@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag.mathematics import top_recall as module
-from semdiag.mathematics.top_recall import top_recall
+from semdiag.mathematics import paper_stability as module
+from semdiag.mathematics.paper_stability import top_recall
 
 
 def naive(q, k, scale, selected, top, allowed):

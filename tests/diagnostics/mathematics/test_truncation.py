@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semdiag.mathematics import paper_stability as module
 from semdiag.mathematics import score_strips
-from semdiag.mathematics import truncation as module
+from semdiag.mathematics.paper_stability import truncations
 from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.mathematics.score_strips import Scores
-from semdiag.mathematics.truncation import truncations
 
 BATCH, HEADS, LENGTH, WIDTH, STREAM = 2, 4, 9, 3, 5
 EPS = torch.finfo(torch.float64).eps

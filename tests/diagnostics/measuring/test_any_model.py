@@ -17,10 +17,10 @@ from torch import nn
 
 import semdiag
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.stability.measure.probe import SecantsPlan, external_secants
+from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.stability.measure import SecantsPlan, external_secants
 from semdiag_models import Encoder, InputError, ModelConfig
 
 LENGTH, HEADS, WIDTH, BLOCKS = 9, 2, 8, 2

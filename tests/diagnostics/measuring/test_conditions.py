@@ -8,7 +8,7 @@ from torch import nn
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 
 CPU = torch.device("cpu")

@@ -8,16 +8,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import semdiag
-from semdiag.measuring.findings.counterfactuals import what_k_keeps
-from semdiag.measuring.findings.distributions import pooled_percentiles
-from semdiag.measuring.findings.estimates import drawing, drawn, require_every_query, sampling_sentences
+from semdiag.measuring.findings.estimates import (
+    drawing,
+    drawn,
+    pooled_percentiles,
+    require_every_query,
+    sampling_sentences,
+    what_k_keeps,
+)
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.kept_rows import KeptRows
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import percentiles
-from semdiag.questions.counterfactual.words import within_sentences
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
+from semdiag.measuring.percentiles import KeptRows, percentiles
+from semdiag.questions.counterfactual.answer import within_sentences
+from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep
 from semdiag_models import Encoder, InputError
 
 PLACE = ["sample", "layer", "head", "query"]

@@ -9,8 +9,8 @@ import torch
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.mask_stability.measure.mask_rows import Workspace, row_changes, selection_of
-from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
+from semdiag.questions.mask_stability.mask_rows import Workspace, row_changes, selection_of
+from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag_models import Encoder
 
 KINDS = {

@@ -8,19 +8,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.checksums import write_sums
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.schema import optional_tables
+from semdiag.measuring.measure import Conditions
+from semdiag.measuring.measurements import Measurements, write_sums
+from semdiag.measuring.percentiles import optional_tables
 from semdiag.measuring.survey import survey
-from semdiag.measuring.table import column_types
-from semdiag.measuring.tables import TABLES
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.measuring.table import TABLES, column_types
+from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
-from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.questions.lipschitz.measure import LipschitzPlan
+from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.stability.measure import SecantsPlan
 from semdiag_models import InputError
 
 

@@ -12,11 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.parallel import MeasuringOrder, run_in_parallel, run_order
-from semdiag.measuring.survey import survey
-from semdiag.measuring.tables import TABLES
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.measuring.measure import Conditions
+from semdiag.measuring.survey import MeasuringOrder, run_in_parallel, run_order, survey
+from semdiag.measuring.table import TABLES
+from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
 from semdiag_models import InputError
 from semdiag_models.sweeps.workers import LocalWorkers, cores

@@ -10,23 +10,21 @@ from torch import nn
 import semdiag
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.calls.scored_rows import NotAvailableError
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.schema import optional_tables
-from semdiag.measuring.schema import probes as every_probe
+from semdiag.measuring.calls.collector import NotAvailableError
+from semdiag.measuring.measure import Conditions
+from semdiag.measuring.percentiles import Probe, Subject, optional_tables
+from semdiag.measuring.percentiles import probes as every_probe
 from semdiag.measuring.survey import survey
-from semdiag.measuring.table import column_types
-from semdiag.measuring.tables import TABLES
-from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.measuring.table import TABLES, column_types
+from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.dispersion.measure import InitialisationPlan
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
+from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep
 from semdiag.questions.landscape.measure import LandscapePlan
-from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
-from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
-from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
+from semdiag.questions.lipschitz.measure import LipschitzPlan
+from semdiag.questions.mask_precision.measure import PrecisionPlan
+from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag.questions.overlap.measure import mask_overlap
-from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.questions.stability.measure import SecantsPlan
 from semdiag_models import InputError
 
 CHEAP = {

@@ -3,11 +3,11 @@
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.measuring.tables import OUT_OF_REACH
-from semdiag.questions.learning.words import reach_sentences
+from semdiag.measuring.table import OUT_OF_REACH
+from semdiag.questions.learning.answer import reach_sentences
 from semdiag_models import TrainingConfig, open_run, train_run
 
 

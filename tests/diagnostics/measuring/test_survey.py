@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.measure import measure
+from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.stability.measure import SecantsPlan
 from semdiag_models import InputError
 
 TABLES = ("models", "queries", "loads", "history", "non_finite")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from semdiag.measuring.array_files import read_arrays
+from semdiag.measuring.measurements import read_arrays
 from semdiag.measuring.table import Table, column_types, read_parquet
 from semdiag_models import InputError, reading
 
@@ -194,7 +194,7 @@ def test_lists_in_a_column_are_refused(tmp_path):
 EVERY_FOOTER = """
 import sys
 from pathlib import Path
-from semdiag.measuring.array_files import read_arrays
+from semdiag.measuring.measurements import read_arrays
 from semdiag.measuring.table import read_parquet
 
 content = (Path(sys.argv[1]) / "good.parquet").read_bytes()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from semdiag.presenting.drawing.reference_ranges import reference_ranges, reference_words
+from semdiag.presenting.drawing.style import reference_ranges, reference_words
 
 ROOT = Path(__file__).parents[3]
 

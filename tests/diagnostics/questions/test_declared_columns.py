@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.columns import Column
+from semdiag.presenting.section import Column
 from semdiag.questions import registry
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -9,15 +9,13 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
-from semdiag.presenting.drawing.save import save_figure
-from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER
+from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, save_figure
 from semdiag.questions import registry
-from semdiag.questions.dispersion.answer.comparisons import layer_ratios
+from semdiag.questions.dispersion.answer import layer_ratios
 from semdiag_models import ATTENTIONS, InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -6,25 +6,25 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.finding import Verdict
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.findings.findings import Findings, Verdict, find_pairs
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.presenting.glance import Answer, measured_glance
-from semdiag.questions.bounds.answer.corollary import corollary_findings
-from semdiag.questions.counterfactual.glance import within_glance
-from semdiag.questions.dispersion.answer.comparisons import layer_ratios, pair_comparisons
-from semdiag.questions.dispersion.glance import dispersion_glance
-from semdiag.questions.dispersion.words import dispersion_in_short
-from semdiag.questions.learning.glance import learning_glance
-from semdiag.questions.mask_stability.glance import masks_glance
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.separation.glance import separation_glance
-from semdiag.questions.separation.words import separation_in_short
-from semdiag.questions.stability.glance import stability_glance
-from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.presenting.section import Answer, measured_glance
+from semdiag.questions.bounds.answer import corollary_findings
+from semdiag.questions.counterfactual.answer import within_glance
+from semdiag.questions.dispersion.answer import (
+    dispersion_glance,
+    dispersion_in_short,
+    layer_ratios,
+    pair_comparisons,
+)
+from semdiag.questions.learning.answer import learning_glance
+from semdiag.questions.mask_stability.answer import masks_glance
+from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.separation.answer import separation_glance, separation_in_short
+from semdiag.questions.stability.answer import stability_glance
+from semdiag.questions.stability.measure import SecantsPlan
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,21 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import panel_grid, stacked
 from semdiag.questions import registry
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.compare.measure.probe import ComparePlan
+from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.compare.measure import ComparePlan
 from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
-from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
-from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.lipschitz.measure import LipschitzPlan
+from semdiag.questions.mask_precision.measure import PrecisionPlan
+from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.questions.stability.measure import SecantsPlan
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

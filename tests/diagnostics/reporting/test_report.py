@@ -18,7 +18,7 @@ from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentiles
 from semdiag.questions import registry
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError
-from semdiag_models.plain_text import from_csv_cell, visible
+from semdiag_models.reading import from_csv_cell, visible
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

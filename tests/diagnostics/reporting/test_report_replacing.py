@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.reporting import folder as folder_module
+from semdiag.reporting import report as folder_module
 from semdiag.reporting import report as report_module
-from semdiag.reporting.exchange import exchange
-from semdiag.reporting.report import write_report
+from semdiag.reporting.report import exchange, write_report
 from semdiag_models import InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -9,7 +9,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.stability import answer as stability
-from semdiag.questions.stability.words import stability_sentences
+from semdiag.questions.stability.answer import stability_sentences
 from semdiag.reporting.report import measured_sections, write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag_models.attention.clustered_selection import cosines_to, first_centroids, follow, same_clusters
-from semdiag_models.attention.selected_attention import selected_attention
-from semdiag_models.attention.selection import select_keys
+from semdiag_models.attention.dense_attention import selected_attention
+from semdiag_models.attention.selection import cosines_to, first_centroids, follow, same_clusters, select_keys
 
 
 def vectors(batch=2, heads=2, length=10, width=4):

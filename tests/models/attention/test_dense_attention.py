@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from semdiag_models.attention import dense_attention as module
-from semdiag_models.attention.dense_attention import dense_attention
-from semdiag_models.dropout import dropped_positions
+from semdiag_models.attention.dense_attention import dense_attention, dropped_positions
 
 B, L, D, SCALE = 3, 10, 5, 0.7
 STRIPS = {"one strip": 2**20, "a short last strip": 4 * L**2, "a matrix a strip": 1}

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag_models.attention.hashed_selection import bucket_codes, distinct, hash_directions, same_bucket
-from semdiag_models.attention.selected_attention import selected_attention
-from semdiag_models.attention.selection import select_keys
+from semdiag_models.attention.dense_attention import selected_attention
+from semdiag_models.attention.selection import bucket_codes, distinct, hash_directions, same_bucket, select_keys
 
 CPU = torch.device("cpu")
 

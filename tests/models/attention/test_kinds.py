@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from semdiag_models import ATTENTIONS, AttentionKind, InputError
-from semdiag_models.attention.clustered_selection import first_centroids
-from semdiag_models.attention.hashed_selection import hash_directions
-from semdiag_models.attention.kinds import DRAWN, LOCAL
-from semdiag_models.attention.selection import random_priorities, select_keys
+from semdiag_models.attention.selection import (
+    DRAWN,
+    LOCAL,
+    first_centroids,
+    hash_directions,
+    random_priorities,
+    select_keys,
+)
 
 # dense, input_dependent, has_bounds, ranks_scores, local, drawn
 PROPERTIES = {

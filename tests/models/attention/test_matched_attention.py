@@ -7,13 +7,11 @@ import torch
 
 from semdiag_models import step as by_hand_step
 from semdiag_models.checkpoint import read_checkpoint
+from semdiag_models.config import ModelConfig
 from semdiag_models.encoder import AttentionCore, Encoder
-from semdiag_models.model_config import ModelConfig
-from semdiag_models.random_state import random_state
-from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.seed_runs import open_seed_runs
-from semdiag_models.stacking import train_together
-from semdiag_models.training import Trainer
+from semdiag_models.run_folder import open_run, open_seed_runs, train_run
+from semdiag_models.step import random_state
+from semdiag_models.training import Trainer, train_together
 
 CPU = torch.device("cpu")
 KINDS = {

@@ -1,9 +1,12 @@
 import pytest
 import torch
 
-from semdiag_models.attention.selected_attention import plain_selected_attention, selected_attention
+from semdiag_models.attention.dense_attention import (
+    dropped_positions,
+    plain_selected_attention,
+    selected_attention,
+)
 from semdiag_models.attention.selection import select_keys
-from semdiag_models.dropout import dropped_positions
 
 B, L, D, SCALE = 3, 10, 5, 0.7
 

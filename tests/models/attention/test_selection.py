@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag_models import products
 from semdiag_models.attention import selection as module
+from semdiag_models.attention import selection as products
 from semdiag_models.attention.selection import random_priorities, select_keys
 
 

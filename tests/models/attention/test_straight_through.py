@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from semdiag_models import InputError
-from semdiag_models.attention.selected_attention import plain_selected_attention
-from semdiag_models.attention.selection import select_keys
-from semdiag_models.attention.straight_through import straight_through_attention
+from semdiag_models.attention.dense_attention import plain_selected_attention
+from semdiag_models.attention.selection import select_keys, straight_through_attention
 from semdiag_models.encoder import Encoder
 
 ROUNDING = 1e-13  # sums of some dozen products of numbers around 1, in float64

@@ -1,8 +1,8 @@
 import pytest
 
-from semdiag_models.errors import InputError
-from semdiag_models.sweeps import config
-from semdiag_models.sweeps.config import read_sweep_file
+from semdiag_models.reading import InputError
+from semdiag_models.sweeps import grid as config
+from semdiag_models.sweeps.grid import read_sweep_file
 
 
 @pytest.fixture

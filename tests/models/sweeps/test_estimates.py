@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from semdiag_models.sweeps import estimates
+from semdiag_models.sweeps import runs as estimates
 from semdiag_models.sweeps.grid import SweepRun
 
 

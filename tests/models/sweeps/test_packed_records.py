@@ -5,8 +5,8 @@ import json
 import pandas as pd
 import pytest
 
-from semdiag_models.errors import InputError
-from semdiag_models.sweeps.packed_records import HISTORIES, RUNS, pack, read_packed
+from semdiag_models.reading import InputError
+from semdiag_models.sweeps.runs import HISTORIES, RUNS, pack, read_packed
 
 SCHEMA = "semdiag.run/1"
 

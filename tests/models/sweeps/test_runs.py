@@ -8,9 +8,17 @@ import torch
 
 from semdiag_models import InputError, read_checkpoint, write_checkpoint
 from semdiag_models.checkpoint import weights_sha256
-from semdiag_models.sweeps.estimates import estimate, time_epoch
 from semdiag_models.sweeps.grid import SweepRun, name_run
-from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, inspect, result, train_order
+from semdiag_models.sweeps.runs import (
+    Order,
+    Outcome,
+    epochs_so_far,
+    estimate,
+    inspect,
+    result,
+    time_epoch,
+    train_order,
+)
 
 
 @pytest.fixture
@@ -232,7 +240,7 @@ def test_the_row_of_a_run_says_what_its_history_says(run, trained):
 
 
 def test_hours_are_those_of_the_epochs_that_are_left(run, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("semdiag_models.sweeps.estimates.time_epoch", lambda run, device: 36.0)
+    monkeypatch.setattr("semdiag_models.sweeps.runs.time_epoch", lambda run, device: 36.0)
     runs = [run(epochs=10, seed=seed) for seed in (1, 2)] + [run(epochs=10, seed=1, batch_size=5)]
     trained(replace(runs[0], training=replace(runs[0].training, epochs=4)), "")
     timed = []

@@ -3,8 +3,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.bracket_expressions import draw_expressions, evaluate
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.expressions import draw_expressions, evaluate
 
 SYMBOLS = (*"01234", "+", "-", "*", "(", ")")
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.tasks.cycle_navigation import CycleNavigation
+from semdiag_models.tasks.language_tasks import CycleNavigation
 
 TASK = CycleNavigation()
 

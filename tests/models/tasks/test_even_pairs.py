@@ -3,7 +3,7 @@ from itertools import product
 
 import torch
 
-from semdiag_models.tasks.even_pairs import EvenPairs
+from semdiag_models.tasks.language_tasks import EvenPairs
 
 
 def test_all_strings_are_equally_likely(assert_law):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.listops import ListOps
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.language_tasks import ListOps
 
 TASK = ListOps()
 N = 12_000

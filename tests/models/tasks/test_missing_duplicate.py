@@ -3,8 +3,8 @@ from collections import Counter
 import pytest
 import torch
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.missing_duplicate import MissingDuplicate
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.language_tasks import MissingDuplicate
 
 TASK = MissingDuplicate()
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.modular_arithmetic import ModularArithmetic
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.language_tasks import ModularArithmetic
 
 TASK = ModularArithmetic()
 OPERATIONS = (lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b)

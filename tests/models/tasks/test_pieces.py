@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.pieces import TOKENIZERS, encode, train_tokenizer
-from semdiag_models.tasks.text_lines import read_lines
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.expressions import TOKENIZERS, encode, train_tokenizer
+from semdiag_models.tasks.text import read_lines
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

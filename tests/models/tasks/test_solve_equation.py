@@ -3,9 +3,9 @@ from collections import Counter
 import pytest
 import torch
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.bracket_expressions import evaluate
-from semdiag_models.tasks.solve_equation import SolveEquation
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.expressions import evaluate
+from semdiag_models.tasks.language_tasks import SolveEquation
 
 TASK = SolveEquation()
 

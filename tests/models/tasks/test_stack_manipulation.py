@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.stack_manipulation import POP, PUSH_0, PUSH_1, StackManipulation
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.language_tasks import POP, PUSH_0, PUSH_1, StackManipulation
 
 TASK = StackManipulation()
 

@@ -10,17 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
-from semdiag_models.data import draw_data
+from semdiag_models.config import ModelConfig, TextSource, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.errors import InputError
-from semdiag_models.model_config import ModelConfig
+from semdiag_models.reading import InputError
 from semdiag_models.run_folder import open_run, run_name, train_run
+from semdiag_models.step import draw_data
 from semdiag_models.tasks import find_task, task_of
-from semdiag_models.tasks.pieces import Pieces
-from semdiag_models.tasks.text import Text, open_text, perplexity, unigram_perplexity, windows
-from semdiag_models.tasks.text_lines import read_lines
+from semdiag_models.tasks.expressions import Pieces
+from semdiag_models.tasks.text import Text, open_text, perplexity, read_lines, unigram_perplexity, windows
 from semdiag_models.training import Trainer
-from semdiag_models.training_config import TextSource, TrainingConfig
 
 sentencepiece = pytest.importorskip("sentencepiece")
 CPU = torch.device("cpu")

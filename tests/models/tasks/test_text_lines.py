@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from semdiag_models.errors import InputError
-from semdiag_models.tasks.text_lines import read_lines, split_lines
+from semdiag_models.reading import InputError
+from semdiag_models.tasks.text import read_lines, split_lines
 
 
 @pytest.fixture

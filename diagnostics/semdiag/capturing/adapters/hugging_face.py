@@ -9,18 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.adapters.cache_positions import watched_caches
-from semdiag.capturing.adapters.flash import NotFollowedError, flash_call
-from semdiag.capturing.adapters.flex import mask_of
-from semdiag.capturing.adapters.interface_call import InterfaceCall
-from semdiag.capturing.adapters.query_places import first_query, others_behind
+from semdiag.capturing.adapters.fused import (
+    InterfaceCall,
+    NotFollowedError,
+    flash_call,
+    mask_of,
+    swallowing,
+    watched_caches,
+)
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.fully_masked import swallowing
 from semdiag.capturing.kept_keys import allowed_keys, counted
-from semdiag.capturing.overlapping import SharedChange
-from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
-from semdiag.capturing.score_masks import split_mask
+from semdiag.capturing.recording import Recorder, SharedChange, is_plain, not_plain, outside_all_modes, split_mask
+
+
+def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
+    """Return the position of query 0 among the tokens' keys."""
+    if allowed is None or queries == keys:
+        return keys - queries
+    by_any = allowed.any(1)
+    seen = by_any[:, -1].any(0).nonzero()
+    last = max(0, int(seen.max()) + 1 - queries) if len(seen) else keys - queries
+    if by_any.shape[1] < 2 or keys < queries:
+        return last
+    is_seen, first = by_any.to(torch.uint8).max(1)  # (B, Lk): is a key seen, and by which query first
+    place = torch.arange(keys, device=first.device) - first
+    place = place[is_seen.bool() & (place >= 0) & (place <= keys - queries)]
+    votes = torch.bincount(place, minlength=keys - queries + 1)
+    best = (votes == votes.max()).nonzero().flatten()
+    return last if last in best else int(best[-1])
+
+
+def others_behind(allowed: Tensor | None, end: int, keys: int) -> bool:
+    """Return whether queries attend to keys after their tokens', which a cache's unused room would not allow."""
+    return end < keys and (allowed is None or bool(allowed[..., end:].any()))
+
 
 # With masks that are functions, or tensors over queries and keys.
 _UNDERSTOOD = ("eager", "sdpa", "flex_attention")

@@ -2,27 +2,37 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from semdiag.capturing.adapters import flex
-from semdiag.capturing.adapters.flex import flex_call
+from semdiag.capturing.adapters import fused as flex
+from semdiag.capturing.adapters.fused import flex_call, swallowing
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.fully_masked import swallowing
-from semdiag.capturing.overlapping import take_off
-from semdiag.capturing.provenance.axis_roles import read_leading
-from semdiag.capturing.provenance.higher_order import register_mode, run_as_written
-from semdiag.capturing.provenance.operations import OperationWatch
-from semdiag.capturing.provenance.softmax_provenance import FOLLOWED, SoftmaxProvenance
-from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
-from semdiag.capturing.score_masks import split_mask
+from semdiag.capturing.kept_keys import allowed_keys
+from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
+from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
+from semdiag.capturing.provenance.tags import read_leading
+from semdiag.capturing.recording import (
+    Recorder,
+    SharedChange,
+    is_plain,
+    not_plain,
+    outside_all_modes,
+    split_mask,
+    take_off,
+)
+from semdiag_models import AttentionCore, Encoder
+from semdiag_models.encoder import Attention, Block
 
 MECHANISM = "scaled_dot_product_attention"
 
@@ -139,10 +149,10 @@ class FunctionWatch(TorchFunctionMode):
             try:
                 call = flex_call(args, kwargs, output[0]) if is_plain(args[0]) else None
             except Exception as error:
-                self._recorder.failed(flex.MECHANISM, error)
+                self._recorder.failed(flex.FLEX_MECHANISM, error)
                 return output
         if call is None:
-            self._recorder.skip(flex.MECHANISM, not_plain(args[0]))
+            self._recorder.skip(flex.FLEX_MECHANISM, not_plain(args[0]))
         else:
             self._recorder.record(call)
             self._below.mark_output(*output[:2])
@@ -243,3 +253,100 @@ def _as_many_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     heads = math.lcm(k.shape[-3], v.shape[-3])
     k, v = (x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
     return k, v
+
+
+CORE_MECHANISM = "hook"
+_PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.ModuleList
+
+
+def hooked_alone(model: nn.Module) -> bool:
+    """Return whether a model is an unchanged encoder of semdiag_models, so that hooks see all its attention."""
+    return type(model) is Encoder and all(
+        type(part) in _PARTS
+        and all(map(_own, (*part._forward_hooks.values(), *part._forward_pre_hooks.values())))
+        and not any(callable(getattr(type(part), name, None)) for name in vars(part))
+        for part in model.modules()
+    )
+
+
+def _own(hook: Callable[..., object]) -> bool:
+    return getattr(hook, "__module__", "").startswith("semdiag.")
+
+
+def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
+    """Describe one call of an :class:`AttentionCore`."""
+    q, k, v, scale, valid, selected = inputs
+    queries = cast("Tensor | None", valid)
+    allowed = None if queries is None else queries[:, None, None, :]
+    if core.apart:
+        length = cast(Tensor, q).shape[2]
+        apart = torch.ones(1, 1, length, length, dtype=torch.bool, device=cast(Tensor, q).device)
+        apart[..., 1:, 0] = False
+        allowed = apart if allowed is None else allowed & apart
+    return AttentionCall(
+        module=name,
+        layer=0,
+        q=cast(Tensor, q).detach(),
+        k=cast(Tensor, k).detach(),
+        v=cast(Tensor, v).detach(),
+        scale=cast(float, scale),
+        allowed=allowed,
+        queries=queries,
+        selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
+        mixed=mixed.detach(),
+        mechanism=CORE_MECHANISM,
+        dropout=core.p if core.training else 0.0,
+    )
+
+
+def masked_inputs(
+    recorder: Recorder, core: AttentionCore, inputs: tuple[object, ...]
+) -> tuple[object, ...] | None:
+    """Return a core's inputs with only the keys selected that the recorder's mask keeps; None if unchanged."""
+    call = core_call("", core, inputs, cast(Tensor, inputs[2]))
+    kept = recorder.kept(call)
+    return None if kept is None else (*inputs[:5], key_positions(kept & allowed_keys(call.part())))
+
+
+def key_positions(kept: Tensor) -> Tensor:
+    """Return the positions of kept keys, -1 for none: (B, H, L, L) bool -> (B, H, L, K) int64."""
+    first, places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+    most = int(kept.sum(-1).max())
+    return places[..., :most].masked_fill(first[..., :most] == 0, -1)
+
+
+def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tensor:
+    """Fill in the rows of queries that attend to all valid keys, if any: (B, H, L, K) -> (B, H, L, L)."""
+    first, last = core.everywhere
+    if first + last == 0:
+        return selected
+    length = selected.shape[2]
+    keys = torch.arange(length, device=selected.device).expand(len(selected), -1)
+    keys = keys if valid is None else keys.where(valid, -1)
+    whole = F.pad(selected, (0, max(0, length - selected.shape[3])), value=-1)
+    for rows in (slice(first), slice(length - last, length)):
+        whole[:, :, rows, :length] = keys[:, None, None, :]
+    return whole
+
+
+@contextmanager
+def _made_outside_modes() -> Iterator[None]:
+    """Make ``causal_lower_right(…)`` and its like without modes: they are tensors without content."""
+    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
+    if biases is None or "__new__" in vars(biases.CausalBias):  # then torch has a constructor of its own
+        yield
+        return
+
+    def made(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        with _disable_current_modes():
+            return Tensor.__new__(kind, *args, **kwargs)
+
+    try:
+        biases.CausalBias.__new__ = made
+        yield
+    finally:
+        if "__new__" in vars(biases.CausalBias):
+            del biases.CausalBias.__new__
+
+
+MADE_OUTSIDE_MODES = SharedChange(_made_outside_modes)

@@ -1,39 +1,305 @@
 """Watch torch's dispatcher: trace every softmax to the values that it weights."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp import is_autocast_available
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.overlapping import take_off_dispatch
-from semdiag.capturing.provenance.foreign_operators import (
-    MAY_BE_ATTENTION,
-    MAY_BE_KERNEL,
-    may_attend,
-    python_kernel,
-)
-from semdiag.capturing.provenance.higher_order import MAY_HIDE, has_known_bodies, may_hide, under_modes
-from semdiag.capturing.provenance.merged_blocks import SUMS, MergedBlocks
-from semdiag.capturing.provenance.operation_plans import (
-    COMPOSITE,
-    Plan,
-    composite_on,
-    has_kernel,
-    is_looked_for,
-    key_of,
-    plan_of,
-)
-from semdiag.capturing.provenance.products import OUTSIDE, Products
-from semdiag.capturing.provenance.propagation import propagate
-from semdiag.capturing.provenance.softmaxes import SOFTMAXES, Softmaxes
+from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, propagate
+from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
 from semdiag.capturing.provenance.tags import History, Scores, Tags, tensors
 from semdiag.capturing.provenance.weighted_values import fused_call
-from semdiag.capturing.recording import NOTHING, Recorder, in_backward, outside_all_modes
+from semdiag.capturing.recording import (
+    NOTHING,
+    Recorder,
+    in_backward,
+    is_plain,
+    outside_all_modes,
+    take_off_dispatch,
+)
+
+MODES_SUPPORTED = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
+MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under dispatch modes
+_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")  # theirs do not; they only call a body
+_HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_attention", "flex_attention_backward")
+
+
+def run_as_written(
+    func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], ours: type[TorchDispatchMode]
+) -> Callable[[], Any] | None:
+    """Return a function that runs an operator's bodies in place: under all modes, with gradients."""
+    name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
+    stack = _get_current_dispatch_mode_stack()
+    plain = all(is_plain(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    traced = not all(isinstance(mode, ours) for mode in stack) or torch._C._are_functorch_transforms_active()
+    if kernel is None or isinstance(kernel, torch._C.DispatchKey) or traced or not plain:
+        return None
+    if name == "scan":  # its kernel calls this one, and refuses modes
+        from torch._higher_order_ops.scan import generic_scan
+
+        def scan(combine: Any, init: Any, xs: Any, additional_inputs: Any) -> Any:
+            body = _first_unseen(combine) if _runs_once_more() else combine
+            return generic_scan(body, init, xs, additional_inputs=additional_inputs)  # type: ignore[no-untyped-call]
+
+        kernel = scan
+    if name in _OPEN:
+        return lambda: kernel(*args, **kwargs)
+    if name not in _CLOSED:
+        return None
+
+    def run() -> Any:
+        given, named = under_modes((args, kwargs), stack)
+        with _disable_current_modes():
+            return kernel(*given, **named)
+
+    return run
+
+
+def register_mode(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> None:
+    """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode."""
+    if not MODES_SUPPORTED and mode not in operator.python_key_table:
+
+        def rule(own: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+            return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+        operator.py_impl(mode)(rule)
+
+
+def has_known_bodies(func: object) -> bool:
+    """Return whether this is a higher-order operator whose arguments contain its bodies as functions."""
+    return isinstance(func, HigherOrderOperator) and func.__name__ in (*_OPEN, *_CLOSED)
+
+
+def under_modes(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
+    """Wrap the functions among a higher-order operator's arguments so that they run under ``modes``."""
+    return tree_map(lambda x: _under(x, modes) if _is_body(x) else x, arguments)
+
+
+@cache
+def _runs_once_more() -> bool:
+    """Return whether this torch's scan runs its body once more than it has steps, to learn its shapes."""
+    from torch._higher_order_ops.scan import generic_scan
+
+    runs = []
+
+    def body(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        runs.append(x)
+        return carry, carry + x
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        generic_scan(body, [torch.zeros(1)], [torch.zeros(1, 1)])  # type: ignore[no-untyped-call]
+    return len(runs) > 1
+
+
+def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide a body's first run from all modes."""
+    runs = 0
+
+    def run(*args: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs > 1:
+            return body(*args)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return body(*args)
+
+    return run
+
+
+def _is_body(x: object) -> bool:
+    return callable(x) and not isinstance(x, Tensor | OpOverload | type)
+
+
+def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for mode in modes:
+            _push_mode(mode)
+        try:
+            return body(*args, **kwargs)
+        finally:
+            for _ in modes:
+                _pop_mode()
+
+    if getattr(body, "_boxed_call", False):  # takes its operands as a list
+        run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def may_hide(
+    func: HigherOrderOperator, arguments: Any, fixed: Callable[[Tensor], bool], looked_for: Callable[[Any], bool]
+) -> bool:
+    """Return whether a higher-order operator whose bodies were not seen may compute attention."""
+    if func.__name__ in _HARMLESS:
+        return False
+    leaves = tree_leaves(arguments)
+    operators = [x for x in leaves if isinstance(x, OpOverload)]
+    if operators and not any(map(looked_for, operators)):
+        return False
+    return _takes_inputs(leaves, fixed)
+
+
+def _takes_inputs(leaves: Iterable[object], fixed: Callable[[Tensor], bool]) -> bool:
+    return any(isinstance(x, Tensor) and is_plain(x) and x.is_floating_point() and not fixed(x) for x in leaves)
+
+
+MAY_BE_ATTENTION = "a custom operator, which may be attention: it cannot be inspected"
+MAY_BE_KERNEL = "a kernel of torch that is unknown here and may be attention: it cannot be inspected"
+_KNOWN = re.compile(
+    "aten|prims?|debugprims|rngprims|_native|_?quantized|quantization|sparse|mkl|mkldnn|mkldnn_prepacked|onednn|_?c10d.*"
+    "|symm_mem|_dtensor|profiler|debug_mode_ops|static_runtime|inductor.*|export|torchvision|torchaudio|semdiag"
+)
+_ATTENTION = re.compile("attn|attention", re.IGNORECASE)
+_NAMED = ({"q", "k", "v"}, {"query", "key", "value"}, {"queries", "keys", "values"})
+
+
+def is_foreign(namespace: str) -> bool:
+    """Return whether operators of a namespace are neither torch's nor ours."""
+    return _KNOWN.fullmatch(namespace) is None
+
+
+def names_attention(schema: Any) -> bool:
+    """Return whether a schema names queries, keys and values."""
+    names = {argument.name for argument in schema.arguments}
+    return any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
+
+
+def is_suspect(func: Any) -> bool:
+    """Return whether the schema of one of torch's own operators, otherwise unknown, fits attention."""
+    schema = func._schema
+    read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+    mixes = len(read) >= 3 and torch.Tag.pointwise not in func.tags
+    return mixes or names_attention(schema) or _ATTENTION.search(schema.name) is not None
+
+
+def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
+    """Return the dispatch key and device of an operator whose kernel is written in Python."""
+    with torch._C.DisableTorchFunction():  # a function mode would see every property access
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
+            return None
+        device = given[0].device.type
+    own = str(torch._C._dispatch_key_for_device(device))
+    name = func.name()
+    for key in (own, "CompositeExplicitAutograd"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            continue
+        namespace, _, rest = name.partition("::")
+        known = f"{namespace}/{rest}/{key}" in torch.library._impls
+        return (getattr(torch._C.DispatchKey, key), device) if known else None
+    return None
+
+
+def may_attend(
+    name: str,
+    module: str,
+    given: Iterable[Tensor],
+    out: Iterable[Tensor],
+    fixed: Callable[[Tensor], bool],
+    named: bool = False,
+) -> bool:
+    """Return whether an operator of which we see only inputs and outputs may be attention."""
+    moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
+    made = [t for t in out if is_plain(t) and t.is_floating_point()]
+    if not moving or not made:
+        return False
+    if _ATTENTION.search(name):
+        return True
+    if len(moving) < 3:
+        return named and len(moving) == 1
+    q, k, v = (tuple(t.shape) for t in moving[:3])
+    axes = 3 if named or _ATTENTION.search(module.rpartition(".")[2]) else 4
+    if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
+        return False
+    shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])
+    if mixed in shapes:
+        shapes.remove(mixed)
+        return k not in shapes
+    return False
+
+
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
+_OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
+_NOISE = ("bernoulli_", "bernoulli")
+
+
+class Plan(NamedTuple):
+    """What is known about an operation before it runs."""
+
+    name: str  # without namespace and overload
+    kind: str
+    writes: tuple[tuple[int, str], ...]  # position and name of the arguments that it writes to
+    composite: bool  # whether it only calls other operations
+    runs_others: bool  # whether it may call operations that can be watched
+    full: str  # its name with the namespace
+    named: bool  # whether it is suspect because its schema names queries, keys and values
+
+
+@lru_cache(4096)
+def plan_of(func: Any) -> Plan:
+    """Return the plan of an operation."""
+    schema = getattr(func, "_schema", None)
+    arguments = [] if schema is None else enumerate(schema.arguments)
+    full = func.__name__.partition(".")[0] if schema is None else schema.name
+    namespace, _, name = full.rpartition("::")
+    writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
+    if kind == "other" and schema is not None:
+        kind = "foreign" if is_foreign(namespace) else "suspect" if is_suspect(func) else kind
+    named = kind == "suspect" and names_attention(schema)
+    composite = schema is not None and has_kernel(func, COMPOSITE.name)
+    return Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full, named)
+
+
+def is_looked_for(func: Any) -> bool:
+    """Return whether an operation may be attention, or part of it, whatever its arguments."""
+    return plan_of(func).kind in ("fused", "softmax", "foreign")
+
+
+def composite_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the device on which an operation runs as a composite; None if it does not."""
+    with torch._C.DisableTorchFunction():  # a function mode would see every property access
+        given = [*tensors((*args, *kwargs.values()))]
+        if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
+            return None
+        device = given[0].device.type
+    return None if has_kernel(func, key_of(device)) else device
+
+
+def key_of(device: str) -> str:
+    """Return the name of a device's dispatch key."""
+    return str(torch._C._dispatch_key_for_device(device))
+
+
+def has_kernel(func: Any, key: str) -> bool:
+    """Return whether an operation has its own kernel for a dispatch key."""
+    name = func.name()  # some of torch's Python operators are unknown to the dispatcher
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _kind(name: str) -> str:
+    if name.startswith(_FUSED) or name in _OPAQUE:
+        return "fused"
+    kinds = {"softmax": SOFTMAXES, "product": PRODUCTS, "exponential": EXPONENTIALS, "noise": _NOISE}
+    return next((kind for kind, names in kinds.items() if name in names), "other")
+
 
 _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
 _STORED = (torch.strided, torch.jagged)  # layouts whose storage lets us trace entries

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.score_masks import FORBIDDING, ROOM, lowest, split_mask, split_scores
+from semdiag.capturing.recording import FORBIDDING, ROOM, lowest, split_mask, split_scores
 
 
 class UntraceableError(Exception):

@@ -1,18 +1,24 @@
-"""λ_A and λ_M: how far attention outputs move when tokens or the score form change. Sound forms.
-
-Token matrices are measured by the sum over tokens of the 2-norm. Everything is a natural logarithm.
-"""
+"""λ_A and λ_M: how far attention outputs move when tokens or the score form change. Sound forms."""
 
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from semdiag.mathematics.attention_rows import AttentionRows, key_sums
-from semdiag.mathematics.bounds.bound import Bound
-from semdiag.mathematics.bounds.layer_constants import query_norm
-from semdiag.mathematics.logarithms import Real, float64, log, log_product, log_sum
-from semdiag.mathematics.spectral_norms import bilinear_form_norm, value_output_norm
+from semdiag.mathematics.bounds.block_bounds import Assumption, Bound, query_norm
+from semdiag.mathematics.score_strips import AttentionRows, key_sums
+from semdiag.mathematics.softmax_stability import positive_separation
+from semdiag.mathematics.spectral_norms import (
+    Real,
+    bilinear_form_norm,
+    float64,
+    log,
+    log_one_plus_inverse,
+    log_product,
+    log_sum,
+    value_output_norm,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +30,7 @@ class HeadNorms:
         upsilon: Υ_h, see :func:`~semdiag.mathematics.spectral_norms.value_output_norm`.
         token: Ξ, largest norm of a token at the attention's input.
         query: Ξ̃, largest norm of the query side, see
-            :func:`~semdiag.mathematics.bounds.layer_constants.query_norm`.
+            :func:`~semdiag.mathematics.bounds.block_bounds.query_norm`.
 
     Example:
         >>> HeadNorms(gamma=0.5, upsilon=1.0, token=8.0, query=8.0).worst_case_dispersion.item()
@@ -54,7 +60,7 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
     token l as value, as query and as key. Ragged rows and global tokens are covered.
 
     Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for
-    all rows, see :func:`~semdiag.mathematics.bounds.paper_attention_bounds.paper_attention_map_bound`.
+    all rows, see :func:`~semdiag.mathematics.bounds.attention_bounds.paper_attention_map_bound`.
 
     Args:
         rows: constants of the rows, shape (..., L).
@@ -70,7 +76,7 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
 
     Example:
         >>> import torch
-        >>> from semdiag.mathematics.attention_rows import fixed_mask_rows
+        >>> from semdiag.mathematics.score_strips import fixed_mask_rows
         >>> rows = fixed_mask_rows(torch.zeros(4), 4)
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
         >>> attention_map_bound(rows, torch.ones(4, 4, dtype=torch.bool), norms).log_value.exp().item()
@@ -108,7 +114,7 @@ def attention_map_bound_from_load(
         ln λ_A, shape (...), with the rows' assumptions.
 
     Example:
-        >>> from semdiag.mathematics.attention_rows import fixed_mask_rows
+        >>> from semdiag.mathematics.score_strips import fixed_mask_rows
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
         >>> rows = fixed_mask_rows([0.0] * 4, 4)
         >>> attention_map_bound_from_load(rows, 4, norms, heavy_hitter=False).log_value.exp().item()
@@ -129,7 +135,7 @@ def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
     λ_M = Υ_h Ξ² Ξ̃ Σ_i min(s_i ξ_i, row_i). For full attention this is Υ Ξ² Ξ̃ L whatever the dispersion is.
 
     Source: docs/theory.md#form. Deviation: the paper has ΥΞ³L e^δ_s, see
-    :func:`~semdiag.mathematics.bounds.paper_attention_bounds.paper_bilinear_form_bound`.
+    :func:`~semdiag.mathematics.bounds.attention_bounds.paper_bilinear_form_bound`.
 
     Args:
         rows: constants of the rows, shape (..., queries).
@@ -139,7 +145,7 @@ def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
         ln λ_M, shape (...), with the rows' assumptions.
 
     Example:
-        >>> from semdiag.mathematics.attention_rows import fixed_mask_rows
+        >>> from semdiag.mathematics.score_strips import fixed_mask_rows
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
         >>> [round(bilinear_form_bound(fixed_mask_rows([d] * 4, 4), norms).log_value.exp().item(), 6)
         ...  for d in (0.0, 90.0)]
@@ -187,4 +193,80 @@ def head_norms(
         upsilon=value_output_norm(output_weight, value_weight),
         token=xi,
         query=query_norm(xi, query_bias=query_bias is not None),
+    )
+
+
+def paper_attention_map_bound(
+    dispersion: Real, norms: HeadNorms, load_ratio: Real = 1.0, separation: Real | None = None
+) -> Bound:
+    """Return the paper's constant of the attention map in its input.
+
+    Full attention (β = 1) and fixed masks: e^δ [β + ΓΞ²(1 + β)];
+    heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)].
+
+    Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none;
+    its ξ is not an ℓ1 constant everywhere (docs/theory.md#where-the-paper-form-fails).
+
+    Args:
+        dispersion: δ in nats, largest over the queries (or a percentile of theirs).
+        norms: Γ and Ξ.
+        load_ratio: β = max_j l_j / k; 1 for full attention.
+        separation: Δ_h in nats, smallest over the queries; None for masks that ignore the scores.
+
+    Returns:
+        ln λ_A, in the broadcast shape; +inf where Δ_h ≤ 0.
+
+    Example:
+        >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=1.0, query=1.0)
+        >>> paper_attention_map_bound(0.0, norms).log_value.exp().item()
+        2.0
+    """
+    log_beta = log(load_ratio)
+    log_scores = log(norms.gamma) + 2 * log(norms.token) + torch.log1p(float64(load_ratio))
+    log_factor, assumptions = _mask_factor(separation)
+    log_map = float64(dispersion) + log_sum(log_beta, log_scores + log_factor)
+    return Bound(log_map, (*assumptions, _no_query_bias(norms)), "paper, Thm 2")
+
+
+def paper_bilinear_form_bound(
+    dispersion: Real, norms: HeadNorms, tokens: Real, separation: Real | None = None
+) -> Bound:
+    """Return the paper's constant of the attention outputs in W, the score form.
+
+    Full attention and fixed masks: ΥΞ³L e^δ; heavy-hitter masks: 2ΥΞ³L e^δ_h (1 + 1/Δ_h).
+
+    Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none.
+
+    Args:
+        dispersion: δ in nats, largest over the queries (or a percentile of theirs).
+        norms: Υ and Ξ.
+        tokens: L.
+        separation: Δ_h in nats, smallest over the queries; None for masks that ignore the scores.
+
+    Returns:
+        ln λ_W, in the broadcast shape; +inf where Δ_h ≤ 0.
+
+    Example:
+        >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
+        >>> paper_bilinear_form_bound(0.0, norms, tokens=4).log_value.exp()
+        tensor(32.0000, dtype=torch.float64)
+    """
+    log_factor, assumptions = _mask_factor(separation)
+    log_form = log(norms.upsilon) + 3 * log(norms.token) + log(tokens) + float64(dispersion) + log_factor
+    return Bound(log_form, (*assumptions, _no_query_bias(norms)), "paper, Thm 2")
+
+
+def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...]]:
+    """Return ln 2(1 + 1/Δ_h) for heavy-hitter masks, 0 for fixed ones."""
+    if separation is None:
+        return float64(0.0), ()
+    gap = float64(separation)
+    log_factor = math.log(2) + log_one_plus_inverse(gap.clamp(min=0))
+    return log_factor, (positive_separation(gap),)
+
+
+def _no_query_bias(norms: HeadNorms) -> Assumption:
+    """Return the norms without a query bias, Ξ̃ = Ξ, as in the paper's formulas."""
+    return Assumption(
+        "the query projection has no bias", {}, holds=bool((float64(norms.query) == float64(norms.token)).all())
     )

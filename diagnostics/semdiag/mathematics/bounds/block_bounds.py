@@ -1,32 +1,233 @@
-"""One transformer block: its constant in its input, and in each of its parameter tensors.
+"""One transformer block: its constant in its input, and in each of its parameter tensors."""
 
-All results are natural logarithms. Quantities may carry leading sample dimensions; heads come last.
-
-Example:
-    >>> import torch
-    >>> one = torch.ones(1, dtype=torch.float64)  # one head
-    >>> attention = AttentionConstants(
-    ...     log_map=log(6.0) * one, log_form=log(7.0) * one, upsilon=2 * one, query_weight=3 * one,
-    ...     key_weight=5 * one, value_weight=1.5 * one, value_bias=0.5 * one, output_weight=4.0,
-    ...     score_scale=0.5, token_norm=2.0,
-    ... )
-    >>> mlp = MlpConstants(weight_in=2.0, weight_out=3.0, activation=1.0, token_norm=6.0, hidden_norm=8.0)
-    >>> block = BlockConstants(attention, mlp, tokens=10, attention_norm=0.5, mlp_norm=0.25, pre_norm=True)
-    >>> log_input_constant(block).exp()  # (1 + 2·3·0.25)(1 + 0.5·2·6)
-    tensor(17.5000, dtype=torch.float64)
-    >>> log_parameter_constants(block)["W_q"].exp()  # 7 · 5 · 0.5, times the rest of the block, 2.5
-    tensor(43.7500, dtype=torch.float64)
-    >>> log_paper_parameter_constants(block)["V"].exp()  # LΞ = 20, times 2.5
-    tensor(50.0000, dtype=torch.float64)
-"""
-
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bounds.bound import Assumption
-from semdiag.mathematics.logarithms import Real, float64, log, log_one_plus, log_product, log_root_sum_squares
+from semdiag.mathematics.spectral_norms import Real, float64, log, log_one_plus, log_product, log_root_sum_squares
+
+# Largest |σ'| over the reals, rounded up in the last digit.
+ACTIVATION_LIPSCHITZ = {
+    "relu": 1.0,
+    "gelu": 1.12891,  # exact (erf): Φ(√2) + √2 φ(√2), at x = √2
+    "mish": 1.08850,  # at x = 1.4906
+}
+
+
+def activation_lipschitz(name: str) -> float:
+    """Return λ_σ, the Lipschitz constant of an activation.
+
+    Source: docs/theory.md#layer-constants. Deviation: none.
+
+    Args:
+        name: one of :data:`ACTIVATION_LIPSCHITZ`.
+
+    Returns:
+        max |σ'|, rounded up.
+
+    Raises:
+        ValueError: if the activation is not known.
+
+    Example:
+        >>> activation_lipschitz("relu")
+        1.0
+    """
+    if name not in ACTIVATION_LIPSCHITZ:
+        near = get_close_matches(name, ACTIVATION_LIPSCHITZ, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(ACTIVATION_LIPSCHITZ)
+        raise ValueError(f"The Lipschitz constant of activation {name!r} is not known.{hint} Known: {known}.")
+    return ACTIVATION_LIPSCHITZ[name]
+
+
+def split_rows(weight: Tensor, heads: int) -> Tensor:
+    """Return each head's rows of a stacked W_q, W_k or W_v, or entries of its bias.
+
+    Source: docs/theory.md#attention-call. Deviation: none.
+
+    Args:
+        weight: shape (heads · d_head, d), or (heads · d_head,) for a bias.
+        heads: number of heads.
+
+    Returns:
+        shape (heads, d_head, d), or (heads, d_head).
+
+    Raises:
+        ValueError: if the rows cannot be shared equally.
+
+    Example:
+        >>> split_rows(torch.zeros(6, 4), heads=2).shape
+        torch.Size([2, 3, 4])
+    """
+    if weight.shape[0] % heads:
+        raise ValueError(f"{weight.shape[0]} rows cannot be shared among {heads} heads.")
+    return weight.reshape(heads, weight.shape[0] // heads, *weight.shape[1:])
+
+
+def split_columns(weight: Tensor, heads: int) -> Tensor:
+    """Return each head's columns of W_o, which mixes the heads' outputs.
+
+    Source: docs/theory.md#attention-call. Deviation: none.
+
+    Args:
+        weight: W_o, shape (d, heads · d_head).
+        heads: number of heads.
+
+    Returns:
+        shape (heads, d, d_head).
+
+    Raises:
+        ValueError: if the columns cannot be shared equally.
+
+    Example:
+        >>> split_columns(torch.zeros(4, 6), heads=2).shape
+        torch.Size([2, 4, 3])
+    """
+    return split_rows(weight.T, heads).mT
+
+
+def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
+    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without.
+
+    Source: docs/theory.md#norms. Deviation: the paper has no biases.
+
+    Args:
+        token_norm: Ξ, largest norm of a token at the attention's input.
+        query_bias: whether the query projection has a bias.
+
+    Returns:
+        Ξ̃, same shape, float64.
+
+    Example:
+        >>> query_norm(3.0, query_bias=False).item()
+        3.0
+        >>> round(query_norm(3.0, query_bias=True).item(), 4)
+        3.1623
+    """
+    xi = float64(token_norm)
+    return torch.hypot(xi, torch.ones_like(xi)) if query_bias else xi
+
+
+def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Tensor:
+    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖.
+
+    λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens before the normalisation.
+
+    Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
+
+    Args:
+        token_std: s of every observed token, at both ends of a comparison; shape (..., tokens), positive.
+        gain: affine weight of the normalisation, or None.
+
+    Returns:
+        The constant, shape (...), float64.
+
+    Raises:
+        ValueError: if there is no token, or a token has s ≤ 0 (constant entries and eps = 0).
+
+    Example:
+        >>> normalisation_lipschitz(torch.tensor([0.5, 2.0])).item()
+        2.0
+    """
+    std = float64(token_std)
+    if not std.numel() or not bool((std > 0).all()):
+        smallest = std.min().item() if std.numel() else math.nan
+        raise ValueError(f"Normalisation needs tokens with sqrt(var + eps) > 0. The smallest: {smallest}.")
+    largest_gain = 1.0 if gain is None else float64(gain).abs().max().item()
+    return largest_gain / std.amin(dim=-1)
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """An assumption of a bound, with the measurements that decide it.
+
+    Attributes:
+        statement: the assumption in words, as a report prints it.
+        measured: the numbers that decided it, by name (for instance the smallest separation).
+        holds: whether the measured values meet the assumption.
+
+    Example:
+        >>> print(Assumption("separation is positive", {"smallest": -0.5}, holds=False))
+        assumption not met: separation is positive (smallest = -0.5)
+    """
+
+    statement: str
+    measured: Mapping[str, float]
+    holds: bool
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name} = {value:.4g}" for name, value in self.measured.items())
+        verdict = "holds" if self.holds else "assumption not met"
+        return f"{verdict}: {self.statement}" + (f" ({numbers})" if numbers else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """An upper bound, as a natural logarithm, with all its assumptions.
+
+    A bound whose assumption fails is still returned: its value is +inf if the failure leaves no guarantee (a
+    separation ≤ 0), else the formula's value; :attr:`unmet` says why not to rely on it.
+
+    Attributes:
+        log_value: ln of the bound, float64, any shape (a scalar, or one value per query, head, …);
+            −inf stands for the constant 0, +inf for no guarantee.
+        assumptions: all that were checked, in order.
+        source: where the formula comes from.
+
+    Example:
+        >>> import torch
+        >>> bound = Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5")
+        >>> bound.largest, bound.holds
+        (2.0, True)
+    """
+
+    log_value: Tensor
+    assumptions: tuple[Assumption, ...]
+    source: str
+
+    @property
+    def unmet(self) -> tuple[Assumption, ...]:
+        """The assumptions that do not hold."""
+        return tuple(a for a in self.assumptions if not a.holds)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every assumption holds."""
+        return not self.unmet
+
+    @property
+    def largest(self) -> float:
+        """Natural logarithm of the largest entry; −inf if there is none."""
+        return self.log_value.max().item() if self.log_value.numel() else -math.inf
+
+    def __str__(self) -> str:
+        head = f"ln of the bound at most {self.largest:.6g} [{self.source}]"
+        return "\n".join([head, *(f"  {assumption}" for assumption in self.assumptions)])
+
+
+def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
+    """Return the assumptions of several bounds as one tuple, each once.
+
+    Args:
+        groups: the assumptions of each part.
+
+    Returns:
+        All of them in order of first appearance, without exact repetitions.
+
+    Example:
+        >>> a, b = Assumption("a", {}, holds=True), Assumption("b", {}, holds=True)
+        >>> [m.statement for m in merged([(a, b), (a,)])]
+        ['a', 'b']
+    """
+    kept: list[Assumption] = []
+    for group in groups:
+        kept.extend(a for a in group if a not in kept)
+    return tuple(kept)
+
 
 ATTENTION_PARAMETERS = ("W_q", "W_k", "b_k", "W_v", "b_v", "W_o", "b_o")
 MLP_PARAMETERS = ("W_P", "b_P", "W_R", "b_R")
@@ -68,7 +269,7 @@ class MlpConstants:
     Attributes:
         weight_in: B_P = ‖W_P‖₂.
         weight_out: B_R = ‖W_R‖₂.
-        activation: λ_σ, see :func:`~semdiag.mathematics.bounds.layer_constants.activation_lipschitz`.
+        activation: λ_σ, see :func:`~semdiag.mathematics.bounds.block_bounds.activation_lipschitz`.
         token_norm: Ξ_P, largest norm of a token at the MLP's input (after a pre-norm).
         hidden_norm: max_i ‖σ(W_P y_i + b_P)‖.
     """

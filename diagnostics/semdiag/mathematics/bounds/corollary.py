@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.attention_rows import AttentionRows
-from semdiag.mathematics.bounds.bound import Assumption, Bound, merged
-from semdiag.mathematics.logarithms import Real, float64, log, log_one_plus_inverse
+from semdiag.mathematics.bounds.block_bounds import Assumption, Bound, merged
+from semdiag.mathematics.score_strips import AttentionRows
 from semdiag.mathematics.softmax_stability import positive_separation
+from semdiag.mathematics.spectral_norms import Real, float64, log, log_one_plus_inverse
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
         The margin against 0, shape (...).
 
     Example:
-        >>> from semdiag.mathematics.attention_rows import fixed_mask_rows, heavy_hitter_rows
+        >>> from semdiag.mathematics.score_strips import fixed_mask_rows, heavy_hitter_rows
         >>> full = fixed_mask_rows([90.0] * 4, 40)
         >>> sound_weight_margin(heavy_hitter_rows([1.0] * 4, 0.5, 5), full).left_side.exp()
         tensor(4., dtype=torch.float64)

@@ -11,21 +11,36 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing import hooks
-from semdiag.capturing.arguments import whole_number, whole_numbers
+from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
-from semdiag.capturing.batches import samples_of
+from semdiag.capturing.batches import (
+    Batch,
+    checked_real,
+    each,
+    longest,
+    only_token_ids,
+    samples_of,
+    tensors,
+    whole_number,
+    whole_numbers,
+)
+from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
-from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.row_statistics import RowStatistics
-from semdiag.measuring.calls.batch_rows import folded
+from semdiag.measuring.calls.collector import (
+    KeptScores,
+    Layers,
+    QueryDraws,
+    ReducedCall,
+    folded,
+    remarks_table,
+    rows_of_call,
+    skipped_table,
+)
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.calls.kept_scores import KeptScores
-from semdiag.measuring.calls.layers import Layers, remarks_table, skipped_table
-from semdiag.measuring.calls.query_draws import QueryDraws
-from semdiag.measuring.calls.reduced_calls import ReducedCall, rows_of_call
-from semdiag_models import InputError
+from semdiag.measuring.calls.running import running
+from semdiag_models import Encoder, InputError
 
 LARGEST_K = 32
 
@@ -346,3 +361,35 @@ def capture(
         yield calls
     if not len(calls) and (calls._audit.skipped or calls._audit.remarks):
         warnings.warn("No softmax attention was captured: calls.audit says what was seen.", stacklevel=3)
+
+
+def longest_call(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[int, int]:
+    """Return the largest number of queries, and of keys, in the attention calls on some inputs."""
+    if all(map(only_token_ids, batches)):
+        further = loaded.module.config.extra_tokens if isinstance(loaded.module, Encoder) else 0
+        length = max(map(longest, batches), default=1) + further
+        return length, length
+    seen = [(1, 1)]
+
+    def look(call: AttentionCall) -> None:
+        seen.append((call.q.shape[2], call.k.shape[2]))
+
+    with running(loaded, look, device, dtype) as run:
+        run(_one_sample(max(batches, key=_largest)))
+    queries, keys = zip(*seen, strict=True)
+    return max(queries), max(keys)
+
+
+def _largest(batch: Batch) -> int:
+    """Return the size of a sample in the largest of the tensors."""
+    return max((t.shape[1:].numel() for t in tensors(batch)), default=0)
+
+
+def _one_sample(batch: Batch) -> Batch:
+    """Return the first sample of a batch that is one tensor; several tensors may depend on each other."""
+    return batch if isinstance(batch, tuple | list) or len(tensors(batch)) > 1 else next(each(batch, 1))

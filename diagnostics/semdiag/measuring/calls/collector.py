@@ -2,23 +2,341 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from semdiag.capturing.attention_call import joint_kind, mask_kind
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.mathematics.query_draws import PER_STRATUM
+from semdiag.capturing.audit import Audit
+from semdiag.capturing.batches import whole_number
+from semdiag.mathematics.paper_stability import top_recall
+from semdiag.mathematics.row_statistics import RowStatistics
+from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
 from semdiag.mathematics.score_strips import rows_of
-from semdiag.mathematics.top_recall import top_recall
-from semdiag.measuring.calls.batch_rows import SampleNumbers
 from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
-from semdiag.measuring.calls.layers import Layers
-from semdiag.measuring.calls.query_draws import QueryDraws
-from semdiag.measuring.kept_rows import SKETCHES, KeptRows
-from semdiag.measuring.tables import HEADS
+from semdiag.measuring.calls.residual import recomputation_residual
+from semdiag.measuring.counted import counted
+from semdiag.measuring.percentiles import SKETCHES, KeptRows
+from semdiag.measuring.table import CALLS, HEADS, REMARKS, RESIDUALS, SKIPPED
+from semdiag_models import InputError
+
+
+@dataclass
+class Layer:
+    """What is known of one attention layer: a module, and which of its calls in a forward pass."""
+
+    number: int  # position in the order of first calls
+    mechanism: str  # the adapter that saw it
+    kinds: set[str] = field(default_factory=set)  # kinds of its masks so far
+    heads: int = 0  # number of query heads
+    key_heads: int = 0  # number of key heads
+    width: int | None = None  # of a head; None where the scores alone are known
+    longest: int = 0  # largest number of keys
+    calls: int = 0  # number of calls so far
+    residual: float = 0.0  # largest so far, relative to the largest output; NaN if one was NaN
+    residual_over_rounding: float = 0.0  # the same, in units of the possible effect of rounding
+    rounding: float = 0.0  # largest possible effect of rounding so far, relative to the largest output
+
+    def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
+        """Record a call; the generator draws the rows on which the residual is checked."""
+        residual = recomputation_residual(call, generator)  # first: a call for which it fails does not count
+        self.kinds.add(kind)
+        self.heads, self.key_heads = call.q.shape[1], call.k.shape[1]
+        self.width = call.q.shape[3] if call.factored else None
+        self.longest = max(self.longest, call.k.shape[2])
+        self.calls += 1
+        self.residual = float(np.maximum(self.residual, residual.residual))  # keeps a NaN
+        self.residual_over_rounding = float(np.maximum(self.residual_over_rounding, residual.over_rounding))
+        self.rounding = float(np.maximum(self.rounding, residual.rounding))
+
+
+class Layers:
+    """Numbers layers in the order of first calls; a module called twice per forward pass is two layers."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, int], Layer] = {}
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, rows: CountedRows) -> int:
+        """Record a call; return the number of its layer."""
+        call = rows.call
+        name = call.module, call.occurrence
+        place = self._places.get(name) or Layer(len(self._places), call.mechanism)
+        kind = mask_kind(rows.statistics.keys, rows.keys, rows.queries, rows.places)
+        place.add(call, kind, self._generator)
+        self._places[name] = place
+        return place.number
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules."""
+        return {module for module, _ in self._places}
+
+    @property
+    def kind(self) -> str:
+        """The kind of all layers' masks together."""
+        return joint_kind({kind for place in self._places.values() for kind in place.kinds})
+
+    def largest(self, name: str) -> float:
+        """Return the largest value of an attribute of :class:`Layer` over all layers; NaN if one is NaN."""
+        return float(np.max([getattr(place, name) for place in self._places.values()]))
+
+    def table(self, model: str) -> pd.DataFrame:
+        """Return the table ``calls`` of :class:`~semdiag.measuring.measurements.Measurements`."""
+        shared = ("mechanism", "heads", "key_heads", "width", "calls", *RESIDUALS)
+        rows = [
+            {"model": model, "layer": place.number, "module": module, "occurrence": occurrence}
+            | {"mask": joint_kind(place.kinds)}
+            | {name: getattr(place, name) for name in shared}
+            for (module, occurrence), place in self._places.items()
+        ]
+        return CALLS.of_rows(rows)
+
+
+def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
+    """Return the table ``skipped``: what looks like attention but was not captured, and modules never called."""
+    rows = [{"model": model, **seen._asdict(), "times": times} for seen, times in audit.skipped.items()]
+    reached = captured | {seen.module for seen in audit.skipped}
+    idle = [name for name in audit.modules if name not in reached]
+    rows += [{"model": model, "module": n, "operation": "", "reason": "never called", "times": 0} for n in idle]
+    return SKIPPED.of_rows(rows)
+
+
+def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
+    """Return the table ``remarks``: what readers should know about the captured attention."""
+    rows = [{"model": model, **remark.to_dict(), "times": times} for remark, times in audit.remarks.items()]
+    return REMARKS.of_rows(rows)
+
+
+_TIE = 8 * torch.finfo(torch.float64).eps  # times |scale|·‖q‖·‖k‖: the rounding of a dot product, with a margin
+
+
+class NotAvailableError(InputError):
+    """Raised if something cannot be measured on a model; the message can follow "because"."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRows:
+    """Rows of scores and statistics of their sets; shapes (B, H, L) unless stated otherwise."""
+
+    scores: Tensor  # (B, H, L, L) float64, nats; -inf where a key is not allowed
+    selected: Tensor  # (B, H, L, L) bool, S_i; empty for padded queries
+    counted: Tensor  # bool, false for padded queries and for rows without keys
+    kept: Tensor  # int64, k_i
+    dispersion: Tensor  # δ_i in nats; 0 if a row does not count
+    separation: Tensor  # Δ_i in nats
+
+    @property
+    def weights(self) -> Tensor:
+        """(B, H, L, L) softmax of the scores over S_i, 0 elsewhere; rows without keys are zeros."""
+        weights = self.scores.masked_fill(~self.selected, -torch.inf).softmax(-1)
+        return weights.where(self.selected, 0.0)
+
+    def halves(self) -> tuple["ScoredRows", "ScoredRows"]:
+        """Return the rows of the first and the second half of the batch."""
+        first, second = zip(*(getattr(self, name).chunk(2) for name in self.__dataclass_fields__), strict=True)
+        return ScoredRows(*first), ScoredRows(*second)
+
+
+def scored_rows(call: AttentionCall) -> ScoredRows:
+    """Score an attention call and compute δ, Δ and the sets."""
+    if call.sinks is not None:
+        raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
+    scores, seen = call.scores(torch.float64), call.part().allowed
+    allowed = call.counted[..., None] if seen is None else call.counted[..., None] & seen
+    allowed = allowed.expand(scores.shape)
+    selected = allowed if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
+    lowest = scores.masked_fill(~selected, torch.inf).amin(-1)
+    highest = scores.masked_fill(~selected, -torch.inf).amax(-1)
+    passed_over = scores.masked_fill(~(allowed & ~selected), -torch.inf).amax(-1)
+    counted = selected.any(-1)
+    gap = torch.where(counted, lowest - passed_over, torch.inf)
+    longest_key = call.k.double().norm(dim=-1).amax(-1, keepdim=True)
+    longest_key = longest_key.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+    rounding = _TIE * abs(call.scale) * call.q.double().norm(dim=-1) * longest_key
+    return ScoredRows(
+        scores=scores.masked_fill(~allowed, -torch.inf),
+        selected=selected,
+        counted=counted,
+        kept=selected.sum(-1),
+        dispersion=torch.where(counted, highest - lowest, 0.0),
+        separation=torch.where(gap.abs() <= rounding, 0.0, gap),
+    )
+
+
+def as_mask(selected: Tensor, length: int) -> Tensor:
+    """Convert key positions (B, H, L, K), -1 for none, to a mask (B, H, L, length)."""
+    mask = torch.zeros(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
+    return mask.scatter(-1, selected.where(selected >= 0, length), True)[..., :-1]
+
+
+DRAWN = "queries were drawn:"  # start of a remark about them
+FEWEST = 2  # a single query shows no variation
+
+
+class QueryDraws:
+    """Draws the same fraction of the queries of every call: N per sample and head of the longest sequence."""
+
+    def __init__(self, count: int | None, seed: int) -> None:
+        if isinstance(count, Tensor):
+            raise InputError("queries is the number to draw. To mark padding, use real=mask.")
+        if count is not None:
+            whole_number(count, "Queries to draw per sample and head", FEWEST)
+        self.count, self.seed, self._longest, self._started = count, seed, 1, False
+        self._seen = 0  # real queries of the longest sequence so far
+        self._samples: Counter[tuple[int, int]] = Counter()
+
+    def expect(self, longest: int) -> None:
+        """Set, before the first call, the number of queries of the longest sequence."""
+        self._longest = longest
+
+    @property
+    def share(self) -> float:
+        """Probability of every query, N / L; 1 if all are looked at."""
+        return 1.0 if self.count is None else min(1.0, self.count / self._longest)
+
+    @property
+    def remarks(self) -> list[str]:
+        """A remark on how many are drawn of the longest sequence so far, if not N; else empty."""
+        if self.count is None or abs(self.share * self._seen - min(self.count, self._seen)) < 1:
+            return []
+        return [
+            f"{DRAWN} {self.share * self._seen:.3g} of {self._seen} per sample and head of the longest sequence, "
+            f"not {self.count}: the fraction, {self.count} of {self._longest}, was fixed before it was seen"
+        ]
+
+    def places(self, call: AttentionCall) -> Tensor | None:
+        """Draw from the queries of a call that count."""
+        batch, heads, length, _ = call.q.shape
+        if not self._started:
+            self._longest, self._started = max(self._longest, length), True
+        if self.count is None:
+            return None
+        real = np.ones((batch, length), bool) if call.queries is None else call.queries.cpu().numpy()
+        self._seen = max(self._seen, int(real.sum(1).max(initial=0)))
+        if self.share == 1:
+            return None
+        place = call.layer, call.occurrence
+        first, self._samples[place] = self._samples[place], self._samples[place] + batch
+        drawn = []
+        for row, counted in enumerate(real, first):
+            own, rng = np.flatnonzero(counted), np.random.default_rng([self.seed, *place, row])
+            indices = draw_queries(len(own), heads, self.count, self._longest, rng)
+            drawn.append(np.where(indices >= 0, own[indices], -1) if len(own) else indices)
+        places = np.full((batch, heads, max(columns.shape[1] for columns in drawn)), -1)
+        for row, columns in enumerate(drawn):
+            places[row, :, : columns.shape[1]] = columns
+        return torch.from_numpy(places).to(call.q.device)
+
+
+class KeptScores:
+    """Scores by layer, on the CPU, in float32 or the model's dtype if that is finer."""
+
+    def __init__(self) -> None:
+        self._scores: dict[int, list[Tensor]] = {}
+        self._sinks: dict[int, Tensor | None] = {}
+        self._occurrences: dict[int, int] = {}
+
+    def add(self, call: AttentionCall, layer: int) -> None:
+        """Keep the scores of a call whose padded queries are marked."""
+        call = call.part()  # writes the causal rule into ``allowed``
+        exact = torch.promote_types(call.q.dtype, torch.float32)
+        with torch.autocast(call.q.device.type, enabled=False):
+            scores = call.scores(exact)
+        seen = call.counted[..., None]
+        seen = seen if call.allowed is None else seen & call.allowed
+        seen = seen if call.selected is None else seen & as_mask(call.selected, scores.shape[-1])
+        self._occurrences[layer] = call.occurrence
+        self._scores.setdefault(layer, []).append(scores.masked_fill(~seen, -torch.inf).cpu())
+        self._sinks[layer] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
+
+    def scores(self, layer: int, occurrence: int | None = None) -> Tensor:
+        """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are concatenated along B."""
+        own = self._occurrences.get(layer)
+        if own is None:
+            known = (
+                f"layers 0 to {max(self._scores)}" if self._scores else "none: run the model inside the context"
+            )
+            raise InputError(f"There are no scores of layer {layer}. Kept: {known}.")
+        if occurrence not in (None, own):
+            raise InputError(f"Layer {layer} is occurrence {own} of its module. Got {occurrence}.")
+        parts = self._scores[layer]
+        shapes = {part.shape[1:] for part in parts}
+        if len(shapes) > 1:
+            raise InputError(
+                f"The forward passes of layer {layer} differ in length, so their scores do not fit one tensor: "
+                "capture one forward pass at a time."
+            )
+        return torch.cat(parts)
+
+    def weights(self, layer: int, occurrence: int | None = None) -> Tensor:
+        """Return the softmax of :meth:`scores`, with the sink's logit in the denominator; 0 in rows without keys."""
+        scores = self.scores(layer, occurrence)
+        total = scores.logsumexp(-1, keepdim=True)
+        sinks = self._sinks[layer]
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks[:, None, None])
+        return torch.where(torch.isfinite(scores), (scores - total).exp(), 0.0)
+
+
+def rows_per_sample(rows: int, samples: int) -> int:
+    """Return how many consecutive rows count as one sample."""
+    return rows // samples if samples and rows % samples == 0 else 1
+
+
+class SampleNumbers:
+    """Numbers samples across batches; no two batches share a number, whatever counts as a sample."""
+
+    def __init__(self) -> None:
+        self._batch, self._first, self._next = 0, 0, 0
+
+    def start(self, samples: int) -> None:
+        """Start a batch with so many samples."""
+        self._batch, self._first, self._next = samples, self._next, self._next + samples
+
+    def of(self, rows: int) -> NDArray[np.int32]:
+        """Return the sample number of each row of a call's batch axis."""
+        numbers = self._first + np.arange(rows, dtype=np.int32) // rows_per_sample(rows, self._batch)
+        self._next = max(self._next, int(numbers[-1]) + 1)
+        return numbers.astype(np.int32)
+
+
+def folded(rows: int, samples: int) -> str | None:
+    """Say that a batch axis does not hold one row per sample."""
+    if not samples or rows == samples:
+        return None
+    if rows % samples == 0:
+        return f"its batch axis holds {rows // samples} rows per sample (heads or windows)"
+    return f"its batch axis holds {counted(rows, 'row')}, but the batch has {samples} samples"
+
+
+def counted_as(rows: int, samples: int) -> str:
+    """Say as which sample the rows of such a batch axis count: the second half of a sentence."""
+    several = rows_per_sample(rows, samples)
+    if several == 1:
+        return "each row counts as a sample"
+    return f"the first {several} count as sample 0, and so on, which mixes samples if heads come before them"
+
+
+def check_rows(call: AttentionCall, samples: int) -> None:
+    """Refuse a call whose rows cannot be assigned to samples."""
+    problem = folded(call.q.shape[0], samples)
+    if problem is not None:
+        raise NotAvailableError(
+            f"the attention of {call.module or 'the model'} does not keep the samples apart: {problem}, in an "
+            "unknown order; queries with four axes (batch, heads, length, width) would tell"
+        )
+
 
 MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
 LEAST_MAX_QUERIES = 50  # with fewer, the sample of a larger table may be empty
@@ -175,3 +493,29 @@ def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray
         return columns
     kept = _flat(keep)
     return {name: column[kept] for name, column in columns.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedCall:
+    """What is kept of a call: its identity, positions of query 0 and key 0, what is real, row statistics."""
+
+    place: dict[str, Any]
+    first_query: int
+    keys_before: int
+    queries: np.ndarray  # (B, H, R) bool
+    places: np.ndarray | None  # (B, H, R), positions of the queries; None means all, in order
+    keys: np.ndarray  # (B, H, Lk) bool
+    statistics: RowStatistics
+
+
+def rows_of_call(reduced: ReducedCall, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
+    """Return one call's rows: an entry per sample, head and position of (B, H, L)."""
+    sample, head, where = (axis.ravel() for axis in np.indices(values.shape))
+    columns = {**reduced.place, "sample": sample, "head": head, position: where}
+    if position == "query":
+        columns["keys"] = reduced.statistics.keys.numpy().ravel()
+        columns["query"] = reduced.first_query + (where if reduced.places is None else reduced.places.ravel())
+    else:
+        columns["key"] = reduced.keys_before + where
+    table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
+    return table[(reduced.queries if position == "query" else reduced.keys).ravel()]

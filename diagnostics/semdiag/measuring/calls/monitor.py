@@ -13,28 +13,79 @@ import pandas as pd
 import torch
 from torch import nn
 
-from semdiag.capturing import hooks
-from semdiag.capturing.arguments import whole_number, whole_numbers
+from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
+from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.capturing.padding import Padding
 from semdiag.measuring.calls.monitor_alarms import (
     Alarm,
     AlarmError,
+    Faults,
+    MonitorLog,
     Watch,
     checked_on_alarm,
     counted_above,
     rules_of,
     summary_of,
+    warn,
 )
-from semdiag.measuring.calls.monitor_faults import Faults, warn
-from semdiag.measuring.calls.monitor_heads import describe_heads, quantities
-from semdiag.measuring.calls.monitor_outputs import Outputs
-from semdiag.measuring.calls.monitor_ranks import Look, Ranks
-from semdiag.measuring.calls.monitor_reduction import Reduction
-from semdiag.measuring.calls.monitor_rows import describe, sampled_rows
-from semdiag.measuring.calls.monitor_scalars import ScalarWriter
+from semdiag.measuring.calls.monitor_heads import (
+    Look,
+    Ranks,
+    Reduction,
+    Scalars,
+    ScalarWriter,
+    columns,
+    describe,
+    describe_heads,
+    head_columns,
+    quantities,
+    sampled_rows,
+    scalars,
+)
 from semdiag_models import InputError
+
+
+class Outputs:
+    """The tables of a monitor, and the loggers that get what is added to them."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        tensorboard: Path | str | ScalarWriter | None,
+        log: Callable[[dict[str, float], int], object] | None,
+        k: Sequence[int],
+        first_step: int,
+    ) -> None:
+        self._k = k
+        self._scalars = Scalars(tensorboard, log)
+        self.layers = MonitorLog(path, columns(k), first_step)
+        beside = None if path is None else path.with_name(f"{path.stem}-heads{path.suffix}")
+        self.heads = MonitorLog(beside, head_columns(k), None)
+
+    def open(self) -> None:
+        """Open the files and the loggers."""
+        self.layers.open()
+        self.heads.open()
+        self._scalars.open()
+
+    def add(self, step: int, rows: list[dict[str, Any]], heads: list[dict[str, Any]], faults: Faults) -> None:
+        """Keep and send the rows of a step; failures are reported to ``faults`` and stop nothing."""
+        if self._scalars.wanted:
+            with faults.reporting():
+                self._scalars.send(step, scalars(heads, self._k))
+        for log, more in ((self.layers, rows), (self.heads, heads)):
+            with faults.reporting():
+                log.add(more)
+
+    def close(self, faults: Faults) -> None:
+        """Write the remaining rows, and close everything; failures are reported to ``faults``."""
+        for log in (self.layers, self.heads):
+            with faults.reporting():
+                log.close()
+        self._scalars.close()
+
 
 _COMPILED = (
     "Hooks on a module inside a compiled one do nothing, even with fullgraph: give the monitor the compiled "

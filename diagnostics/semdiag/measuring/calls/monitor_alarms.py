@@ -1,16 +1,26 @@
 """Alarms of a training monitor: their rules, checked at the start, and the heads that crossed them."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import sys
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_key, quantities_among
+from semdiag.capturing.audit import Audit, Remark, Skipped, failure
+from semdiag.capturing.pretrained import first_line
+from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_columns, head_key, quantities_among
 from semdiag.measuring.counted import counted
+from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
 from semdiag_models import InputError
+from semdiag_models.reading import RunLock, open_file, visible
 
 WARNING, SEVERE = "WARNING", "SEVERE"
 ABOVE, BELOW = "above", "below"
@@ -261,3 +271,256 @@ def _ends(
             said = f"{texts[0]} ({counted(heads, 'head') if heads > 1 else place(low)})"
         lines.append(f"{name}: {said}")
     return lines
+
+
+_CANNOT_WRITE = "The monitor cannot write"
+_NAMED = 3  # modules named in a warning
+
+
+def warn(text: str, stacklevel: int = 3) -> None:
+    """Warn, and only print where warnings are errors: a monitor never stops training."""
+    try:
+        warnings.warn(text, stacklevel=stacklevel)
+    except UserWarning:
+        print(f"semdiag: {visible(text)}", file=sys.stderr)
+
+
+class Faults:
+    """Warns of each fault once; of a file that cannot be written, again after a success."""
+
+    def __init__(self) -> None:
+        self._faults: set[str] = set()
+        self._noted: set[Remark | Skipped] = set()
+        self._stuck = False  # whether the current look could not write
+
+    def begin(self) -> None:
+        """Start a look."""
+        self._stuck = False
+
+    def end(self) -> None:
+        """End a look; if it could write, a later failure to write is a new fault."""
+        if not self._stuck:
+            self._faults = {fault for fault in self._faults if not fault.startswith(_CANNOT_WRITE)}
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Warn of an exception inside, and go on."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+            self._stuck = True
+            self.warn_once(
+                f"{_CANNOT_WRITE}: {type(error).__name__} {error.errno}",
+                f"{_CANNOT_WRITE} ({reason}). Its rows stay in memory and are written as soon as possible.",
+            )
+        except Exception as error:
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            fault = f"{type(error).__name__} {frame.f_code.co_filename}:{line}"
+            self.warn_once(fault, f"The monitor of a training: {failure(error)}.")
+
+    def name_remarks(self, audit: Audit) -> None:
+        """Warn of each remark on a call once."""
+        for remark in audit.remarks.keys() - self._noted:
+            self._noted.add(remark)
+            warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.")
+
+    def name_private(self, audit: Audit) -> None:
+        """Warn once of each private part of torch that changed."""
+        self.name_remarks(Audit(remarks=Counter(r for r in audit.remarks if r.code == "private-part")))
+
+    def name_missed(self, audit: Audit) -> None:
+        """Warn once of attention that has no rows, and why."""
+        missed: dict[str, list[str]] = {}
+        for seen in audit.skipped.keys() - self._noted:
+            self._noted.add(seen)
+            missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
+        if missed:
+            text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
+            warn(f"The monitor cannot see all attention: it has no rows for {text}.")
+
+    def warn_once(self, fault: str, text: str) -> None:
+        """Warn once of a fault, even if its text changes at every step."""
+        if fault not in self._faults:
+            self._faults.add(fault)
+            warn(text, stacklevel=6)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+class MonitorLog:
+    """Rows that are added step by step: appended to a CSV file, or to a parquet file that is rewritten."""
+
+    def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
+        self.path, self.columns = path, columns
+        self._rows: list[dict[str, Any]] = []
+        self._written = self._size = 0  # rows written, and bytes of the file since
+        self._earlier = pd.DataFrame(columns=columns)
+        self._lock: RunLock | None = None
+        if path is None:
+            return
+        if path.suffix not in (".csv", ".parquet"):
+            raise InputError(f"A monitor writes .csv or .parquet. Got {path}.")
+        if not path.parent.is_dir():
+            raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
+        self.open()
+        try:
+            last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
+        except OverflowError as error:
+            self._release()
+            raise InputError(
+                f"{path} cannot be continued (a step: {first_line(error)}). Name a new file."
+            ) from None
+        if first_step is not None and last >= first_step:
+            warnings.warn(
+                f"{path} goes up to step {last}, but this monitor starts at step {first_step}: steps may occur "
+                "twice. Continue it with Monitor(…, first_step=…), or name a new file.",
+                stacklevel=4,
+            )
+
+    def open(self) -> None:
+        """Lock the file and read its rows; nothing happens if the log is already open."""
+        if self.path is None or self._lock is not None:
+            return
+        with suppress(OSError, NotImplementedError):  # on file systems without locks
+            self._lock = RunLock(self.path.parent, self.path.name)
+        try:
+            _check_writable(self.path)
+            if self.path.exists():
+                self._earlier = _read(self.path, self.columns)
+                self._rows, self._written = self._rows[self._written :], 0
+                self._size = self.path.stat().st_size
+        except InputError:
+            self._release()
+            raise
+
+    def close(self) -> None:
+        """Write the remaining rows and unlock the file."""
+        try:
+            self.write()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def table(self) -> pd.DataFrame:
+        """Return all rows, those of the continued file first."""
+        own = pd.DataFrame(self._rows, columns=self.columns)
+        if self._earlier.empty:
+            return own
+        return pd.concat([self._earlier, own], ignore_index=True) if len(own) else self._earlier.copy()
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Add rows, also to the file."""
+        self._rows += rows
+        self.write()
+
+    def write(self) -> None:
+        """Write the rows that are not in the file yet."""
+        new = self._rows[self._written :]
+        if self.path is None or not new:
+            return
+        if self.path.suffix == ".csv":
+            if self._size and (not self.path.exists() or self.path.stat().st_size < self._size):
+                warn(
+                    f"{self.path} was removed or shortened during training: it goes on with step "
+                    f"{new[0]['step']}. The monitor's table still holds the earlier rows.",
+                    stacklevel=6,
+                )
+            _append(self.path, pd.DataFrame(new, columns=self.columns))
+            self._size = self.path.stat().st_size
+        else:
+            unfinished = _unfinished(self.path)
+            try:
+                self.table().to_parquet(unfinished, index=False)
+                unfinished.replace(self.path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        self._written = len(self._rows)
+
+
+def _check_writable(path: Path) -> None:
+    target = path if path.suffix == ".csv" else _unfinished(path)
+    new = not target.exists()
+    try:
+        target.open("ab").close()
+        if new:
+            target.unlink()
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _append(path: Path, table: pd.DataFrame) -> None:
+    """Append lines to a CSV file, all or none."""
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            left = csv_text(table, header=end == 0).encode()
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _read(path: Path, columns: list[str]) -> pd.DataFrame:
+    torn = 0
+    try:
+        if path.suffix == ".csv":
+            with open_file(path) as file:
+                content = file.read()
+            torn = len(content) - content.rfind(b"\n") - 1
+            if torn == len(content) and ",".join(columns).encode().startswith(content):
+                table = pd.DataFrame(columns=columns)  # not even the header is complete
+            else:
+                table = from_csv_text(content[: len(content) - torn])
+        else:
+            table = read_parquet(path)
+    except (OSError, ValueError, OverflowError) as error:  # pandas 3.0 reads no whole number of 400 digits
+        raise InputError(f"{path} cannot be continued ({first_line(error)}). Name a new file.") from None
+    if list(table) != columns:
+        raise InputError(
+            f"{path} cannot be continued: its columns are {', '.join(map(str, table))[:200]}, "
+            f"not {', '.join(columns)}. Name a new file."
+        )
+    if torn:
+        os.truncate(path, path.stat().st_size - torn)
+        warnings.warn(f"The last line of {path} was incomplete and is left out.", stacklevel=6)
+    return table
+
+
+def read_heads(path: Path) -> pd.DataFrame:
+    """Read the table of heads of a monitor."""
+    heads = path if path.stem.endswith("-heads") else path.with_name(f"{path.stem}-heads{path.suffix}")
+    if heads.suffix not in (".csv", ".parquet"):
+        raise InputError(f"A monitor writes .csv or .parquet. Got {path}.")
+    if not heads.exists():
+        raise InputError(f"{heads} does not exist: a Monitor with path=… writes it beside its table of layers.")
+    try:
+        if heads.suffix == ".csv":
+            with open_file(heads) as file:
+                table = from_csv_text(file.read())
+        else:
+            table = read_parquet(heads)
+        if missing := [name for name in head_columns(()) if name not in table]:
+            raise InputError(f"{heads} is not a monitor's table of heads: it lacks the column {missing[0]}.")
+        places = ["step", "layer", "head", "occurrence"]
+        numbers = [*places, *quantities_among(map(str, table))]
+        table[numbers] = table[numbers].apply(pd.to_numeric)
+        table["alarm"] = [alarm if isinstance(alarm, str) else "" for alarm in table["alarm"]]
+        whole = dict.fromkeys(places, "int64") | dict.fromkeys(numbers[len(places) :], "float64")
+        return table.dropna(subset=places).astype(whole)
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"{heads} cannot be read ({first_line(error)}).") from None

@@ -1,16 +1,186 @@
-"""Describe each head in a monitor: extremes over the rows that it looks at, before averaging hides them."""
+"""Combine the monitors of several processes: each look joins what all ranks saw."""
 
+import hashlib
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
 
+import pandas as pd
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from semdiag.mathematics.softmax_secants import local_stability_of_weight
-from semdiag.measuring.calls.counted_rows import CountedRows
+from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.mathematics.softmax_stability import local_stability_of_weight
+from semdiag.measuring.calls.counted_rows import CountedRows, attended_keys, counted_rows
+from semdiag_models import InputError
+
+PATIENCE = timedelta(minutes=10)  # how long a look waits for the other ranks
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one rank saw of one step."""
+
+    step: int  # its number
+    rows: list[dict[str, Any]]  # of the table of layers
+    heads: list[dict[str, Any]]  # of the table of heads
+    parts: dict[str, str]  # by module, a fingerprint of the part of its weights that the rank holds
+
+
+class Ranks:
+    """This process among those of torch.distributed; they communicate in a group of their own, on the CPU."""
+
+    def __init__(self, ranks: str) -> None:
+        if ranks not in ("all", "own"):
+            raise InputError(f'ranks must be "all" or "own". Got {ranks!r}.')
+        self._together, self._wanted = ranks == "all" and _several(), ranks == "all"
+        self.rank = dist.get_rank() if self._together else 0
+        self._group: Any = None
+        self._parts: dict[str, str] = {}
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process reports what all of them would report alike."""
+        return self.rank == 0 or self._group is None
+
+    def open(self, settings: Mapping[str, Any]) -> None:
+        """Connect to the other ranks."""
+        if self._wanted and not self._together and _several():
+            warnings.warn(
+                "The monitor was made before torch.distributed was initialised, so it sees its own process only. "
+                "Make it after init_process_group.",
+                stacklevel=3,
+            )
+        if not self._together or self._group is not None:
+            return
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            others = self._gathered(dict(settings))
+        except (RuntimeError, ValueError) as error:
+            self.leave()
+            raise InputError(
+                f"A monitor joins all ranks, but {_why(error)} when it started. Start it in every process, with "
+                'gloo, or give it ranks="own".'
+            ) from None
+        for rank, other in enumerate(others):
+            if unlike := [name for name in settings if settings[name] != other[name]]:
+                self.leave()
+                (name, *_) = unlike
+                raise InputError(
+                    f"Monitors of all ranks look together: {name} is {settings[name]!r} in rank {self.rank} and "
+                    f'{other[name]!r} in rank {rank}. Give all the same value, or ranks="own".'
+                )
+
+    def together(self, look: Look) -> list[Look]:
+        """Return what every rank saw of a step, in rank order; if they cannot be reached, what this one saw."""
+        if self._group is None:
+            return [look]
+        try:
+            looks: list[Look] = self._gathered(look)
+        except (RuntimeError, ValueError) as error:
+            self._go_on_alone(look.step, _why(error))
+            return [look]
+        steps = [other.step for other in looks]
+        if len(set(steps)) > 1:
+            numbers = ", ".join(map(str, steps))
+            self._go_on_alone(look.step, f"the ranks look at different steps ({numbers})")
+            return [look]
+        return looks
+
+    def fail(self, step: int) -> None:
+        """Tell the others that this rank's forward pass failed."""
+        if self._group is not None:
+            self._go_on_alone(step, "its forward pass failed")
+
+    def part(self, model: nn.Module, name: str) -> None:
+        """Note which part of a module's weights this rank holds when it first attends."""
+        if self._group is not None and name not in self._parts:
+            self._parts[name] = _fingerprint(model, name)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What :meth:`part` noted, by module."""
+        return dict(self._parts)
+
+    def leave(self) -> None:
+        """Close the group, which other ranks notice at once."""
+        if self._group is not None:
+            with suppress(Exception):  # training may have closed all groups
+                dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _gathered(self, own: Any) -> list[Any]:
+        size = dist.get_world_size(self._group) if dist.is_initialized() else -1
+        if size < 1:
+            raise RuntimeError("the training has closed its groups")
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, own, group=self._group)
+        return gathered
+
+    def _go_on_alone(self, step: int, why: str) -> None:
+        self.leave()
+        warnings.warn(
+            f"The monitor of rank {self.rank} looks at its own rank only from step {step} on: {why}.",
+            stacklevel=4,
+        )
+
+
+def _several() -> bool:
+    """Return whether there are other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _why(error: Exception) -> str:
+    """Return the reason why a collective operation failed, in words."""
+    text = str(error)
+    if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+        return "another rank has ended or stopped its monitor"
+    if "imed out" in text or "imeout" in text:
+        return f"not every rank arrived within {PATIENCE.total_seconds():g} s"
+    return f"the ranks could not be reached ({' '.join(text.split())[:120]})"
+
+
+def _fingerprint(model: nn.Module, name: str) -> str:
+    """Return a text that is equal in ranks with the same weights of a module, and almost never in others."""
+    modules = {known.replace("_orig_mod", "").strip("."): module for known, module in model.named_modules()}
+    digest = hashlib.sha256()
+    while True:  # a module without weights takes those around it
+        seen = _weights(modules[name]) if name in modules else []
+        if seen or not name:
+            break
+        name = name.rpartition(".")[0]
+    for weight in seen:
+        digest.update(repr(weight.tolist()).encode())  # numpy() would keep FSDP from freeing the weight
+    return digest.hexdigest()[:16]
+
+
+def _weights(module: nn.Module) -> list[torch.Tensor]:
+    """Return a few values of each parameter, as this rank holds them while the module runs."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    samples, left = [], [module]
+    while left:
+        each = left.pop()
+        for parameter in each.parameters(recurse=False):
+            own = parameter.detach()
+            values = (own.to_local() if isinstance(own, DTensor) else own).reshape(-1)
+            if len(values):  # training may have freed some
+                samples.append(values[:: max(1, len(values) // 16)][:16])
+        # Inner modules that FSDP wraps separately are freed again when attention runs.
+        left += [
+            inner for inner in each.children() if not isinstance(inner, FSDPModule | FullyShardedDataParallel)
+        ]
+    return samples
+
 
 # Quantities, and the bounds between which each must lie.
 LIMITS = {
@@ -163,3 +333,169 @@ def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, fl
             ):
                 logged[f"attention/{layer}/{name}/{how}"] = number
     return logged
+
+
+class Reduction:
+    """Combines the looks of all ranks; every rank gets the same result."""
+
+    def __init__(self) -> None:
+        self._heads_before: dict[tuple[str, str], int] = {}  # by module and part of its weights
+
+    def __call__(self, looks: Sequence[Look]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the rows of layers and of heads of one step, from the ranks' looks in rank order."""
+        if len(looks) == 1:
+            return looks[0].rows, looks[0].heads
+        layers: dict[str, int] = {}
+        for look in looks:
+            for row in look.rows:
+                layers.setdefault(row["module"], row["layer"])
+        if len(set(layers.values())) < len(layers):  # ranks with other modules also number them from 0
+            layers = {module: layer for layer, module in enumerate(layers)}
+        rows = [row | {"layer": layers[row["module"]]} for look in looks for row in look.rows]
+        heads = [row | {"layer": layers[row["module"]]} for look in looks for row in self._numbered(look)]
+        return _reduced(rows, ["module", "occurrence"]), _reduced(heads, ["module", "occurrence", "head"])
+
+    def _numbered(self, look: Look) -> list[dict[str, Any]]:
+        """Return a rank's rows of heads, numbered after those of other parts of the same module."""
+        count: dict[tuple[str, str], int] = {}
+        for row in look.heads:
+            key = row["module"], look.parts.get(row["module"], "")
+            count[key] = max(count.get(key, 0), row["head"] + 1)
+        for (module, part), heads in count.items():
+            if (module, part) not in self._heads_before:
+                self._heads_before[module, part] = self._heads_before.get((module, "all"), 0)
+                self._heads_before[module, "all"] = self._heads_before[module, part] + heads
+        return [
+            row | {"head": row["head"] + self._heads_before[row["module"], look.parts.get(row["module"], "")]}
+            for row in look.heads
+        ]
+
+
+def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any]]:
+    """Return one row per module, occurrence and head, in the order that a single process would have."""
+    if not rows:
+        return []
+    table = pd.DataFrame(rows)
+    table["order"] = table.groupby(["module", "occurrence"], sort=False).ngroup()
+    by = [table[name] for name in place]
+    names = [name for name in table if name not in (*PLACE, "order")]
+    means = [name for name in names if name not in (*LARGEST, *SMALLEST)]
+    weights = table[means].notna().mul(table["rows"], axis=0)
+    sums = (table[means].fillna(0.0) * weights).groupby(by, sort=False).sum()
+    groups = table.groupby(place, sort=False)
+    joined = pd.concat(
+        [
+            groups[["step", "layer", "order"]].first(),
+            groups["rows"].sum(),
+            sums / weights.groupby(by, sort=False).sum(),
+            groups[[name for name in names if name in LARGEST]].max(),
+            groups[[name for name in names if name in SMALLEST]].min(),
+        ],
+        axis=1,
+    )
+    joined = joined.reset_index().sort_values(["order", *place[2:]], kind="stable").drop(columns="order")
+    return [{str(name): value for name, value in row.items()} for row in joined.to_dict("records")]
+
+
+_SAMPLES = 4  # looked at per attention call: score rows = samples × queries × heads
+
+
+def columns(k: Sequence[int]) -> list[str]:
+    """Return the column names of a monitor's table."""
+    own = ["step", "layer", "module", "occurrence", "rows", "keys", "dispersion", "separation", "xi", "entropy"]
+    return own + [f"{name}_k{value}" for value in k for name in ("dispersion", "separation", "mass")]
+
+
+def sampled_rows(
+    call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int | None = 8
+) -> CountedRows:
+    """Return a few random rows of an attention call, or all of them."""
+    most = min(max(k, default=0), call.k.shape[2])
+    call = replace(call, v=call.v[..., :0])  # values are unused: copy none
+    if queries is None:
+        return counted_rows(call, top=most)
+    batch, _, length, _ = call.q.shape
+    b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
+    r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
+    # On the CPU: a few rows take a thousand small operations, and an accelerator takes longer to start each.
+    rows = counted_rows(_on_cpu(call.part(b, r)), top=most)
+    return replace(rows, real_keys=attended_keys(call, b).cpu())
+
+
+def _on_cpu(call: AttentionCall) -> AttentionCall:
+    moved: dict[str, Any] = {n: value.cpu() for n, value in vars(call).items() if isinstance(value, torch.Tensor)}
+    return replace(call, **moved)
+
+
+def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
+    """Return medians over the rows that count and have keys; NaN for a quantity that no row has."""
+    statistics, used = rows.statistics, rows.attending
+    weight = statistics.largest_weight()
+    values = {
+        "keys": statistics.keys.to(weight.dtype),
+        "dispersion": statistics.dispersion(),
+        "separation": statistics.separation(),
+        "xi": local_stability_of_weight(weight),
+        "entropy": statistics.entropy,
+    }
+    for value in k:
+        most = min(value, len(statistics.top_load))
+        values[f"dispersion_k{value}"] = statistics.dispersion(most)
+        values[f"separation_k{value}"] = statistics.separation(most)
+        values[f"mass_k{value}"] = statistics.mass_kept(most)
+    medians: dict[str, float | int] = {"rows": int(used.sum())}
+    for name, numbers in values.items():
+        there = numbers[used & numbers.isfinite()]
+        medians[name] = float(there.quantile(0.5)) if len(there) else math.nan
+    return medians
+
+
+class ScalarWriter(Protocol):
+    """The part of a TensorBoard SummaryWriter that is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Log one number."""
+
+
+class Scalars:
+    """Sends numbers by name."""
+
+    def __init__(
+        self,
+        tensorboard: Path | str | ScalarWriter | None,
+        log: Callable[[dict[str, float], int], object] | None,
+    ) -> None:
+        self._tensorboard, self._log = tensorboard, log
+        self._own = isinstance(tensorboard, Path | str)
+        self._writer: Any = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a receiver."""
+        return self._writer is not None or self._log is not None
+
+    def open(self) -> None:
+        """Open the writer."""
+        self._writer = self._tensorboard
+        if self._own:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise InputError(
+                    "TensorBoard is not installed. Install it with: pip install tensorboard."
+                ) from None
+            self._writer = SummaryWriter(str(self._tensorboard))
+
+    def send(self, step: int, numbers: dict[str, float]) -> None:
+        """Send the numbers of a step."""
+        if self._writer is not None:
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+        if self._log is not None:
+            self._log(numbers, step)
+
+    def close(self) -> None:
+        """Close the writer, unless the user passed it."""
+        if self._own and self._writer is not None:
+            self._writer.close()
+        self._writer = None

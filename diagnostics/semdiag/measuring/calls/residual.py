@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from semdiag.capturing.adapters.attention_core import MECHANISM
+from semdiag.capturing.adapters.torch_functions import CORE_MECHANISM as MECHANISM
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.provenance.softmax_provenance import MECHANISM as BY_HAND
-from semdiag.mathematics.unraveled import unraveled
+from semdiag.capturing.provenance.softmaxes import MECHANISM as BY_HAND
+from semdiag.mathematics.planes import unraveled
 
 _CHECKED_ROWS = 32  # of all samples, heads and queries, drawn at random
 _DEVIATIONS = 6  # standard deviations allowed for a sum of rounding errors, taken as independent

@@ -15,14 +15,37 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
-from semdiag.capturing.factories import in_evaluation_mode
-from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.loading import LoadedModel, in_evaluation_mode
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import runs_masked
-from semdiag.measuring.calls.batch_rows import counted_as, folded
-from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
-from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.calls.collector import NotAvailableError, counted_as, folded
 from semdiag_models import Encoder, InputError
+
+DRAWS = "its forward pass draws random numbers in evaluation mode"
+
+
+class RandomNumbers:
+    """The state of torch's global generators at construction, for the CPU and a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._now()
+
+    @property
+    def drawn(self) -> bool:
+        """Whether numbers have been drawn since."""
+        return any(not torch.equal(now, then) for now, then in zip(self._now(), self._states, strict=True))
+
+    def again(self) -> None:
+        """Restore the state, so that the same numbers are drawn again."""
+        torch.set_rng_state(self._states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._states[1], self._device)
+
+    def _now(self) -> list[Tensor]:
+        of_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_device]
+
 
 _GROUPED = (
     ": its experts are one grouped matrix product, which does not support float64; "

@@ -1,27 +1,46 @@
 """Theorem 2 on the evaluated inputs of one encoder: the constants of its blocks, in both forms."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS
-from semdiag.mathematics.bounds.attention_bounds import HeadNorms
-from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, MlpConstants
-from semdiag.mathematics.bounds.bound import Assumption, Bound
-from semdiag.mathematics.bounds.layer_constants import ACTIVATION_LIPSCHITZ, normalisation_lipschitz, query_norm
+from semdiag.capturing.attention_call import BOUNDED, HEAVY_HITTERS
+from semdiag.capturing.attention_calls import BlockCall, watch_blocks
+from semdiag.mathematics.bounds.attention_bounds import (
+    HeadNorms,
+    paper_attention_map_bound,
+    paper_bilinear_form_bound,
+)
+from semdiag.mathematics.bounds.block_bounds import (
+    ACTIVATION_LIPSCHITZ,
+    Assumption,
+    AttentionConstants,
+    BlockConstants,
+    Bound,
+    MlpConstants,
+    normalisation_lipschitz,
+    query_norm,
+)
 from semdiag.mathematics.bounds.network_bounds import (
+    CROSS_ENTROPY_LIPSCHITZ,
     ONE_PARAMETER_VECTOR,
+    AttentionAtPoint,
     Readout,
+    attention_columns,
+    attention_reach,
+    covariance_norms,
     log_embedding_constant,
     log_paper_parameter_bounds,
     log_parameter_bounds,
+    loss_residual,
     network_assumptions,
     network_bound,
 )
-from semdiag.mathematics.bounds.paper_attention_bounds import paper_attention_map_bound, paper_bilinear_form_bound
-from semdiag.mathematics.spectral_norms import spectral_norm
+from semdiag.mathematics.spectral_norms import log, log_root_sum_squares, spectral_norm, spectral_norm_upper_bound
+from semdiag.measuring.calls.collector import scored_rows
 from semdiag.measuring.encoders.traces import InputTraces, LayerTrace
 from semdiag.measuring.encoders.weights import BlockWeights, block_weights, embedding_scale
 from semdiag_models import Encoder
@@ -204,3 +223,237 @@ def _papers_own(encoder: Encoder, tokens: float) -> tuple[Assumption, ...]:
 def _only_unmet(assumptions: tuple[Assumption, ...]) -> tuple[Assumption, ...]:
     """Return the paper's assumptions that fail, except the separation's, which is already listed."""
     return tuple(a for a in assumptions if not a.holds and "separation" not in a.statement)
+
+
+_MLP_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class BlockAtPoint:
+    """One block at one input, with its L tokens that are not padding."""
+
+    attention: AttentionAtPoint  # at this input
+    tokens: Tensor  # (L, d), the attention's input
+    mlp_tokens: Tensor  # (L, d), the MLP's
+    hidden: Tensor  # (L, mlp width), input of the MLP's second matrix
+    weights: BlockWeights  # of the block
+    pre_norm: bool  # whether it normalises the inputs of its parts rather than their outputs
+    streams: Tensor  # (2, L, d), inputs of the two normalisations
+    eps: tuple[float, float]  # of the two normalisations
+    slopes: Tensor  # (L, mlp width), σ' of the MLP's hidden units
+    activation: float  # λ_σ, the largest possible slope
+
+    @property
+    def after_attention(self) -> Tensor:
+        """(L, d, d), derivative of each output token in what attention adds to the residual stream."""
+        first, second = self.norm_jacobians
+        eye = torch.eye(first.shape[-1]).to(first)
+        mlp = self.mlp_out @ self.weights.mlp_in
+        return eye + mlp @ second if self.pre_norm else second @ (eye + mlp) @ first
+
+    @property
+    def mlp_out(self) -> Tensor:
+        """(L, d, mlp width), W_R diag(σ') of each token."""
+        return self.weights.mlp_out * self.slopes[:, None]
+
+    @property
+    def norm_jacobians(self) -> tuple[Tensor, Tensor]:
+        """Derivatives of the two normalisations at each token, (L, d, d)."""
+        first, second = (_norm_jacobians(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
+        return first, second
+
+    @property
+    def stds(self) -> tuple[Tensor, Tensor]:
+        """(L,) sqrt(var + eps) of each token before the two normalisations."""
+        first, second = (_std(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
+        return first, second
+
+
+def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) -> list[BlockAtPoint]:
+    """Return one pass of a batch through one block, split by sample."""
+    weights, attention = block_weights(encoder, call.layer), call.attention
+    block = encoder.blocks[call.layer]
+    pre_norm = encoder.config.norm == "pre"
+    seen = (call.stream, call.middle) if pre_norm else (call.middle, call.end)
+    before = (call.mlp_tokens @ weights.mlp_in.mT + weights.mlp_in_bias).detach().requires_grad_(True)
+    with torch.enable_grad():
+        (slopes,) = torch.autograd.grad(block.activation(before).sum(), before)  # type: ignore[operator]
+    p = scored_rows(attention).weights
+    blocks = []
+    for sample in range(len(p)):
+        kept = torch.arange(p.shape[-1], device=p.device) if valid is None else valid[sample].nonzero()[:, 0]
+        blocks.append(
+            BlockAtPoint(
+                attention=AttentionAtPoint(
+                    weights=p[sample][:, kept][:, :, kept],
+                    queries=attention.q[sample][:, kept],
+                    keys=attention.k[sample][:, kept],
+                    values=attention.v[sample][:, kept],
+                    query_weight=weights.query,
+                    key_weight=weights.key,
+                    value_weight=weights.value,
+                    output_weight=weights.output,
+                    scale=weights.scale,
+                ),
+                tokens=call.tokens[sample, kept],
+                mlp_tokens=call.mlp_tokens[sample, kept],
+                hidden=call.hidden[sample, kept],
+                weights=weights,
+                pre_norm=pre_norm,
+                streams=torch.stack([x[sample, kept] for x in seen]),
+                eps=(float(block.attention_norm_eps), _MLP_NORM_EPS),  # type: ignore[arg-type]
+                slopes=slopes[sample, kept],
+                activation=ACTIVATION_LIPSCHITZ.get(encoder.config.activation, math.inf),
+            )
+        )
+    return blocks
+
+
+def log_point_constant(at: BlockAtPoint) -> float:
+    """Return a block's constant at one input in closed form, in the norm Σ_tokens ‖·‖₂."""
+    if not len(at.slopes):
+        return -math.inf
+    first, second = at.stds
+    mlp = spectral_norm(at.weights.mlp_in) * spectral_norm(at.weights.mlp_out) * at.activation
+    reach = attention_reach(at.attention)
+    if at.pre_norm:
+        passed = 1 + mlp / second
+        return float((passed + passed @ reach / first).max().log())
+    passed = (1 + mlp) / (second * first)
+    return float((passed + passed @ reach).max().log())
+
+
+def log_exact_constant(at: BlockAtPoint) -> float:
+    """Return the largest column sum of a block's Jacobian at one input, max_l Σ_i ‖∂Z_i/∂X_l‖₂, for a fixed mask."""
+    if not len(at.slopes):
+        return -math.inf
+    first, after = at.norm_jacobians[0], at.after_attention
+    eye = torch.eye(first.shape[-1]).to(first)
+    tokens = range(len(first))
+
+    def column(token: int) -> Tensor:
+        moved = attention_columns(at.attention, token)
+        moved = moved @ first[token] if at.pre_norm else moved
+        moved[token] += eye
+        return after @ moved
+
+    reach = torch.stack([torch.linalg.matrix_norm(column(token)).sum() for token in tokens])
+    largest = torch.zeros(())
+    for token in reach.argsort(descending=True).tolist():
+        if reach[token] <= largest:
+            break
+        largest = torch.maximum(largest.to(reach), torch.linalg.matrix_norm(column(token), 2).sum())
+    return float(largest.log())
+
+
+def _std(x: Tensor, eps: float) -> Tensor:
+    """Return sqrt(var + eps) of each token."""
+    return (x.var(-1, unbiased=False) + eps).sqrt()
+
+
+def _norm_jacobians(x: Tensor, eps: float) -> Tensor:
+    """Return derivatives of a parameter-free normalisation, (P − c cᵀ/(d s²))/s with c centred, (L, d, d)."""
+    centred, std = x - x.mean(-1, keepdim=True), _std(x, eps)[:, None, None]
+    width = x.shape[-1]
+    project = torch.eye(width).to(x) - 1 / width
+    return (project - centred[:, :, None] * centred[:, None] / (width * std.square())) / std
+
+
+_SCORES = 2**20  # scores of one pass, at most (or one sample's)
+_GRAM_STEPS = 3  # overestimates a norm of width 64 by a few per cent, 30% at most
+_ROUNDING = 4 * torch.finfo(torch.float64).eps  # of softmax − one-hot in a measured gradient
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LocalBounds:
+    """Bounds of the gradient of the mean loss at one parameter vector; natural logarithms."""
+
+    tensors: dict[str, float]  # by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`
+    network: float  # of all parameters together
+    any_residual: float  # the same with the largest possible residual, √2, for every input
+
+
+def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> LocalBounds:
+    """Bound the gradient of the mean cross-entropy in every tensor, while no mask changes."""
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
+    head = encoder.head.weight.detach()
+    largest = spectral_norm(head)
+    sums: dict[str, list[Tensor]] = {}
+    for start in range(0, len(tokens), per_pass):
+        part = slice(start, start + per_pass)
+        for sample, (logits, pooled, inside) in enumerate(_propagate_back(encoder, tokens[part])):
+            residual = worst = torch.full_like(largest, CROSS_ENTROPY_LIPSCHITZ)
+            pooled_gradient = worst * largest
+            if labels is not None:
+                gradient = loss_residual(logits, labels[start + sample])
+                residual = (gradient.norm() + _ROUNDING).clamp(max=CROSS_ENTROPY_LIPSCHITZ)
+                pooled_gradient = (gradient @ head).norm() + _ROUNDING * largest
+            ends = {"head.weight": pooled.norm(), "head.bias": torch.ones_like(largest)}
+            for name, value in ends.items():
+                sums.setdefault(name, []).append(value * torch.stack([residual, worst]))
+            for name, value in inside.items():
+                sums.setdefault(name, []).append(value * torch.stack([pooled_gradient, worst * largest]))
+    means = {name: torch.stack(values).mean(0) for name, values in sums.items()}
+    known, unknown = log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0).tolist()
+    return LocalBounds({name: float(log(value[0])) for name, value in means.items()}, known, unknown)
+
+
+def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensors]]:
+    """Yield each input's logits, pooled token, and gradient bound of each tensor, per gradient norm there."""
+    calls: list[BlockCall] = []
+    seen: list[Tensor] = []
+    handle = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
+    try:
+        with torch.no_grad(), watch_blocks(encoder, calls.append):
+            encoder(tokens)
+    finally:
+        handle.remove()
+    valid, ids = encoder.valid(tokens), encoder.sequence(tokens)
+    blocks = [blocks_at_points(encoder, call, valid) for call in calls]
+    for sample, (pooled, logits) in enumerate(zip(*seen, strict=True)):
+        counted = ids[sample] if valid is None else ids[sample][valid[sample]]
+        gradients = torch.full_like(counted, 1.0, dtype=torch.float64) / len(counted)
+        if encoder.config.cls_tokens:
+            gradients = torch.zeros_like(gradients).index_fill(0, torch.tensor(0, device=ids.device), 1.0)
+        bounds: Tensors = {}
+        for layer in reversed(range(len(blocks))):
+            inside, gradients = _through_block(blocks[layer][sample], gradients)
+            bounds |= {f"blocks.{layer}.{name}": value for name, value in inside.items()}
+        rows = torch.zeros(encoder.embedding.num_embeddings).to(gradients).index_add(0, counted, gradients)
+        bounds["embedding.weight"] = embedding_scale(encoder) * rows.norm()
+        yield logits, pooled, bounds
+
+
+def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor]:
+    """Bound the gradients in a block's tensors and in its input tokens by those in its output tokens, (L,)."""
+    attention, (first, second) = at.attention, at.stds
+    mlp = gradients if at.pre_norm else gradients / second
+    mlp_in = spectral_norm(at.weights.mlp_out) * at.slopes.abs().amax(-1) * mlp
+    attended = spectral_norm_upper_bound(at.after_attention, _GRAM_STEPS) * gradients
+    mixed = attention.weights @ attention.values
+    averages = (attention.weights @ at.tokens).norm(dim=-1)
+    mapped = attention.values @ attention.output_weight.mT
+    inputs = at.tokens.expand(len(mapped), -1, -1)
+    as_query, as_key = (
+        abs(attention.scale) * covariance_norms(attention.weights, x, mapped) * attended
+        for x in (attention.keys, inputs)
+    )
+    sizes, out = at.tokens.norm(dim=-1), at.weights.whole_output
+    bounds = {
+        "attention.q.weight": (as_query * sizes).sum(-1).norm(),
+        "attention.q.bias": as_query.sum(-1).norm(),
+        "attention.k.weight": (as_key * attention.queries.norm(dim=-1)).sum(-1).norm(),
+        "attention.k.bias": torch.zeros_like(out),
+        "attention.v.weight": out * (averages.amax(0) * attended).sum(),
+        "attention.v.bias": out * attended.sum(),
+        "attention.out.weight": (mixed.square().sum((0, 2)).sqrt() * attended).sum(),
+        "attention.out.bias": attended.sum(),
+        "expand.weight": (mlp_in * at.mlp_tokens.norm(dim=-1)).sum(),
+        "expand.bias": mlp_in.sum(),
+        "contract.weight": (mlp * at.hidden.norm(dim=-1)).sum(),
+        "contract.bias": mlp.sum(),
+    }
+    reached = attended @ attention_reach(attention)
+    return bounds, attended + (reached / first if at.pre_norm else reached)

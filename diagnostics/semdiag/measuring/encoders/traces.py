@@ -1,20 +1,25 @@
 """Trace the evaluated inputs through each block: the norms, stabilities and masks behind the bounds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_kinds import HEAVY_HITTERS, rows_of
-from semdiag.capturing.block_calls import BlockCall, watch_blocks
-from semdiag.mathematics.attention_rows import AttentionRows
+from semdiag.capturing.attention_call import HEAVY_HITTERS, rows_of
+from semdiag.capturing.attention_calls import BlockCall, watch_blocks
+from semdiag.capturing.batches import Batch
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
-from semdiag.mathematics.bounds.layer_constants import query_norm
-from semdiag.measuring.calls.scored_rows import ScoredRows, scored_rows
+from semdiag.mathematics.bounds.block_bounds import query_norm
+from semdiag.mathematics.bounds.network_bounds import score_gradient_sums
+from semdiag.mathematics.score_strips import AttentionRows
+from semdiag.mathematics.spectral_norms import log, log_root_sum_squares
+from semdiag.measuring.calls.collector import ScoredRows, scored_rows
 from semdiag.measuring.encoders.weights import block_weights
-from semdiag_models import Encoder
+from semdiag_models import Encoder, InputError
 
 _MLP_NORM_EPS = 1e-5  # of the normalisation before the MLP (pre-norm) or after it (post-norm)
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
@@ -152,3 +157,84 @@ class _Tracer:
 def _token_std(x: Tensor, eps: float) -> Tensor:
     """Return sqrt(var + eps) of each token."""
     return (x.var(-1, unbiased=False) + eps).sqrt()
+
+
+_SCORE_GRADIENTS = 2**20  # scores of one pass, at most (or one sample's)
+BOUNDED_TENSORS = ("attention.q.weight", "attention.q.bias", "attention.k.weight")
+
+
+def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
+    """Bound the gradient of the mean cross-entropy in W_q, b_q and W_k of every block at this point."""
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    per_pass = max(1, _SCORE_GRADIENTS // (encoder.config.heads * length**2))
+    sums = torch.zeros(len(encoder.blocks), len(BOUNDED_TENSORS), encoder.config.heads).to(tokens.device).double()
+    for ids, classes in zip(torch.split(tokens, per_pass), torch.split(labels, per_pass), strict=True):
+        calls: list[BlockCall] = []
+        with torch.enable_grad(), _mixed_values(encoder) as mixed, watch_blocks(encoder, calls.append):
+            loss = F.cross_entropy(encoder(ids), classes, reduction="sum") / len(tokens)
+        for call, cotangents in zip(calls, torch.autograd.grad(loss, mixed), strict=True):
+            attention = call.attention
+            with torch.no_grad():
+                vectors = (attention.q, attention.k, attention.v)
+                weights = scored_rows(attention).weights
+                sums[call.layer] += score_gradient_sums(weights, vectors, call.tokens, cotangents, attention.scale)
+    logs = log_root_sum_squares(log(sums)).tolist()
+    return {
+        f"blocks.{layer}.{name}": value
+        for layer, values in enumerate(logs)
+        for name, value in zip(BOUNDED_TENSORS, values, strict=True)
+    }
+
+
+@contextmanager
+def _mixed_values(encoder: Encoder) -> Iterator[list[Tensor]]:
+    """Collect, inside the context, the output of each block's attention, with its graph."""
+    outputs: list[Tensor] = []
+    handles = [
+        encoder.attention(layer).core.register_forward_hook(lambda core, inputs, output: outputs.append(output))
+        for layer in range(len(encoder.blocks))
+    ]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
+    """Return those of several k that do not exceed the number of keys."""
+    fits = [value for value in k if value <= longest]
+    if min(k) < 1 or not fits:
+        raise InputError(f"k must lie in 1 … {longest}, {what}. Got k={min(k)}.")
+    return fits
+
+
+def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int]) -> list[Tensor]:
+    """Return an encoder's inputs as int64, after checking them."""
+    config = encoder.config
+    tokens = [checked_batch(encoder, batch) for batch in batches]
+    padding_counts = config.pad_as_token or config.extra_tokens
+    if not padding_counts and all(bool((batch == config.pad_id).all()) for batch in tokens):
+        raise InputError("There is no query to measure: all input tokens are PAD.")
+    longest = max(batch.shape[1] for batch in tokens)
+    if k:
+        fitting(k, longest, "the length of the inputs")
+    return tokens
+
+
+def checked_batch(encoder: Encoder, batch: Batch) -> Tensor:
+    """Return a batch of an encoder's inputs as int64, after checking it."""
+    config = encoder.config
+    if not isinstance(batch, Tensor):
+        raise InputError(f"Inputs must be whole token ids of shape (N, L). Got {type(batch).__name__}.")
+    if batch.ndim != 2 or batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
+        raise InputError(
+            f"Inputs must be whole token ids of shape (N, L). Got {batch.dtype} {tuple(batch.shape)}."
+        )
+    if not 1 <= batch.shape[1] <= config.length:
+        raise InputError(f"The model takes inputs of length 1 to {config.length}. Got length {batch.shape[1]}.")
+    low, high = int(batch.min()), int(batch.max())
+    if low < 0 or high >= config.vocabulary_size:
+        wrong = low if low < 0 else high
+        raise InputError(f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}.")
+    return batch.to(torch.int64)

@@ -1,17 +1,161 @@
 """What drawn queries say about all: estimates with intervals; what needs every query is refused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
+from semdiag.capturing.attention_call import DENSE
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
-from semdiag.measuring.findings.counterfactuals import counterfactual_ks
-from semdiag.measuring.findings.distributions import places_of
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import Summary
-from semdiag.measuring.table import ALL, rows_of
+from semdiag.measuring.encoders.traces import fitting
+from semdiag.measuring.findings.findings import (
+    MODEL_FACTS,
+    Findings,
+    Place,
+    Summary,
+    broken_places,
+    diverged,
+    json_object,
+    records,
+)
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.percentiles import percentiles, pooled_table
+from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag_models import InputError
+
+
+def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
+    """Return the numbers of heavy hitters for which a model's table has counterfactual columns."""
+    prefix = "dispersion_k"
+    named = [str(column) for column in queries if str(column).startswith(prefix)]
+    return [int(name.removeprefix(prefix)) for name in named if queries[name].notna().any()]
+
+
+def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
+    """Return what a top-k mask would keep by one model's own scores, for queries with more than k keys."""
+    if diverged(findings, model):
+        return {}
+    queries = findings.measurements.queries[findings.measurements.queries["model"] == model]
+    dropping = queries[queries["keys"] > k]
+    mass, layers = dropping[f"mass_k{k}"], dropping.groupby("layer")[f"mass_k{k}"].median()
+    if mass.isna().all():
+        return {}
+    sketches = findings.measurements.sketches
+    sketched = sketches[(sketches["model"] == model) & (sketches["quantity"] == f"separation_k{k}")]
+    pooled = sketched[sketched["layer"] == ALL]  # without dropped keys, separation is undefined
+    share = 1 - (pooled["undefined"] / pooled["queries"]).sum() if len(pooled) else len(dropping) / len(queries)
+    medians = {"dispersion": f"dispersion_k{k}", "whole": "dispersion", "separation": f"separation_k{k}"}
+    return {
+        "share": float(share), "sampled": len(dropping) if len(pooled) else 0,
+        "mass": mass.median(), "mass_p5": mass.quantile(0.05),
+        "lowest": layers.min(), "lowest_layer": layers.idxmin(),
+        "highest": layers.max(), "highest_layer": layers.idxmax(),
+        **{name: percentiles(dropping[column])["p50"] for name, column in medians.items()},
+    }  # fmt: skip
+
+
+Percentiles = dict[str, float | int]
+
+
+def _rows(findings: Findings, quantity: str) -> pd.DataFrame:
+    measurements = findings.measurements
+    return measurements.loads if quantity.startswith("load") else measurements.queries
+
+
+def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
+    """Return the layers and heads of a table, sorted, each with the positions of its rows."""
+    indices: dict[Any, Any] = rows.groupby(["layer", "head"]).indices
+    return [((int(layer), int(head)), indices[layer, head]) for layer, head in sorted(indices)]
+
+
+def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
+    """Return percentiles of a quantity of one model for every layer and head, and pooled: ``(ALL, ALL)``."""
+    broken = broken_places(findings, model)
+    table = _place_percentiles(findings, model, quantity)
+    return {place: _unknown(row) if place in broken else row for place, row in table.items()}
+
+
+def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) -> pd.DataFrame:
+    """Return the rows behind percentiles, intervals and verdicts on a model, or on one of its layers."""
+    rows = rows_of(_rows(findings, quantity), model)
+    rows = rows.loc[slice(None) if layer == ALL else rows["layer"] == layer, ["sample", quantity]]
+    return rows.assign(**{quantity: np.nan}) if (layer, ALL) in broken_places(findings, model) else rows
+
+
+def _unknown(row: Percentiles) -> Percentiles:
+    """Return percentiles of the same number of queries, all undefined."""
+    return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
+
+
+def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
+    sketches = findings.measurements.sketches
+    own = sketches[(sketches["model"] == model) & (sketches["quantity"] == quantity)]
+    if len(own):
+        known = {place: own.iloc[at[0]] for place, at in places_of(own)}
+        ordered = sorted(known, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
+        return {place: known[place][list(percentiles([]))].to_dict() for place in ordered}
+    rows = rows_of(_rows(findings, quantity), model)
+    values = rows[quantity].to_numpy(np.float64)
+    table = {place: percentiles(values[at]) for place, at in places_of(rows)}
+    return table | {(ALL, ALL): percentiles(values)}
+
+
+def pooled_percentiles(findings: Findings, quantity: str) -> dict[str, Percentiles]:
+    """Return percentiles of a quantity over all layers and heads."""
+    models = _rows(findings, quantity)["model"].unique()
+    return {str(model): findings(place_percentiles, str(model), quantity)[ALL, ALL] for model in models}
+
+
+def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFrame]:
+    """Return percentiles of a quantity in every layer, heads pooled."""
+    tables = {}
+    for model, rows in _rows(findings, quantity).groupby("model", sort=False):
+        places = findings(place_percentiles, str(model), quantity).items()
+        sketched = [{"layer": layer, **row} for (layer, head), row in places if head == ALL != layer]
+        table = pd.DataFrame(sketched) if sketched else pooled_table(rows, quantity, by="layer")
+        broken = {layer for layer, head in broken_places(findings, str(model)) if head == ALL}
+        layers = records(table.sort_values("layer"))
+        tables[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
+    return tables
+
+
+def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
+    """Return percentiles of a quantity per layer and head, and pooled, of every model."""
+    models = [str(model) for model in findings.measurements.models["model"]]
+    return pd.DataFrame({"model": model, **row} for model in models for row in _places(findings, model, quantity))
+
+
+def within_table(findings: Findings) -> pd.DataFrame:
+    """Return percentiles of what every counterfactual k would keep, by layer and head and pooled, by model."""
+    table: list[dict[Any, Any]] = []
+    for model in findings.measurements.models["model"]:
+        own = findings.measurements.of(model)
+        for k in counterfactual_ks(own.queries):
+            for quantity in ("dispersion", "separation", "mass", "load"):
+                rows, column = own.loads if quantity == "load" else own.queries, f"{quantity}_k{k}"
+                if column in rows:
+                    place = {"model": model, "quantity": quantity, "k": k}
+                    table += [{**place, **row} for row in _places(findings, str(model), column)]
+    return pd.DataFrame(table)
+
+
+def _places(findings: Findings, model: str, column: str) -> list[dict[Any, Any]]:
+    """Return one row per layer and head, then one for all together."""
+    return [
+        {"layer": layer, "head": head, **row}
+        for (layer, head), row in findings(place_percentiles, model, column).items()
+        if (layer == ALL) == (head == ALL)
+    ]
+
+
+def all_by_name(table: pd.DataFrame) -> pd.DataFrame:
+    """Replace ALL by ``all`` in the columns layer and head, for readers."""
+    named = {name: table[name].astype(object).mask(table[name] == ALL, "all") for name in ("layer", "head")}
+    return table.assign(**named)
+
 
 COLUMNS = ["model", "layer", "head", "quantity", "statistic", "estimate", "low", "high", "target"]
 SAMPLED = "over sampled queries"
@@ -160,3 +304,53 @@ def partial_sentences(findings: Findings) -> list[str]:
 
 def _out_of(counts: dict[str, int], quantity: str) -> str:
     return f" of {counts[quantity]:,}" if quantity in counts else ""
+
+
+Percentile = Callable[[str], Summary]  # of a column of the queries or loads, for one layer and head
+Describe = Callable[[Percentile, str], Summary]
+
+
+def by_layer(command: str, findings: Findings, describe: Describe) -> Summary:
+    """Return the numbers of every model by layer and head and pooled, also for every counterfactual k."""
+    measurements = findings.measurements
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        result = {key: row[key] for key in MODEL_FACTS}
+        layers = partial(_layers, findings, row["model"], describe)
+        result |= {"unit": "nats", **layers(""), **estimates_of(findings, row["model"]), "capture": _capture(own)}
+        within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(own.queries)]
+        if within:
+            result["within_model"] = within
+        results.append(result)
+    return json_object(command, findings, results=results)
+
+
+def _layers(findings: Findings, model: str, describe: Describe, suffix: str) -> Summary:
+    def of(place: Place, column: str) -> Summary:
+        return findings(place_percentiles, model, column)[place]
+
+    places = [place for place in findings(place_percentiles, model, "dispersion") if ALL not in place]
+    layers = [{"layer": at[0], "head": at[1], **describe(partial(of, at), suffix)} for at in places]
+    return {"layers": layers, "all": describe(partial(of, (ALL, ALL)), suffix)}
+
+
+def without(table: Summary, *names: str) -> Summary:
+    """Return a table of numbers without some of them."""
+    return {key: value for key, value in table.items() if key not in names}
+
+
+def _capture(own: Measurements) -> Summary:
+    """Return how complete the capture was: modules found and captured, residual, skipped operations, remarks."""
+    row = own.models.iloc[0]
+    found, captured = int(row["attention_found"]), int(row["attention_captured"])
+    listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}
+    return {"found": found, "captured": captured, **{name: float(row[name]) for name in RESIDUALS}, **listed}
+
+
+def check_supposed_k(findings: Findings, k: int) -> None:
+    """Refuse a k that would drop no key of a full-attention model, because no query has more keys."""
+    kinds = findings.measurements.models.set_index("model")["attention"]
+    for model, keys in findings(pooled_percentiles, "keys").items():
+        if kinds[model] in DENSE and keys["p100"] < k:
+            fitting((k,), int(keys["p100"]), "the largest number of keys")

@@ -1,9 +1,19 @@
-"""Findings: answers derived from measurements, each computed once, when first needed."""
+"""Pair trained models that may be compared: same task, seed, size, setting and snapshot."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+import pandas as pd
+
+from semdiag.capturing.attention_call import external
+from semdiag.measuring.counted import counted
+from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.table import ALL
+from semdiag_models import TASKS
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
@@ -22,7 +32,7 @@ class Findings:
         measurements: as given.
 
     Example:
-        >>> from semdiag.measuring.findings.pairing import compared_pairs
+        >>> from semdiag.measuring.findings.findings import compared_pairs
         >>> import pandas as pd
         >>> models = pd.DataFrame({"model": [], "source": [], "attention": [], "task": []})
         >>> nothing = pd.DataFrame({"model": []})
@@ -55,3 +65,320 @@ class Findings:
         if key not in self._answers:
             self._answers[key] = question(self, *args, **kwargs)
         return cast("Answer", self._answers[key])
+
+
+# Models that differ in one of these are never compared or drawn on the same axes.
+RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "setting")
+_TELLING = 50  # samples; fewer do not tell chance from 60%
+RUN_AND_SNAPSHOT = (*RUN, "snapshot")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A full-attention model and a counterpart that differs from it only in its attention."""
+
+    label: str  # task, attention and seed in words
+    full: str  # the full model's path
+    other: str  # the counterpart's path
+
+
+def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
+    """Pair every model of one attention kind with the full-attention model trained on the same data."""
+    pairs, alone = [], []
+    models = models[~external(models)]  # their training is unknown
+    sparse = models["attention"] != "full" if attention is None else models["attention"] == attention
+    some = models[sparse | (models["attention"] == "full")]
+    for _, group in some.groupby([*RUN_AND_SNAPSHOT], dropna=False, sort=False):
+        full = group[group["attention"] == "full"]["model"].tolist()
+        others = group[group["attention"] != "full"]
+        if not full or others.empty:
+            alone += group["model"].tolist()
+            continue
+        for _, row in others.iterrows():
+            label = f"{row['task']}, {attention_word(row)}, seed {row['seed']}"
+            if row["snapshot"] != "last":
+                label += f", {row['snapshot']}"
+            pairs.append(Pair(label, full[0], row["model"]))
+    return _with_distinct_labels(pairs, [pair.other for pair in pairs]), alone
+
+
+def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
+    """Return other models that could serve as the full model of a pair."""
+    full = models[models["attention"] == "full"]
+    chosen = full[full["model"] == pair.full].iloc[0]
+    same = [all(_equal(row[name], chosen[name]) for name in RUN_AND_SNAPSHOT) for _, row in full.iterrows()]
+    others = full[same]
+    return [str(path) for path in others[others["weights_sha256"] != chosen["weights_sha256"]]["model"]]
+
+
+def compared_pairs(findings: Findings) -> list[Pair]:
+    """Return the pairs that a report compares: with the model of --against, or full models with counterparts."""
+    measurements = findings.measurements
+    against = measurements.provenance.get("against")
+    if against is not None and against in set(measurements.models["model"]):
+        return pairs_against(measurements.models, against)
+    return find_pairs(measurements.models, attention=None)[0]
+
+
+def unlearned_sentences(findings: Findings) -> list[str]:
+    """Return a warning if compared models were trained and predict no better than the commonest label alone."""
+    compared = {path for pair in findings(compared_pairs) for path in (pair.full, pair.other)}
+    models, said = findings.measurements.models, []
+    for _, row in models[models["model"].isin(compared) & (models["snapshot"] != "initialisation")].iterrows():
+        task, samples = TASKS.get(str(row["task"])), int(row["samples"])
+        if task is None or samples < _TELLING or pd.isna(row["accuracy"]):
+            continue
+        blind = max(task.chance, task.majority)
+        if row["accuracy"] <= blind + 1.96 * math.sqrt(blind * (1 - blind) / samples):
+            numbers = f"{row['accuracy']:.1%} of {samples:,} samples, the commonest label alone {blind:.1%}"
+            said.append(f"{_short(row)} ({numbers})")
+    if not said:
+        return []
+    who = f"{'neither' if len(said) == 2 else 'none'} of them has" if len(said) > 1 else "it has not"
+    return [
+        f"Not learned: {' and '.join(said)} predict{'s' * (len(said) == 1)} no better than chance: {who} learned "
+        "the task on these inputs, so a comparison says nothing of what learning does."
+    ]
+
+
+def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
+    """Pair every model with one reference, whether or not they match."""
+    reference = models[models["model"] == against].iloc[0]
+    pairs = []
+    for _, row in models[models["model"] != against].iterrows():
+        label = f"{_short(row)} against {_short(reference)}"
+        swap = row["attention"] == "full" and reference["attention"] != "full"
+        ends = (row["model"], against) if swap else (against, row["model"])
+        pairs.append(Pair(label, *ends))
+    return _with_distinct_labels(pairs, [path for path in models["model"] if path != against])
+
+
+def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
+    """Return the differences between the two models of a pair besides attention."""
+    full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
+    both = full["attention"] != "full" and other["attention"] != "full"
+    names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both else ())]
+    return [f"{name} {full[name]} and {other[name]}" for name in names if not _equal(full[name], other[name])]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if pd.isna(one) or pd.isna(two):
+        return bool(pd.isna(one) and pd.isna(two))
+    return bool(one == two)
+
+
+def attention_word(row: Any) -> str:
+    """Return a model's attention in one word: ``full``, ``topk-5``, ``banded-5-global-1``."""
+    kind = str(row["attention"]) if pd.isna(row["k"]) else f"{row['attention']}-{row['k']}"
+    return f"{kind}-global-{row['global_tokens']}" if row["global_tokens"] else kind
+
+
+def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
+    """Shorten a path to its end."""
+    tail = path[-letters:]
+    if len(path) <= letters or sum(other.endswith(tail) for other in set(among) | {path}) > 1:
+        return path
+    return f"…{tail}"
+
+
+def _with_distinct_labels(pairs: list[Pair], compared: list[str]) -> list[Pair]:
+    """Add the compared models' paths to labels that occur more than once."""
+    labels = [pair.label for pair in pairs]
+    return [
+        pair
+        if labels.count(pair.label) == 1
+        else replace(pair, label=f"{pair.label}, {path_tail(path, compared)}")
+        for pair, path in zip(pairs, compared, strict=True)
+    ]
+
+
+def _short(row: Any) -> str:
+    return f"{row['task']}, {attention_word(row)}, seed {row['seed']}, {row['snapshot']}"
+
+
+Summary = dict[str, Any]
+MODEL_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")  # of every entry of results
+
+
+def json_ready(value: Any) -> Any:
+    """Replace what JSON cannot represent, at any depth: NaN by None, infinities by the strings "inf" and "-inf"."""
+    if isinstance(value, dict):
+        return {str(key): json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(float(value))
+    return None if value is pd.NA else value
+
+
+def number_from_json(value: float | str | None) -> float:
+    """Return the number that :func:`json_ready` wrote; NaN for null."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str) and value not in ("inf", "-inf"):
+        raise ValueError(f"Expected a number, null, 'inf' or '-inf'. Got {value!r}.")
+    return float(value)
+
+
+def schema(command: str) -> str:
+    """Return name and version of a command's schema."""
+    return f"semdiag.{command}/2"
+
+
+def has_schema(content: Any, command: str) -> bool:
+    """Return whether content was written by a command, in this version or the one before."""
+    return isinstance(content, dict) and content.get("schema") in (schema(command), f"semdiag.{command}/1")
+
+
+def json_object(command: str, findings: Findings, **content: Any) -> Summary:
+    """Return the object that a command prints."""
+    whole = {"schema": schema(command), "provenance": findings.measurements.provenance, **content}
+    return Summary(json_ready(whole))
+
+
+def records(table: pd.DataFrame) -> list[Summary]:
+    """Return the rows of a table as dictionaries."""
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share in per cent, without the sign."""
+    text = f"{100 * share:.{digits}f}"
+    if not 0 < share < 1 or float(text) not in (0, 100):
+        return text
+    text = f"{100 * share:.1f}"
+    return {"0.0": "< 0.1", "100.0": "> 99.9"}.get(text, text)
+
+
+def ratio_words(ratio: float, digits: int = 2) -> str:
+    """Return a ratio with some digits after the point, or with two significant ones if these would all be 0."""
+    text = f"{ratio:.{digits}f}"
+    return text if ratio == 0 or float(text) != 0 else f"{ratio:.2g}"
+
+
+def number_words(value: float, form: Callable[[float], str] = "{:.3g}".format) -> str:
+    """Format a number; NaN is "undefined"."""
+    return "undefined" if math.isnan(value) else form(value)
+
+
+def interval_words(
+    low: float, high: float, form: Callable[[float], str] = "{:.2f}".format, samples: int | None = None
+) -> str:
+    """Return an interval in words, or that there is none."""
+    if math.isnan(low) or math.isnan(high):
+        if samples is None or samples >= FEWEST:
+            return "no interval"
+        return f"{counted(samples, 'sample')}: too few for an interval"
+    return f"95% interval {form(low)} to {form(high)}"
+
+
+def limit_of_share(high: float) -> str:
+    """Return the one-sided 95% limit of a share of unseen inputs, marked as one."""
+    return f"up to {percent(high, 1) if high < 1 else 100}% of inputs may (one-sided 95%)"
+
+
+class Verdict(StrEnum):
+    """What the measurements say about a claim."""
+
+    HOLDS = "holds"
+    VIOLATED = "violated"
+    VACUOUS = "vacuous"  # true of every row, whatever the model: says nothing
+    NOT_MET = "assumption not met"
+    NOTHING = "nothing conclusive"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim and its verdict."""
+
+    subject: str  # a model's path, or a pair's label
+    claim: str  # in words
+    form: str  # ``sound`` or ``paper``; empty if the claim has only one
+    where: str  # ``all``, a percentile (``p95``), a layer (``layer 2``) or a tensor's name
+    verdict: Verdict  # one word
+    numbers: Mapping[str, float] = field(default_factory=dict)  # the deciding numbers, by name
+    note: str = ""  # a further remark for readers; may be empty
+    percentile: int | None = None  # at which the claim was judged; None if it was not judged at a percentile
+
+    def __str__(self) -> str:
+        words_of = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
+        numbers = ", ".join(f"{name} = {words}" for name, words in words_of.items())
+        head = f"{self.verdict}: {self.claim}" + (f" [{self.form}]" if self.form else "")
+        where = "" if self.where == "all" else f", {self.where}"
+        return f"{head}{where}" + (f" ({numbers})" if numbers else "") + (f"; {self.note}" if self.note else "")
+
+
+def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
+    """Return the verdict on a claim about many rows: violated if any row violates it, else that of most rows."""
+    if violated:
+        return Verdict.VIOLATED
+    counts = {Verdict.HOLDS: holds, Verdict.VACUOUS: vacuous, Verdict.NOT_MET: not_met}
+    return max(counts, key=lambda word: counts[word]) if any(counts.values()) else Verdict.NOTHING
+
+
+def agreed(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict that all have in common; inconclusive if they differ or there are none."""
+    words = set(verdicts)
+    return words.pop() if len(words) == 1 else Verdict.NOTHING
+
+
+def log10(natural: float) -> float:
+    """Return the decimal logarithm for a natural one."""
+    return natural / math.log(10)
+
+
+def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]:
+    """Return the findings about a model or pair as plain values."""
+    return [
+        {
+            "claim": f.claim,
+            "form": f.form,
+            "where": f.where,
+            "verdict": f.verdict.value,
+            "numbers": {name: float(value) for name, value in f.numbers.items()},
+            "note": f.note,
+        }
+        for f in judged
+        if f.subject == subject
+    ]
+
+
+BLIND = 0.25  # of the largest output: if rounding can change it by so much, missing terms go unnoticed,
+OFF = 0.1  # and a change of so much by rounding may as well be a missing term
+_OLDER = 1e-3  # residual above which something is missing, if the effect of rounding is unknown
+
+
+class Completeness(StrEnum):
+    """The verdict on the residuals of a model."""
+
+    COMPLETE = "recomputed within rounding"
+    MISSING = "something is missing"
+    BLIND = "cannot tell at this precision"
+    UNKNOWN = "unknown"
+
+
+def completeness(row: Mapping[str, Any]) -> Completeness:
+    """Judge whether attention recomputed from the capture agrees with the model's."""
+    residual, excess = float(row["residual"]), float(row["residual_over_rounding"])
+    if math.isnan(residual):
+        return Completeness.UNKNOWN
+    if math.isnan(excess):
+        return Completeness.COMPLETE if residual < _OLDER else Completeness.MISSING
+    if excess > 1:
+        return Completeness.MISSING
+    return Completeness.BLIND if row["rounding"] > BLIND or residual > OFF else Completeness.COMPLETE
+
+
+Place = tuple[int, int]  # layer and head
+
+
+def broken_places(findings: Findings, model: str) -> set[Place]:
+    """Return the layers and heads of a model with scores that are not finite, and the pools that include them."""
+    bad = findings.measurements.non_finite
+    places = {(int(row["layer"]), int(row["head"])) for row in records(bad[bad["model"] == model])}
+    return places | {(layer, ALL) for layer, _ in places} | ({(ALL, ALL)} if places else set())
+
+
+def diverged(findings: Findings, model: str) -> bool:
+    """Return whether some scores of a model are not finite, so that nothing can be said of its pooled queries."""
+    return bool(broken_places(findings, model))

@@ -1,15 +1,33 @@
 """Group models into panels: only models that differ in nothing but attention share one."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
-from matplotlib.colors import to_hex
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm, Normalize, to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import ArrayLike, NDArray
 
-from semdiag.capturing.attention_kinds import external
-from semdiag.measuring.findings.pairing import RUN_AND_SNAPSHOT, path_tail
-from semdiag.presenting.drawing.style import ATTENTION_STYLES, AttentionStyle, attention_style, lightened
+from semdiag.capturing.attention_call import external
+from semdiag.measuring.counted import counted
+from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, Findings, path_tail
+from semdiag.presenting.drawing.style import (
+    ATTENTION_STYLES,
+    AttentionStyle,
+    attention_style,
+    lightened,
+    note_below,
+    number_layers,
+    panel_grid,
+    panel_inches,
+    paper_style,
+    plain_numbers,
+)
 
 _MARKERS = "osD^vPX*"
 _LIGHTEST = 0.6  # share of white in the last of several models of one attention
@@ -122,3 +140,225 @@ def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
     markers = [style.marker, *(other for other in _MARKERS if other != style.marker)]
     color = to_hex(lightened(style.color, _LIGHTEST * place / (count - 1)))
     return replace(style, color=color, marker=markers[place % len(markers)])
+
+
+# (lower percentile, upper percentile, share of the full width, share of white), drawn from the outside in.
+_BOXES = (("p1", "p99", 0.25, 0.75), ("p5", "p95", 0.5, 0.55), ("p10", "p90", 0.75, 0.3), ("p25", "p75", 1.0, 0.0))
+_DISTINCT = 0.06  # inches of a box; of a narrower one colour alone tells the parts
+READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99% of the queries; white line: median"
+
+
+def draw_letter_values(
+    ax: Axes,
+    x: float,
+    width: float,
+    table: Mapping[Hashable, float],
+    style: AttentionStyle,
+    extreme: str = "p100",
+    *,
+    narrow: bool = False,
+) -> None:
+    """Draw the percentiles of one set of queries as nested boxes, its median and one extreme."""
+    if not np.isfinite(table["p50"]):
+        return
+    floor = ax.get_ylim()[0]
+    logarithmic = ax.get_yscale() == "log"
+    for low, high, share, white in _BOXES:
+        bottom, top = table[low], table[high]
+        if logarithmic:
+            bottom, top = max(bottom, floor), max(top, floor)
+        if top > bottom or not logarithmic:
+            broad = width if narrow else width * share
+            box = Rectangle((x - broad / 2, bottom), broad, top - bottom)
+            box.set(facecolor=lightened(style.color, white), edgecolor="white", linewidth=0.3)
+            ax.add_patch(box)
+    if table["p50"] > floor:
+        ax.plot(
+            [x - width / 2, x + width / 2], [table["p50"]] * 2, color="white", linewidth=1.4, solid_capstyle="butt"
+        )
+    if table[extreme] > floor:
+        ax.plot(
+            x, table[extreme], marker=style.marker, color=style.color, markersize=3.0 if narrow else 4.2,
+            markeredgecolor="white", markeredgewidth=0.5, linestyle="none", zorder=4,
+        )  # fmt: skip
+
+
+def layer_boxes(
+    ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]], extreme: str = "p100"
+) -> list[tuple[float, dict[Hashable, float], AttentionStyle]]:
+    """Draw one group of boxes per layer, one box of each table, and number the layers from 0."""
+    layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
+    width, drawn = 0.84 / max(len(boxes), 1), []
+    narrow = width * panel_inches(ax) / max(len(layers), 1) < _DISTINCT
+    for place, (label, style, table) in enumerate(boxes):
+        ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
+        for row in table.to_dict("records"):
+            x = row["layer"] + (place - (len(boxes) - 1) / 2) * width
+            draw_letter_values(ax, x, 0.85 * width, row, style, extreme, narrow=narrow)
+            drawn.append((x, row, style))
+    number_layers(ax, layers)
+    ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
+    return drawn
+
+
+def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
+    """Set a logarithmic y axis with some room at both ends."""
+    ax.set_yscale("log")
+    ax.set_ylim(low / 1.3, high * 1.5)
+    plain_numbers(ax.yaxis)
+
+
+def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, float]:
+    """Return the smallest and the largest positive percentile, for a logarithmic axis."""
+    nothing = "No query has a finite value above 0, so there is nothing to show on a logarithmic axis."
+    tops = tables[high].to_numpy(float) if len(tables) else np.zeros(0)
+    tops = tops[np.isfinite(tops) & (tops > 0)]
+    if not tops.size:
+        raise NothingToDrawError(nothing)
+    for column in (low, "p5", "p25", "p50", "p95", high):
+        bottoms = tables[column].to_numpy(float)
+        bottoms = bottoms[np.isfinite(bottoms) & (bottoms > 0)]
+        if bottoms.size:
+            return float(bottoms.min()), float(tops.max())
+    raise NothingToDrawError(nothing)
+
+
+_LIGHT = 0.55
+
+
+def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[float], str] | None = None) -> None:
+    """Draw cells, grey where they are not finite, with a colour bar."""
+    image = ax.imshow(cells, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
+    ax.set_facecolor("#bbbbbb")
+    ax.grid(visible=False)
+    for (row, column), value in np.ndenumerate(cells) if text else ():
+        if text and np.isfinite(value):
+            color = ink(scale(max(value, scale.vmin or 0)))
+            ax.text(column, row, text(value), ha="center", va="center", fontsize=6, color=color)
+    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
+    bar.ax.tick_params(labelsize=7)
+    plain_numbers(bar.ax.yaxis)
+
+
+def ink(share: float) -> str:
+    """Return the colour of a cell's text, by its share of the scale: cividis is dark below and light above."""
+    return "black" if share > _LIGHT else "white"
+
+
+def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:
+    """Name the rows or columns of cells, every second, third … of them where there are more than ``most``."""
+    step = -(-len(names) // most)
+    axis.set_ticks(range(0, len(names), step), [str(name) for name in names[::step]])
+
+
+# Quantity, whether each layer shows its largest or its smallest head, and the title.
+_PANELS = (
+    ("max_logit", "max", "largest score of any head (nats)"),
+    ("entropy", "min", "smallest mean entropy of any head (nats)"),
+    ("first_key", "max", "largest mean weight on the first key"),
+    ("dispersion", "max", "largest median dispersion δ (nats)"),
+)
+_ALARM = "#d55e00"
+_FAR = 30  # ratio of largest to smallest value above which colours are logarithmic
+
+
+@paper_style
+def monitored_run(rows: pd.DataFrame) -> Figure:
+    """Draw heat maps of layers against steps, with the first alarm of each layer marked."""
+    if rows.empty:
+        raise NothingToDrawError("The file has no rows: no step was looked at.")
+    pairs = zip(rows["layer"].tolist(), rows["occurrence"].astype(int).tolist(), strict=True)
+    rows = rows.assign(place=pd.Series([*pairs], index=rows.index, dtype=object))
+    steps, places = sorted(rows["step"].unique()), sorted(rows["place"].unique())
+    figure, axes = panel_grid(len(_PANELS), height=0.9 + 0.16 * len(places), sharey=False, columns=2)
+    marked = False
+    for ax, (name, how, title) in zip(axes, _PANELS, strict=True):
+        groups = rows.groupby(["place", "step"])[name]
+        table = (groups.max() if how == "max" else groups.min()).unstack("step")
+        _draw(ax, table.reindex(index=places, columns=steps).to_numpy(float))
+        name_cells(ax.xaxis, steps, 6)
+        name_cells(ax.yaxis, [f"{layer}.{call}" if call else str(layer) for layer, call in places])
+        ax.set_xlabel("step")
+        ax.set_ylabel("layer")
+        crossed = rows[rows["alarm"].str.contains(rf"\b{name}:")]
+        first = crossed.groupby("place")["step"].min()
+        if len(first):
+            x, y = [steps.index(step) for step in first], [places.index(place) for place in first.index]
+            ax.plot(x, y, linestyle="none", marker="x", color=_ALARM, markersize=6, markeredgewidth=2)
+            marked = True
+        ax.set_title(title, fontsize=8)
+    crosses = " Crosses: the first alarm of a layer." if marked else ""
+    note_below(figure, f"A cell is the head of a layer that is furthest out. Grey: no finite value.{crosses}")
+    return figure
+
+
+def _draw(ax: Axes, cells: np.ndarray) -> None:
+    finite = cells[np.isfinite(cells)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+    far = low > 0 and high > _FAR * low
+    scale = LogNorm(low, high) if far else Normalize(min(0.0, low), high if high > min(0.0, low) else 1.0)
+    heat_map(ax, np.where(np.isfinite(cells), cells, np.nan), scale)
+
+
+POINTS = 500
+
+
+def cumulative_curve(values: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return points of the cumulative distribution of the finite values above 0, exact at evenly spaced shares."""
+    array = np.asarray(values, dtype=np.float64).ravel()
+    array = array[np.isfinite(array)]
+    if not array.size:
+        return np.zeros(0), np.zeros(0)
+    shares = np.linspace(0.0, 1.0, min(points, max(array.size, 2)))
+    cuts = np.quantile(array, shares)
+    return cuts[cuts > 0], shares[cuts > 0]
+
+
+def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the share of counts that are at least x, for every x that occurs."""
+    array = np.asarray(counts, dtype=np.float64).ravel()
+    distinct, repeats = np.unique(array[np.isfinite(array)], return_counts=True)
+    if not distinct.size:
+        return np.zeros(0), np.zeros(0)
+    at_least = repeats[::-1].cumsum()[::-1] / repeats.sum()
+    if distinct.size > points:
+        chosen = np.unique(np.linspace(0, distinct.size - 1, points).round().astype(int))
+        distinct, at_least = distinct[chosen], at_least[chosen]
+    return distinct, at_least
+
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def powers_of_ten(low: float, high: float) -> str:
+    """Return the range of several factors, in powers of ten."""
+    ends = power_of_ten(low), power_of_ten(high)
+    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
+
+
+def factors(low: float, high: float) -> str:
+    """Return the range of several factors, as plain numbers below a thousand."""
+    if high >= 3:
+        return powers_of_ten(low, high)
+    ends = [f"{float(f'{10**end:.2g}'):g}" for end in (low, high)]
+    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
+
+
+def power_of_ten(exponent: float) -> str:
+    """Return the nearest whole power of ten, with a superscript."""
+    return "10" + str(round(exponent)).translate(_SUPERSCRIPT)
+
+
+def percent(level: float) -> str:
+    """Return a relative size of noise, like ``1%``."""
+    return f"{100 * level:g}%"
+
+
+def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
+    """Return in words the noise level, samples and draws behind some secants."""
+    levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
+    samples = int(secants.groupby("model")["sample"].nunique().max())
+    seed = findings.measurements.provenance.get("seed")
+    drawn = "" if seed is None else f" (seed {seed})"
+    count = f"{counted(samples, 'sample')} per model"
+    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"

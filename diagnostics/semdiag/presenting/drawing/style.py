@@ -7,17 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache, wraps
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
+
+from semdiag_models import InputError
+from semdiag_models.reading import visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -248,3 +255,80 @@ def decades(ax: Axes) -> float:
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.lines])
     values = values[np.isfinite(values) & (values > 0)]
     return float(np.log10(values.max() / values.min())) if len(values) else 0.0
+
+
+# Fields that would otherwise contain the date or a version.
+_METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+FORMATS = tuple(_METADATA)
+_PNG_DPI = 150
+
+
+@paper_style
+def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write a figure in several formats; control characters in its texts become their escapes."""
+    unknown = [name for name in formats if name not in _METADATA]
+    if unknown:
+        raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")
+    _show_all(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.parent / f"{path.name}.{name}" for name in formats]
+    canvas, layout, dpi = figure.canvas, figure.get_layout_engine(), figure.get_dpi()
+    figure.set_dpi(_PNG_DPI)
+    try:
+        for name, file in zip(formats, files, strict=True):
+            # Use the format's canvas directly: Figure.savefig draws everything twice, with a layout each time.
+            getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
+            figure.set_layout_engine("none")
+            if name == "svg":  # tick labels are created while drawing, and are in it as comments
+                drawn = file.read_text(encoding="utf-8")
+                file.write_text(visible(drawn), encoding="utf-8", newline="\n")
+    finally:
+        figure.set_canvas(canvas)
+        figure.set_layout_engine(layout)
+        figure.set_dpi(dpi)
+    return files
+
+
+def _show_all(figure: Figure) -> None:
+    """Escape control characters in a figure's texts, which would make an SVG invalid."""
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
+            text.set_text(shown)
+
+
+_BAND = "#8a8f94"
+_MODELS = "MiniLM", "SmolLM2"  # trained on language, unlike the small reference encoders
+
+
+class Range(NamedTuple):
+    """The 5th to 95th percentile, over a model's heads, of each head's median over queries."""
+
+    model: str
+    low: float
+    high: float
+
+
+@cache
+def reference_ranges(quantity: str) -> tuple[Range, ...]:
+    """Return the ranges of trained language models."""
+    with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
+        table = pd.read_csv(file)
+    rows = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
+    return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in rows)
+
+
+def draw_band(ax: Axes, quantity: str) -> None:
+    """Shade the range of these models behind a panel."""
+    ranges = reference_ranges(quantity)
+    low, high = min(each.low for each in ranges), max(each.high for each in ranges)
+    label = f"heads of {' and '.join(_MODELS)}"
+    ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
+
+
+def reference_words(quantity: str) -> str:
+    """Return the ranges in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
+    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in reference_ranges(quantity))

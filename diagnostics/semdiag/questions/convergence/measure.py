@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from semdiag.capturing.loading import load_all
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.runs.training_runs import TARGET, run_table
 from semdiag.measuring.survey import survey
+from semdiag.measuring.token_tables import TARGET, run_table
 from semdiag_models import InputError
-from semdiag_models.device import find_device
-from semdiag_models.errors import unknown_name
+from semdiag_models.reading import unknown_name
+from semdiag_models.training import find_device
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED
-from semdiag.presenting.drawing.noise import percent
-from semdiag.questions.convergence.answer.epochs import arrivals, target_of
-from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics
-from semdiag.questions.learning.words import reach_sentences
+from semdiag.measuring.findings.findings import Findings, records
+from semdiag.measuring.token_tables import NOT_BEGUN, TARGET, UNFINISHED
+from semdiag.presenting.drawing.panels import percent
+from semdiag.presenting.question import ANSWERS
+from semdiag.presenting.section import NEVER, Column, NumberTable, plain, text, two_decimals, wide_console
+from semdiag.presenting.section import percent as percent_terminal
+from semdiag.questions.convergence.answer import arrivals, run_statistics, speed_dispersion_table, target_of
+from semdiag.questions.learning.answer import reach_sentences
 
 
 def target_words(findings: Findings) -> str:
@@ -128,3 +130,37 @@ def _reservations(findings: Findings, table: pd.DataFrame) -> list[str]:
     if left_out:
         sentences.append(f"Left out, because they have no training history: {', '.join(left_out)}.")
     return sentences
+
+
+def _speed(low: float, high: float) -> str:
+    return "–" if math.isnan(low) else speed_words(low, high)
+
+
+_RUN = (Column("group", "task", text), Column("attention", form=text))
+_SEED = Column("seed", form=plain)
+_RUNS = (
+    *_RUN, _SEED, Column("", "epochs to {}", arrival_words), Column("low high", "speed-up", _speed, drop=NEVER),
+    Column("ratio", "δ ratio", two_decimals), Column("train_accuracy", "train", percent_terminal, drop=3),
+    Column("holdout_accuracy", "held-out", percent_terminal), Column("best_holdout_accuracy", "best", percent_terminal, drop=1),
+    Column("gap", form=percent_terminal, drop=2),
+)  # fmt: skip
+_SEEDS = (
+    *_RUN, Column("seeds", form=plain, drop=2), Column("arrived", form=plain, drop=1),
+    Column("median_epochs", form=lambda epochs: "not reached" if epochs == math.inf else f"{epochs:g}"),
+    Column("speed_up_low speed_up_high", "median speed-up", _speed, drop=NEVER),
+    Column("", "one epoch off", epoch_words), Column("", "interval", interval_words, drop=NEVER),
+)  # fmt: skip
+
+
+def print_convergence(findings: Findings) -> None:
+    """Print a table of runs and one over seeds, then in sentences what the tables do not say."""
+    console = wide_console()
+    measurements, runs, pairs = findings.measurements, findings(arrivals), findings(speed_dispersion_table)
+    speeds = runs.merge(pairs[["model", "low", "high", "ratio"]], how="left", on="model")
+    console.print(NumberTable(_RUNS, records(speeds), unit=target_words(findings)))
+    if measurements.provenance.get("targets"):
+        console.print(targets_sentence(findings))
+    if len(pairs) and (over_seeds := findings(run_statistics))["seeds"].max() > 1:
+        console.print(NumberTable(_SEEDS, records(over_seeds)))
+    for sentence in convergence_in_short(findings)[max(ANSWERS, runs["group"].nunique()) :]:
+        console.print(sentence)

@@ -2,10 +2,9 @@
 
 import pandas as pd
 
-from semdiag.measuring.findings.counterfactuals import counterfactual_ks
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import records
-from semdiag.presenting.glance import Answer, Glance
+from semdiag.measuring.findings.estimates import counterfactual_ks
+from semdiag.measuring.findings.findings import Findings, records
+from semdiag.presenting.section import Answer, Glance
 
 _PLACE = ["model", "layer", "head"]
 _EXTREMES = (  # column, whether the largest or the smallest, in words

@@ -2,30 +2,136 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measuring.counted import counted
-from semdiag.measuring.findings.estimates import drawn
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import percent
-from semdiag.measuring.findings.strict_json import records
+from semdiag.measuring.findings.estimates import drawing, drawn
+from semdiag.measuring.findings.findings import (
+    MODEL_FACTS,
+    Findings,
+    Summary,
+    json_object,
+    number_from_json,
+    percent,
+    records,
+)
+from semdiag.measuring.findings.resampling import FEWEST
+from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
-from semdiag.questions.k_sweep.answer.quarters import WHOLE, quarter_table, smallest_enough
-from semdiag.questions.k_sweep.answer.rerun import ROUNDING, budget_content, change_table, tolerance_of
-from semdiag.questions.k_sweep.answer.sparse_verdict import (
+from semdiag.presenting.question import title
+from semdiag.presenting.section import (
+    NEVER,
+    Column,
+    NumberTable,
+    Value,
+    ends,
+    number,
+    plain,
+    say_sentences,
+    text,
+    wide_console,
+)
+from semdiag.presenting.section import percent as percent_terminal
+from semdiag.questions.bounds.answer import CLAIMS, JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
+from semdiag.questions.k_sweep.answer import (
+    ROUNDING,
+    WHOLE,
     Unit,
+    budget_content,
+    change_table,
+    quarter_table,
+    smallest_enough,
     sparse_glance,
     sparse_verdict,
+    tolerance_of,
     unit_of,
     units_of,
 )
-from semdiag.questions.k_sweep.answer.summary import conditions_defined, conditions_met
-from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
-from semdiag.questions.k_sweep.measure.passes import NO_MASK
-from semdiag.questions.k_sweep.measure.rerun import HARM, MOST_HARMED
+from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
+from semdiag.questions.k_sweep.rerun import HARM, MOST_HARMED, NO_MASK
+
+SCOPE = (
+    "Within one model: its own scores, if each query kept only its k largest. A model trained with that k has "
+    "other scores, so this does not compare trained models."
+)
+
+
+def condition_table(findings: Findings) -> pd.DataFrame:
+    """Return both conditions of Corollary 1 within each model, for every k, at matching percentiles."""
+    rows = []
+    for model, own in findings.measurements.sweep.groupby("model", sort=False):
+        pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
+        if ("dispersion", 0) not in pooled or model in drawn(findings):
+            continue
+        full = _cuts(pooled["dispersion", 0])
+        rounding = separation_rounding(findings.measurements, str(model), float(full[-1]))
+        for k in sorted(own.loc[own["quantity"] == "separation", "k"].unique()):
+            delta, load = _cuts(pooled["dispersion", k]), _cuts(pooled["load", k]) / int(k)
+            gap = _cuts(pooled["separation", k], mirrored=True)
+            gap = torch.where(gap.isnan(), torch.inf, gap.where(gap.abs() > rounding, 0.0))
+            sides = {
+                "W": paper_weight_condition(full, delta, gap),
+                "X": paper_input_condition(full, delta, gap, load),
+            }
+            for parameter, condition in sides.items():
+                for at, percentile in enumerate(PAPER_PERCENTILES):
+                    left = float(condition.left_side[at])
+                    row = {"model": model, "k": int(k), "percentile": percentile, "parameter": parameter}
+                    rows.append({**row, "left_side": left, "met": bool(condition.met[at])})
+    table = pd.DataFrame(rows, columns=["model", "k", "percentile", "parameter", "left_side", "met"])
+    return table.astype({"k": "int64", "percentile": "int64", "left_side": "float64", "met": "bool"})  # if empty
+
+
+def _cuts(row: Mapping[Any, Any], mirrored: bool = False) -> torch.Tensor:
+    names = [f"p{100 - p if mirrored else p}" for p in PAPER_PERCENTILES]
+    return torch.tensor([row[name] for name in names], dtype=torch.float64)
+
+
+def conditions_met(findings: Findings, model: str) -> dict[int, int]:
+    """In how many of 6 cases (W and X at p75, p90 and p95) each k meets the paper's conditions."""
+    counts = _judged(findings, model).groupby("k")["met"].sum()
+    return {int(str(k)): int(count) for k, count in counts.items()}
+
+
+def conditions_defined(findings: Findings, model: str) -> bool:
+    """Return whether any of these cases has a finite left side, at any k."""
+    return bool(np.isfinite(_judged(findings, model)["left_side"].astype(float)).any())
+
+
+def _judged(findings: Findings, model: str) -> pd.DataFrame:
+    table = findings(condition_table)
+    return table[(table["model"] == model) & table["percentile"].isin(JUDGED_PERCENTILES)]
+
+
+def k_sweep_summary(findings: Findings) -> Summary:
+    """Return the results and the verdict of a sweep for every model."""
+    measurements = findings.measurements
+    conditions, again, quarters = (findings(table) for table in (condition_table, change_table, quarter_table))
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.sweep[measurements.sweep["model"] == row["model"]]
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats"}
+        result["verdict"] = asdict(findings(sparse_verdict, row["model"]))
+        result["rerun"] = again[again["model"] == row["model"]].drop(columns="model").to_dict("records")
+        own_quarters = quarters[quarters["model"] == row["model"]].drop(columns="model")
+        result["quarters"] = own_quarters.to_dict("records")
+        result["lengths"] = findings(smallest_enough, row["model"]).to_dict("records")
+        result["conditions"] = (
+            conditions[conditions["model"] == row["model"]].drop(columns="model").to_dict("records")
+        )
+        result["sweep"] = own.drop(columns="model").to_dict("records")
+        if row["model"] in drawn(findings):
+            estimates = measurements.sweep_estimates
+            own = estimates[estimates["model"] == row["model"]].drop(columns="model")
+            result["sampled"] = {**drawing(findings, row["model"]), "estimates": own.to_dict("records")}
+        results.append(result)
+    return json_object("k-sweep", findings, scope=SCOPE, results=results)
 
 
 def k_sweep_in_short(findings: Findings) -> list[str]:
@@ -177,3 +283,147 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
         f"Budgets, chosen on samples 0 to {first - 1} and run on {first} to {last}, which had no part in the "
         f"choice: {'; '.join(sentences)}."
     ]
+
+
+_EVERY_UP_TO, _STEP = 8, 4  # every k up to 8, then every fourth; the CSV has all
+_NO_STREAM = (
+    "Δ stream is left out: through which matrix a head writes into the stream is known for certain of models that "
+    "semdiag trained, run unchanged with the keys that they keep."
+)
+
+
+def print_k_sweep(findings: Findings, every: bool = False) -> None:
+    """Print the verdict of each model and what masks changed, then its grounds; ``every``: and a table by k."""
+    screen = wide_console()
+    summary = findings(k_sweep_summary)
+    for result in summary["results"]:
+        first, *more = verdict_lines(findings, result["model"])
+        screen.print(f"\n{title(result)}: within this model, by k")
+        say_sentences([first])
+        if result["rerun"]:
+            screen.print(_rerun_table(result["rerun"]))
+            say_sentences(_unknown(result["rerun"]))
+        say_sentences(more)
+        if result["sweep"]:
+            table, without, rows = _table(result)
+            if not every:
+                say_sentences([f"Weight, δ(k), Δ(k), load and ξ of {rows} k were measured: --all shows them."])
+                continue
+            screen.print(table)
+            if without:
+                say_sentences([f"Δ head was not computed at k = {without}."])
+            if "stream_change" not in {row["quantity"] for row in result["sweep"]}:
+                say_sentences([_NO_STREAM])
+    say_sentences([summary["scope"]])
+
+
+def _change(value: Value) -> str:
+    """Return a change, 0 where it is as small as rounding."""
+    known = number_from_json(value)
+    return number(0.0 if abs(known) < ROUNDING else known)
+
+
+def _growth(change: Value) -> str:
+    value = number_from_json(change)
+    return number(math.inf if value > 700 else math.exp(value))
+
+
+def _harmed(share: Value, high: Value) -> str:
+    """Return the share of samples that change much, and the one-sided limit of that of inputs."""
+    return (
+        "–" if math.isnan(number_from_json(share)) else f"{percent_terminal(share)} (≤ {percent_terminal(high)})"
+    )
+
+
+def _interval(row: Summary) -> str:
+    """Return the interval of a change, or in a few words why there is none."""
+    low, high = number_from_json(row["low"]), number_from_json(row["high"])
+    if math.isfinite(low) and math.isfinite(high):
+        return " to ".join(ends(*(0.0 if abs(end) < ROUNDING else end for end in (low, high))))
+    if row["seen"] == 0:
+        return "none seen"
+    return "all alike" if row["units"] >= FEWEST and row["least"] == row["worst"] else "none"
+
+
+_RERUN = (
+    Column("name", "mask", text), Column("kept", "keys", percent_terminal), Column("mass", "weight", percent_terminal, drop=4),
+    Column("head_change", "Δ head", drop=2), Column("stream_change", "Δ stream", drop=1),
+    Column("change", "Δ {}", _change, drop=NEVER),
+    Column("", "95% interval", _interval, drop=NEVER),
+    Column("harmed harmed_high", "harmed", _harmed, drop=5), Column("random", form=_change, drop=3),
+    Column("growth", "ppl ×", _growth, drop=20), Column("divergence", "KL", _change),
+    Column("changed", form=percent_terminal, drop=20), Column("accuracy", form=percent_terminal, drop=6),
+)  # fmt: skip
+
+
+def _rerun_table(rows: list[Summary]) -> NumberTable:
+    """Return a row a mask: what it changed."""
+    measure = rows[0]["measure"].replace("_", " ")
+    several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
+    control = {} if several else {row["k"]: row["change"] for row in rows if row["mask"] == RANDOM}
+    shown = [row for row in rows if row["mask"] not in ("none", "" if several else RANDOM)]
+    added = (
+        {
+            "name": _name(row, several),
+            "random": control.get(row["k"]),
+            "growth": row["change"] if measure == "loss" else None,
+        }
+        for row in shown
+    )
+    return NumberTable(_RERUN, [row | extra for row, extra in zip(shown, added, strict=True)], unit=measure)
+
+
+def _unknown(rows: list[Summary]) -> Iterator[str]:
+    """Say why some rows have no weight."""
+    top = [row for row in rows if row["mask"] == TOP_K and row["mass"] is None]
+    above = [row["k"] for row in top if row["kept"] < 1]
+    kept = [row["k"] for row in top if row["kept"] == 1]
+    if above:
+        yield f"Weight and Δ head of k = {', '.join(map(str, above))} are unknown: the sweep ends below (--max-k)."
+    if kept:
+        yield f"No query has more keys than k = {', '.join(map(str, kept))}: nothing is dropped."
+    masks = {row["mask"] for row in rows}
+    if TOP_K in masks and masks - {"none", TOP_K, RANDOM}:
+        yield "Weight and Δ head are those of topk alone."
+
+
+def _name(row: Summary, several: bool) -> str:
+    """Return the kind of mask and its k; for top-p the share of the weight."""
+    if row["k"] < 0:
+        return str(row["mask"])
+    return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}" if several else f"k = {row['k']}"
+
+
+_SWEEP = (
+    Column("k"), Column("ratio.p50", "δ(k)/δ_s p50"), Column("ratio.p95", "p95"),
+    Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("mass.mean", "weight mean"),
+    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", drop=7),
+    Column("head_change.mean", "Δ head"), Column("stream_change.mean", "Δ stream"),
+    Column("load.p95", "load p95", drop=6), Column("load.p100", "p100", drop=4),
+    Column("ln_sound.p50", "ln ξ p50", drop=5), Column("ln_paper.p50", "paper p50", drop=3),
+    Column("W", "W met", plain, drop=1), Column("X", "X met", plain, drop=2),
+)  # fmt: skip
+
+
+def _table(result: Summary) -> tuple[NumberTable, str, int]:
+    """Return a row a k, what it would keep; for which of these Δ head is unknown; and how many k were measured."""
+    rows: dict[int, Summary] = {}
+    for one in result["sweep"]:
+        if one["layer"] == ALL:
+            rows.setdefault(one["k"], {"k": one["k"]})[one["quantity"]] = one
+    rows = {k: rows[k] for k in sorted(rows) if "mass" in rows[k]}
+    always = {result["verdict"]["k"], result["k"], max(rows)}
+    shown = [row for k, row in rows.items() if k <= _EVERY_UP_TO or k % _STEP == 0 or k in always]
+    for row in shown:
+        for name in "WX":
+            row[name] = _met(result["conditions"], row["k"], name)
+    names = {column.name.partition(".")[0] for column in _SWEEP}
+    some = any("head_change" in row for row in shown)
+    without = [str(row["k"]) for row in shown if some and "head_change" not in row]
+    return NumberTable(_SWEEP, [dict.fromkeys(names) | row for row in shown]), ", ".join(without), len(rows)
+
+
+def _met(conditions: list[Summary], k: int, name: str) -> str | None:
+    met = [row["met"] for row in conditions if (row["k"], row["parameter"]) == (k, name)
+           and row["percentile"] in JUDGED_PERCENTILES]  # fmt: skip
+    return f"{sum(met)} of {len(met)}" if met else None

@@ -1,12 +1,16 @@
 """Summary numbers of a plane's evaluated cells: how far from the checkpoint a model still works."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, number_words
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.question import title
+from semdiag.presenting.section import Column, NumberTable, text, wide_console
 
 WORKING = 0.95  # accuracy
 
@@ -62,3 +66,45 @@ def _matrices(cells: pd.DataFrame) -> Summary:
     marks = cells[cells["place"] != "grid"][["place", "x", "y", "distance", *_CELLS]]
     matrices = {name: grid[name].to_numpy(float).reshape(len(y), len(x)).tolist() for name in _CELLS}
     return {"x": x.tolist(), "y": y.tolist(), "marks": marks.to_dict("records"), **matrices}
+
+
+def landscape_sentences(findings: Findings) -> list[str]:
+    """Say for every plane how the loss rises and how far from the checkpoint the model still works."""
+    labels, sentences = model_labels(findings.measurements.models), []
+    for model, planes in findings(landscape_facts).groupby("model", sort=False):
+        first = planes.iloc[0]
+        lowest, highest = planes["lowest_loss"].min(), planes["highest_loss"].max()
+        kind = f"{len(planes)} random planes" if len(planes) > 1 else "one random plane"
+        at, low, high = (number_words(v, "{:.2g}".format) for v in (first["checkpoint_loss"], lowest, highest))
+        cells = low if math.isnan(lowest) else f"{low} to {high}"
+        works = _working([float(distance) for distance in planes["working_distance"]])
+        sentences.append(
+            f"{labels[str(model)]}, {kind} ({first['cells']} cells, {first['samples']} samples): the loss is "
+            f"{at} at the checkpoint and {cells} on the cells; {works}."
+        )
+    return sentences or ["The loss was evaluated on no plane."]
+
+
+def _working(distances: Sequence[float]) -> str:
+    """Return how far from the checkpoint the model still works, by plane."""
+    if all(math.isnan(distance) for distance in distances):
+        return "the checkpoint itself has less than 95% accuracy"
+    distances = [distance for distance in distances if not math.isnan(distance)]
+    if max(distances) == 0:
+        return "no other cell near the checkpoint keeps 95% accuracy"
+    return f"every cell up to {', '.join(f'{distance:.2g}' for distance in distances)} ‖θ‖ away keeps 95% accuracy"
+
+
+_COLUMNS = (
+    Column("plane kind", "plane", text), Column("cells"), Column("checkpoint_loss", "loss here"),
+    Column("lowest_loss", "lowest"), Column("highest_loss", "highest"),
+    Column("checkpoint_accuracy", "accuracy here"), Column("working_distance", "≥ 95% up to (‖θ‖)"),
+)  # fmt: skip
+
+
+def print_landscape(findings: Findings) -> None:
+    """Print a row for every plane of every model."""
+    console = wide_console()
+    for result in findings(landscape_summary)["results"]:
+        console.print(f"\n{title(result)}: landscape")
+        console.print(NumberTable(_COLUMNS, result["planes"]))

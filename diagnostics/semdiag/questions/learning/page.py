@@ -1,9 +1,8 @@
 """The section ``learning`` of a report."""
 
 from semdiag.presenting.section import Heading, Section, Shown
-from semdiag.questions.learning.figures.training_curves import training_curves
-from semdiag.questions.learning.glance import learning_glance
-from semdiag.questions.learning.words import learning_in_short
+from semdiag.questions.learning.answer import learning_glance, learning_in_short
+from semdiag.questions.learning.figures import training_curves
 
 _HEADINGS = (
     Heading(

@@ -1,5 +1,107 @@
 """What does each head do with one text?"""
 
-from semdiag.presenting.question import Question
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
 
-QUESTION = Question("look", __name__, asked_by="command:look")
+import typer
+
+from semdiag.presenting import options
+from semdiag.presenting import options as completion
+from semdiag.presenting.question import Question, Shared, command
+
+_LEFT_OUT = (
+    "labels",
+    "samples",
+    "batch_size",
+    "min_keys",
+    "jobs",
+    "ray",
+    "out",
+    "as_json",
+    "per_query",
+    "figures",
+)
+
+
+@command(leave_out=_LEFT_OUT)
+def look(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="hf:DIRECTORY, a checkpoint (.pt), the folder of a run, or package.module:function.",
+            autocompletion=completion.models,
+        ),
+    ],
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORDS",
+            help="Look at this text. Or name a file with --inputs: its first sample is taken. "
+            "Default: the first sample that the run held out.",
+            rich_help_panel=options.MEASURE,
+            show_default=False,
+        ),
+    ] = None,
+    k: Annotated[
+        int,
+        typer.Option(
+            help="In heads that attend to every key, show the k largest scores of each query as kept. The page "
+            "can change it.",
+            rich_help_panel=options.MEASURE,
+        ),
+    ] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The page, an .html file. Default: reports/look-MODEL.html.",
+            rich_help_panel=options.OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    shared: Shared,
+) -> None:
+    """See one text through every head: which keys each query keeps, its scores, and what would be dropped.
+
+    Writes one page that works without a network: a map of the heads by δ, entropy and weight on the first key.
+    A click on a head shows its scores before the softmax, and the gap Δ between the kept and the dropped ones.
+
+    [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
+    """
+    from semdiag.capturing.loading import find_checkpoints, load_all
+    from semdiag.measuring.counted import counted
+    from semdiag.presenting.progress import Stages
+    from semdiag.presenting.section import say_sentences
+    from semdiag.presenting.terminal import say, tell
+    from semdiag.questions.look.measure import fitting_k, see_loaded
+    from semdiag.questions.look.page import all_heads, cautions, lead, place_of, write_look
+    from semdiag_models import InputError
+
+    if text is not None and shared.values["inputs"] is not None:
+        raise InputError("--text and --inputs are two inputs: name one of them.")
+    place = place_of(str(model), out)
+    conditions = shared.conditions(samples=1, first=1, batch_size=1)
+    quiet = shared.values["quiet"]
+    first, *more = find_checkpoints([model])
+    if more:
+        raise InputError(f"{model} holds {1 + len(more)} checkpoints: name one, like {first}.")
+    with Stages("measuring", 1, quiet):
+        (loaded,) = load_all([model], conditions.config, conditions.head)
+        seen = see_loaded(loaded, conditions, text)
+    chosen = fitting_k(seen, k if "k" in shared.typed else None)
+    write_look(seen, chosen, shlex.join(["semdiag", *sys.argv[1:]]), place)
+    if quiet:
+        return
+    for sentence in cautions(seen):
+        tell(f"semdiag: {sentence}")
+    heads = all_heads(seen)
+    layers = counted(len(seen.layers), "layer")
+    say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
+    say_sentences([lead(heads)])
+    say(f"Page: {place}")
+
+
+QUESTION = Question("look", __name__, asked_by=":look")

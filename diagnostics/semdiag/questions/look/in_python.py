@@ -9,9 +9,8 @@ from torch import nn
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
-from semdiag.questions.look.measure.heads import fitting_k, see
-from semdiag.questions.look.measure.sample import given_sample
-from semdiag.questions.look.write import place_of, write_look
+from semdiag.questions.look.measure import fitting_k, given_sample, see
+from semdiag.questions.look.page import place_of, write_look
 from semdiag_models import InputError
 
 

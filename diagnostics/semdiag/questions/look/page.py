@@ -1,23 +1,26 @@
 """The page of one text: a map of the heads, and behind each its scores."""
 
 import base64
+import hashlib
 import json
 import math
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
 
 from semdiag.capturing.audit import WARNING
-from semdiag.presenting.columns import finite, percent
-from semdiag.presenting.drawing.reference_ranges import reference_words
+from semdiag.presenting.drawing.style import reference_words
+from semdiag.presenting.file_names import file_safe
 from semdiag.presenting.page_style import page_environment, page_style
-from semdiag.questions.look.measure.heads import LARGEST, Head, Seen, SeenLayer
-from semdiag.questions.look.measure.sample import LONGEST, Cut
-from semdiag_models.plain_text import visible
+from semdiag.presenting.section import finite, percent
+from semdiag.questions.look.measure import LARGEST, LONGEST, Cut, Head, Seen, SeenLayer
+from semdiag_models import InputError
+from semdiag_models.reading import open_file, visible, write_text
 
 GENERATOR = "semdiag look"
 _FURTHEST = 5  # heads at either end of δ that stand in the table
@@ -196,3 +199,40 @@ def _sink(value: float | None) -> float | str | None:
 def _share(value: float, largest: float) -> int:
     """Return how strongly a cell is coloured, 0 … 100: by the root, so that one outlier does not hide the rest."""
     return round(100 * math.sqrt(max(value, 0.0) / largest)) if largest and math.isfinite(value) else 0
+
+
+_HEAD = 4096  # bytes of a page that contain its generator tag
+
+
+def place_of(model: str, given: Path | None) -> Path:
+    """Return the file for a page, before anything is measured; refuse one that is something else."""
+    place = given or Path("reports") / f"look-{file_safe(model)}.html"
+    if place.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--out takes the name of an .html file. Got {place}.")
+    head = _head(place)
+    if head is not None and not is_page_of(None, head):
+        raise InputError(
+            f"{place} is not a page of semdiag look and is not replaced. Name another file with --out FILE.html."
+        )
+    if given is None and head is not None and not is_page_of(model, head):
+        digest = hashlib.sha256(model.encode("utf-8", "surrogateescape")).hexdigest()
+        return place_of(model, place.with_name(f"{place.stem}-{digest[:8]}.html"))
+    return place
+
+
+def write_look(seen: Seen, k: int, command: str, place: Path) -> None:
+    """Write the page, whole or not at all."""
+    page = render_look(seen, k, command)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_text(place, page)
+    except OSError as error:
+        raise InputError(f"{place} cannot be written: {error.strerror or error}.") from None
+
+
+def _head(place: Path) -> str | None:
+    """Return the beginning of a file; None if it does not exist."""
+    if not place.exists():
+        return None
+    with open_file(place) as file:
+        return file.read(_HEAD).decode("utf-8", "replace")

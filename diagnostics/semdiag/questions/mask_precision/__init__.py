@@ -5,6 +5,6 @@ from semdiag.presenting.question import Question
 QUESTION = Question(
     "mask-precision",
     __name__,
-    measured_by="measure.probe:MASK_PRECISION",
-    shown_by="page:SECTION",
+    measured_by="measure:MASK_PRECISION",
+    shown_by="figures:SECTION",
 )

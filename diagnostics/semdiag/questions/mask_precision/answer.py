@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.counted import counted
+from semdiag.measuring.findings.findings import Findings, Summary, percent, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.measuring.findings.strict_json import Summary, records
 from semdiag.measuring.table import ALL
+from semdiag.presenting.section import Answer, Glance, span_words
 
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
@@ -65,3 +66,20 @@ def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
         "lost_mean": float(lost.mean()),
         "why": "; ".join(sorted({*part["why"]} - {""})),
     }
+
+
+def precision_glance(findings: Findings) -> Glance:
+    """Return how many masks change in the format that was named first."""
+    table = findings(precision_table)
+    rows = table[(table["layer"] == ALL) & table["changed"].notna()]
+    if rows.empty:
+        return Glance(Answer.OPEN, "0 models", "have a mask that the error model covers")
+    first = rows["format"].iloc[0]
+    rows = rows[rows["format"] == first]
+    certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
+    return Glance(
+        Answer.MEASURED,
+        f"{span_words(list(rows['changed']), percent)}%",
+        f"of the masks of {counted(len(rows), 'model')} change in {first}, however ties are broken; {changed:,} "
+        f"of {certified:,} certified ones changed",
+    )

@@ -3,10 +3,21 @@
 import math
 from collections.abc import Iterator
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import interval_words, percent
-from semdiag.measuring.findings.strict_json import Summary
+from rich.console import Console
+
+from semdiag.measuring.findings.findings import Findings, Summary, interval_words, percent
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.section import (
+    NEVER,
+    Column,
+    NumberTable,
+    count,
+    fine_percent,
+    percent_interval,
+    plain,
+    text,
+)
+from semdiag.presenting.section import percent as percent_terminal
 from semdiag.questions.mask_precision.answer import precision_of
 from semdiag.questions.mask_stability.answer import mask_words, refusals
 
@@ -71,3 +82,24 @@ def _of_format(answer: Summary) -> Iterator[str]:
         yield f"In {kind}:"
     if row["not_covered"]:
         yield not_covered_words(row)
+
+
+_COLUMNS = (
+    Column("format", form=text), Column("layer", form=plain),
+    Column("queries not_covered", "rows", lambda queries, not_covered: count(queries - not_covered)),
+    Column("certified", form=lambda share: "not covered" if share is None else percent_terminal(share), drop=NEVER),
+    Column("changed", form=fine_percent, drop=NEVER),
+    Column("changed_low changed_high", "changed 95%", percent_interval, drop=1),
+    Column("tied", form=fine_percent, drop=NEVER), Column("changed_or_tied", form=fine_percent),
+    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", drop=2),
+)  # fmt: skip
+
+
+def print_precision(screen: Console, formats: list[Summary]) -> None:
+    """Print how one model's masks change, a row for each format and layer, and what was certified."""
+    rows = [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
+    screen.print(NumberTable(_COLUMNS, rows))
+    for one in formats:
+        row, uncovered = one["all"], not_covered_words(one["all"])
+        words = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
+        screen.print(f"{one['format']}: {' '.join(words)}")

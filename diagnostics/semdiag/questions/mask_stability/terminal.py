@@ -2,12 +2,20 @@
 
 import math
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import Summary, number_from_json
-from semdiag.presenting.columns import Column, fine_percent, interval, percent, percent_interval, plain
-from semdiag.presenting.terminal.console import NumberTable, not_shown, wide_console
-from semdiag.presenting.terminal.titles import title
-from semdiag.questions.mask_precision.terminal import print_precision
+from semdiag.measuring.findings.findings import Findings, Summary, number_from_json
+from semdiag.presenting.question import title
+from semdiag.presenting.section import (
+    Column,
+    NumberTable,
+    fine_percent,
+    interval,
+    not_shown,
+    percent,
+    percent_interval,
+    plain,
+    wide_console,
+)
+from semdiag.questions.mask_precision.words import print_precision
 from semdiag.questions.mask_stability.answer import mask_summary
 
 _COLUMNS = (

@@ -1,14 +1,16 @@
 """Do layers, heads and successive queries keep the same keys? Jaccard indices with intervals, beside chance."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, number_from_json
 from semdiag.measuring.findings.resampling import mean_interval
-from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.measuring.table import ALL
+from semdiag.presenting.question import title
+from semdiag.presenting.section import NEVER, Column, NumberTable, Value, text, three_decimals, wide_console
 
 _COLUMNS = [
     "model", "what", "layer", "other_layer", "pairs", "queries", "samples", "jaccard", "low", "high", "chance",
@@ -55,3 +57,34 @@ def overlap_summary(findings: Findings) -> Summary:
         of_model = table[table["model"] == row["model"]].drop(columns="model")
         results.append({key: row[key] for key in MODEL_FACTS} | {"overlap": of_model.to_dict("records")})
     return json_object("overlap", findings, k=findings.measurements.provenance.get("overlap_k"), results=results)
+
+
+def _layer(layer: int) -> str:
+    return "all" if layer == ALL else str(layer)
+
+
+def _interval(low: Value, high: Value) -> str:
+    unknown = math.isnan(number_from_json(low) + number_from_json(high))
+    return "no interval" if unknown else f"{three_decimals(low)}–{three_decimals(high)}"
+
+
+_TERMINAL_COLUMNS = (
+    Column("what", "between", text), Column("layer", form=_layer), Column("other_layer", "and layer", _layer),
+    Column("pairs", drop=1), Column("jaccard", "index", three_decimals, drop=NEVER),
+    Column("low high", "95%", _interval, drop=2), Column("chance", "at random", three_decimals, drop=NEVER),
+)  # fmt: skip
+
+
+def print_overlap(findings: Findings) -> None:
+    """Print a table per model, or why there is none."""
+    console, remarks = wide_console(), findings.measurements.remarks
+    for result in findings(overlap_summary)["results"]:
+        if result["overlap"]:
+            console.print(f"\n{title(result)}: Jaccard index of kept keys")
+            console.print(NumberTable(_TERMINAL_COLUMNS, result["overlap"]))
+        else:
+            reasons = remarks.loc[
+                (remarks["model"] == result["model"]) & (remarks["code"] == "no-overlap"), "text"
+            ]
+            reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
+            console.print(f"\n{title(result)}: {reason}")

@@ -12,14 +12,12 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_kinds import DENSE
+from semdiag.capturing.attention_call import DENSE, AttentionCall
 from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.calls.batch_rows import check_rows
+from semdiag.measuring.calls.collector import check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.calls.scored_rows import scored_rows
-from semdiag.measuring.probe import Probe, Subject, plan_of
+from semdiag.measuring.percentiles import Probe, Subject, plan_of
 from semdiag.measuring.table import Table
 from semdiag_models import InputError
 

@@ -1,5 +1,281 @@
 """How far can a top-k be trusted?"""
 
-from semdiag.presenting.question import Question
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-QUESTION = Question("selections", __name__, asked_by="command:selections")
+import typer
+
+from semdiag.presenting import options
+from semdiag.presenting.question import Question, Shared, command
+
+if TYPE_CHECKING:
+    from semdiag.questions.selections.compare import OwnSelections, Saving
+
+_PANEL = "What is asked"
+_OF_MODELS = (
+    "inputs",
+    "max_length",
+    "tokenizer",
+    "batch_size",
+    "device",
+    "dtype",
+    "head",
+    "out",
+    "figures",
+    "save",
+)
+_OF_FILES = ("against", "causal", "keys", "layout")
+_CERTIFIED = "bfloat16"  # unless the user names another format
+
+
+@command(leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query"))
+def selections(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where they are "
+            "known, scores (rows × n), lengths, starts and documents. Or a model, hf:DIRECTORY or "
+            "package.module:function: what it chooses itself.",
+            show_default=False,
+        ),
+    ],
+    against: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="What another engine chose for the same rows: compare the two.",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="The precision in which the engine computed its scores: float32, bfloat16, float16, "
+            "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains; of a model, which choices are "
+            "certified (bfloat16 if it is left out).",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "float32",
+    causal: Annotated[
+        bool,
+        typer.Option(
+            "--causal",
+            help="Keys after the query may not be chosen. The last dimension before the keys is the query's, and "
+            "queries are the last tokens.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False,
+    keys: Annotated[
+        int | None,
+        typer.Option(
+            help="How many keys there are, if the file has no scores.", rich_help_panel=_PANEL, show_default=False
+        ),
+    ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME[:NAME,NAME]",
+            help="With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
+            "second file behind a colon if they are others. Default: tokens; tokens,layers; "
+            "batch,sequence,layers; batch,sequence,layers,heads.",
+            rich_help_panel=_PANEL,
+            show_default=False,
+        ),
+    ] = "",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npz",
+            help="Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
+            "files can be compared.",
+            rich_help_panel=options.OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
+            "forbidden.",
+            rich_help_panel=options.OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    shared: Shared,
+) -> None:
+    """Check whether a selection is the top-k of its scores, or whether two engines choose alike.
+
+    Selections are what sparse-attention indexers, routers of experts and top-k kernels return. Each row is exact,
+    a legal tie, within rounding, or faulty: wrong, missing, duplicate, padding, future, out of range. Exit code 1:
+    a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
+    semdiag.check_selection.
+
+    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code
+    1: it does not explain all of them.
+
+    With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
+    from rounding.
+
+    [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
+
+    [bold]semdiag selections training.npz serving.npz --format bfloat16[/]
+
+    [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
+    """
+    from semdiag.capturing import loading as factories
+    from semdiag.capturing import pretrained
+    from semdiag_models import InputError
+
+    of_model = str(file).startswith(pretrained.PREFIX) or factories.recognised(str(file))
+    idle = [name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed]
+    if idle and of_model:
+        raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
+    if idle:
+        raise InputError(
+            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is not one. Leave it out."
+        )
+    if of_model:
+        if "figures" in shared.typed and out is None:
+            raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
+        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, out)
+    if against is not None:
+        if causal or keys is not None:
+            raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
+        _compare(file, against, format, layout, shared)
+    if layout:
+        raise InputError("--layout applies to two files: name what another engine chose.")
+    _check(file, format, causal, keys, shared)
+
+
+def _option(name: str) -> str:
+    """Return an argument as the user typed it."""
+    return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
+
+
+def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path | None) -> NoReturn:
+    """Measure what a model selects."""
+    from semdiag.capturing.batches import split
+    from semdiag.capturing.inputs import read_batches
+    from semdiag.capturing.loading import load
+    from semdiag.mathematics.rounding import number_format
+    from semdiag.measuring.measure import DTYPES
+    from semdiag.presenting.option_values import names
+    from semdiag.presenting.terminal import tell
+    from semdiag.questions.selections.answer import own_summary, print_own
+    from semdiag.questions.selections.compare import Saving, own_selections
+    from semdiag_models import InputError
+    from semdiag_models.training import find_device
+
+    kind, conditions = number_format(format), shared.conditions()
+    saving = None if save is None else Saving(save)
+    if out is not None and out.exists() and not out.is_dir():
+        raise InputError(f"--out takes the name of a folder, and {out} is a file.")
+    device = find_device(conditions.device)
+    loaded = load(model, head=conditions.head)
+    if not loaded.external:
+        raise InputError(f"{model} is an encoder of semdiag's, whose attention is measured by semdiag info.")
+    if conditions.inputs is None and loaded.batches is None:
+        raise InputError(f"Name inputs for {model}: --inputs FILE, texts (.txt) or token ids (.npy, .npz, .pt).")
+    if conditions.inputs is None:
+        batches = split(loaded.batches, conditions.batch_size)
+    else:
+        batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
+    dtype = conditions.decided([loaded], device).dtype
+    measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
+    formats = [name for name in names(shared.values["figures"]) if name != "none"]
+    written = _write(measured, saving, out, formats)
+    if written and not shared.values["quiet"]:
+        tell(f"Written: {', '.join(map(str, written))}")
+    options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
+    _deliver(own_summary(measured, str(model), kind.name, options), shared, print_own)
+
+
+def _write(
+    measured: "OwnSelections", saving: "Saving | None", out: Path | None, formats: Sequence[str]
+) -> list[Path]:
+    """Write what a model chose into files, and the figure of its first sample, also narrow for telephones."""
+    from semdiag.presenting.drawing.panels import NothingToDrawError
+    from semdiag.presenting.drawing.style import save_figure, stacked
+    from semdiag.questions.selections.figures import selection_maps
+    from semdiag_models import InputError
+
+    written = [] if saving is None else saving.write()
+    if out is None or not formats:
+        return written
+    try:
+        written += save_figure(selection_maps(measured.maps), out / "selections", formats)
+        with stacked():
+            narrow = selection_maps(measured.maps)
+        return written + save_figure(narrow, out / "selections-narrow", formats[:1])
+    except NothingToDrawError as reason:
+        raise InputError(f"There is no figure to write to {out}. {reason}") from None
+    except OSError as error:
+        raise InputError(f"{out} cannot be written to: {error.strerror or error}.") from None
+
+
+def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shared) -> NoReturn:
+    """Check one selection."""
+    from semdiag.questions.selections.answer import check_summary, print_check
+    from semdiag.questions.selections.check import check_selection, read_selection
+    from semdiag_models import InputError
+
+    read = read_selection(file, format)
+    rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys, "error": read.error}
+    rules |= {"q": read.q, "k": read.k} | ({} if read.scale is None else {"scale": read.scale.item()})
+    try:
+        checked = check_selection(read.scores, read.indices, read.lengths, causal, format, **rules)
+        if checked.faults and (why := read.unclear):
+            raise InputError(f"{checked.faults:,} rows would be faulty, but {why}.")
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    summary = check_summary(checked, str(file), _provenance(format=checked.format, causal=causal))
+    summary["results"][0] |= {"ignored": list(read.ignored), "format_named": "format" in shared.typed}
+    _deliver(summary, shared, print_check)
+
+
+def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared) -> NoReturn:
+    """Compare two selections."""
+    from semdiag.questions.selections.answer import comparison_summary, print_comparison
+    from semdiag.questions.selections.check import read_selection
+    from semdiag.questions.selections.compare import compare_selections
+
+    of_first, colon, of_second = layout.partition(":")
+    layouts = of_first, of_second if colon else of_first
+    a, b = (read_selection(file, format, limits=False) for file in (first, second))
+    compared = compare_selections(a, b, format, layouts)
+    options = _provenance(format=compared.format, layout=layout)
+    summary = comparison_summary(compared, str(first), str(second), options)
+    summary["results"][0] |= {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
+    _deliver(summary, shared, print_comparison)
+
+
+def _provenance(**options: Any) -> dict[str, Any]:
+    """Return versions, the command and its options."""
+    import sys
+    from importlib.metadata import version
+
+    import torch
+
+    versions = {"semdiag": version("semdiag"), "torch": str(torch.__version__)}
+    return {**versions, **options, "command": ["semdiag", *sys.argv[1:]]}
+
+
+def _deliver(summary: dict[str, Any], shared: Shared, show: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """Print the summary as one JSON object and as tables, and leave with the exit code."""
+    import json
+
+    from semdiag.presenting.terminal import beside_json
+
+    if shared.values["as_json"]:
+        typer.echo(json.dumps(summary, allow_nan=False))
+    if not shared.values["quiet"]:
+        with beside_json(shared.values["as_json"]):
+            show(summary)
+    raise typer.Exit(int(not summary["results"][0]["passed"]))
+
+
+QUESTION = Question("selections", __name__, asked_by=":selections")

@@ -1,7 +1,7 @@
 """Does ξ bound the changes of softmax rows? Both forms against measured secants and local constants."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +10,30 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from semdiag.capturing.attention_kinds import BOUNDED
+from semdiag.capturing.attention_call import BOUNDED, DENSE, FIXED_MASKS
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.findings.finding import Finding, Verdict, of_rows, verdicts_of
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.layered_summary import without
-from semdiag.measuring.findings.pairing import compared_pairs
+from semdiag.measuring.findings.estimates import without
+from semdiag.measuring.findings.findings import (
+    MODEL_FACTS,
+    Finding,
+    Findings,
+    Summary,
+    Verdict,
+    compared_pairs,
+    interval_words,
+    json_object,
+    number_words,
+    of_rows,
+    verdicts_of,
+)
 from semdiag.measuring.findings.resampling import ratio_interval
-from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.measuring.percentiles import percentiles, pooled_table
 from semdiag.measuring.table import ALL
-from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
+from semdiag.presenting.drawing.panels import model_labels, percent
+from semdiag.presenting.question import title
+from semdiag.presenting.section import Answer, Column, Glance, NumberTable, plain, print_verdicts, wide_console
+from semdiag.presenting.section import percent as percent_terminal
+from semdiag.questions.stability.measure import local_stability, with_bounds
 
 RESAMPLES = 300
 SECANTS = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"
@@ -227,3 +240,141 @@ def _moved(secants: pd.DataFrame) -> Summary:
 
 def _percentiles(rows: pd.DataFrame, name: str) -> Summary:
     return without(percentiles(rows[name]), "not_positive")
+
+
+def stability_glance(findings: Findings) -> Glance:
+    """Return how many measured pairs of rows exceed the paper's bound."""
+    exceeded = findings(exceeding_pairs)
+    if "paper" not in exceeded:
+        return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known", claim=True)
+    paper, pair = exceeded["paper"], exceeded[OF_PAIR]
+    mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
+    # Even if no pair exceeds it, the paper's form is not a bound for every row (docs/theory.md).
+    answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.MEASURED
+    return Glance(
+        answer, f"{paper['violated']:,} of {paper['rows']:,}",
+        f"measured pairs of rows exceed the paper's bound ξ{_of_fixed(paper)} (for {paper['vacuous']:,} it is "
+        f"too loose to test), {pair['violated']:,} exceed the sound one of the pair (too loose for "
+        f"{pair['vacuous']:,})",
+        claim=True,
+    )  # fmt: skip
+
+
+def _of_fixed(paper: dict[str, int]) -> str:
+    """Return a remark if every pair that exceeds the bound belongs to a mask that ignores the scores."""
+    return ", all of fixed masks" if 0 < paper["violated"] == paper["fixed"] else ""
+
+
+def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:
+    """Return counts of pairs of rows by form of ξ: judged, exceeding, vacuous, exceeding ones of fixed masks."""
+    models = findings.measurements.models
+    fixed = set(models[models["attention"].isin(FIXED_MASKS) & ~models["attention"].isin(DENSE)]["model"])
+    exceeding = {}
+    for form in (OF_PAIR, "sound", "paper"):
+        judged = [f for f in findings(stability_findings) if f.claim == SECANTS and f.form == form]
+        if judged:
+            counts = {n: int(sum(f.numbers[n] for f in judged)) for n in ("violated", "vacuous", "holds")}
+            of_fixed = int(sum(f.numbers["violated"] for f in judged if f.subject in fixed))
+            exceeding[form] = {**counts, "rows": sum(counts.values()), "fixed": of_fixed}
+    return exceeding
+
+
+def stability_in_short(findings: Findings) -> list[str]:
+    """Return how often each form of ξ was exceeded, all models together."""
+    exceeded = findings(exceeding_pairs)
+    parts = []
+    names = {OF_PAIR: "the sound ξ of the pair", "sound": "the sound ξ", "paper": "the paper's ξ"}
+    for form, name in names.items():
+        counts = exceeded.get(form)
+        if counts is None:
+            continue
+        fixed = ", all of fixed masks" if counts["violated"] and counts["violated"] == counts["fixed"] else ""
+        loose = f" (too loose to test for {counts['vacuous']:,})" if counts["vacuous"] else ""
+        parts.append(f"{counts['violated']:,} of {counts['rows']:,} exceed {name}{fixed}{loose}")
+    return [f"Softmax stability, measured pairs of rows: {'; '.join(parts)}."] if parts else []
+
+
+def stability_sentences(findings: Findings) -> list[str]:
+    """Return whether ξ bounds the measured changes, form by form, and whose attention moves more."""
+    sentences = []
+    for model, label in model_labels(findings.measurements.models).items():
+        judged = [f for f in findings(stability_findings) if f.subject == model]
+        parts = [part for f in judged for part in (_softmax(f),) if part]
+        if parts:
+            sentences.append(f"{label}: {' '.join(parts)}")
+    samples = findings.measurements.secants.groupby("model")["sample"].nunique().min()
+    sentences += [_response(row, int(samples)) for row in findings(response_table).to_dict("records")]
+    return sentences or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
+
+
+def _softmax(finding: Finding) -> str:
+    """Return a sentence on one form of ξ on one model's pairs of rows."""
+    n = finding.numbers
+    if finding.claim == UNKNOWN:
+        return f"{finding.note[:1].upper()}{finding.note[1:]}."
+    if finding.claim == LOCAL and finding.verdict is not Verdict.VIOLATED:
+        return ""
+    names = {"sound": "the sound ξ", "paper": "the paper's ξ", "sound, row form": "the sound row constant"}
+    names[OF_PAIR] = "the sound ξ of the pair"
+    name = "the local constant's bound ξ*" if finding.claim == LOCAL else names[finding.form]
+    rows = int(n["holds"] + n["violated"] + n["vacuous"])
+    unmet = f", {int(n['not_met']):,} more do not meet its assumptions" if n["not_met"] else ""
+    highest = f"largest measured/bound {n['largest measured over bound']:.4g}"
+    if finding.verdict is Verdict.VIOLATED:
+        fault = (
+            "which contradicts the paper (read as an ℓ1 constant)"
+            if finding.form == "paper"
+            else "which is an error of semdiag"
+        )
+        start = f"{name} is exceeded by {int(n['violated']):,} of {rows:,} measured pairs of rows"
+        return f"{start[0].upper()}{start[1:]} ({highest}{unmet}), {fault}."
+    if not rows:
+        return f"{name[0].upper()}{name[1:]} applies to no measured pair of rows: {finding.note}."
+    tail = f"; for {int(n['vacuous']):,} it is no less than the trivial ½" if n["vacuous"] else ""
+    if n.get("below the sound form"):
+        tail += f"; for {int(n['below the sound form']):,} it lies below the sound form and promises too much"
+    start = f"{name[0].upper()}{name[1:]} is not exceeded on {rows:,} measured pairs of rows"
+    return f"{start} ({highest}{unmet}){tail}."
+
+
+def _response(row: Mapping[Any, Any], samples: int) -> str:
+    """Return whose attention weights move more under the same noise, if the ratio's interval decides."""
+    start = f"{row['pair']}: {percent(row['level'])} input noise"
+    if row["mean"] == row["full_mean"] == 0:
+        return f"{start} moves neither this model's attention nor its counterpart's (mean ‖p − p′‖₁ 0 for both)."
+    means = f"mean ‖p − p′‖₁ {number_words(row['mean'], _short)} against {number_words(row['full_mean'], _short)}"
+    if math.isfinite(row["ratio"]):
+        interval = interval_words(row["low"], row["high"], _short, samples)
+        means += f"; ratio of the medians {row['ratio']:.2g}, {interval}"
+    more = "more" if min(row["low"], row["ratio"]) > 1 else "less" if max(row["high"], row["ratio"]) < 1 else ""
+    if more:
+        return f"{start} moves this model's attention {more} than its counterpart's ({means})."
+    return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
+
+
+_short = "{:.2g}".format
+
+_COLUMNS = (
+    Column("layer", form=plain), Column("head", form=plain),
+    Column("local.p50"), Column("local.p100", drop=4), Column("secant.p50"), Column("secant.p100"),
+    Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", drop=3),
+    Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", drop=2),
+    Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", drop=1),
+    Column("same_set", form=percent_terminal),
+)  # fmt: skip
+_WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))
+
+
+def print_stability(findings: Findings) -> None:
+    """Print one table per model and noise level, and each model's verdicts."""
+    console = wide_console()
+    for result in findings(stability_summary)["results"]:
+        rows = [*result["layers"], {"layer": "all", "head": "", **result["all"]}]
+        levels = [level["noise"] for level in result["all"].get("response", [])]
+        for place, level in enumerate(levels or [None]):
+            at = f" at noise {level:g}" if len(levels) > 1 else ""
+            console.print(f"\n{title(result)}: softmax stability{at}")
+            moved = [{**row, **row["by_noise"][place]} if at else row for row in rows]
+            response = [Column(f"response.{place}.mean", f"response {level:g}")] if levels else []
+            console.print(NumberTable([*_COLUMNS, *response], [_WITHOUT_NOISE | row for row in moved]))
+        print_verdicts(console, (f for f in findings(stability_findings) if f.subject == result["model"]))

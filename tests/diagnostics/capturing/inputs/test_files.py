@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag.capturing.inputs.files import read_batches, read_inputs
+from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag_models import InputError, reading
 
 TOKENS = [[0, 1, 1], [1, 0, 2]]

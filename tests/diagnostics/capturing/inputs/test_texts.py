@@ -6,14 +6,13 @@ import warnings
 import pytest
 import torch
 
-from semdiag.capturing.inputs.texts import TextOptions, read_texts, text_batches, tokeniser_of
-from semdiag.capturing.inputs.tokenising import Tokeniser
+from semdiag.capturing.inputs import TextOptions, Tokeniser, read_texts, text_batches, tokeniser_of
 from semdiag.capturing.loading import load
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.questions.k_sweep.answer import change_table
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag_models import InputError
 
 with warnings.catch_warnings():

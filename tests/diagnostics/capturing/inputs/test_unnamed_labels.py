@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import semdiag
-from semdiag.capturing.inputs.unnamed_labels import refuse_unnamed_labels
+from semdiag.capturing.batches import refuse_unnamed_labels
 from semdiag_models import InputError
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))

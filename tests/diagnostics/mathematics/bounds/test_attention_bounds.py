@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows, heavy_hitter_rows, key_sums
 from semdiag.mathematics.bounds.attention_bounds import (
     HeadNorms,
     attention_map_bound,
     attention_map_bound_from_load,
     bilinear_form_bound,
     head_norms,
+    paper_attention_map_bound,
+    paper_bilinear_form_bound,
 )
-from semdiag.mathematics.bounds.bound import Bound
-from semdiag.mathematics.bounds.paper_attention_bounds import paper_attention_map_bound, paper_bilinear_form_bound
+from semdiag.mathematics.bounds.block_bounds import Bound
+from semdiag.mathematics.score_strips import AttentionRows, fixed_mask_rows, heavy_hitter_rows, key_sums
 from semdiag.mathematics.spectral_norms import score_scale
 
 LENGTH, WIDTH, K = 8, 3, 3

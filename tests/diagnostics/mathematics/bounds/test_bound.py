@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.bounds.bound import Assumption, Bound, merged
-from semdiag.mathematics.logarithms import (
+from semdiag.mathematics.bounds.block_bounds import Assumption, Bound, merged
+from semdiag.mathematics.spectral_norms import (
     broadcast,
     float64,
     log,

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag.mathematics.attention_rows import fixed_mask_rows, heavy_hitter_rows
-from semdiag.mathematics.bounds.bound import Bound
+from semdiag.mathematics.bounds.block_bounds import Bound
 from semdiag.mathematics.bounds.corollary import (
     paper_fixed_mask_control,
     paper_input_condition,
@@ -16,6 +15,7 @@ from semdiag.mathematics.bounds.corollary import (
     sound_input_margin,
     sound_weight_margin,
 )
+from semdiag.mathematics.score_strips import fixed_mask_rows, heavy_hitter_rows
 from semdiag.mathematics.softmax_stability import positive_separation
 
 # Percentiles 75, 90, 95, 100 of δ_s, δ_h and raw key load, and 25, 10, 5, 0 of Δ_h: the paper's table (k = 5).

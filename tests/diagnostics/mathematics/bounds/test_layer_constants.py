@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from semdiag.mathematics.bounds.layer_constants import (
+from semdiag.mathematics.bounds.block_bounds import (
     ACTIVATION_LIPSCHITZ,
     activation_lipschitz,
     normalisation_lipschitz,

@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from semdiag.mathematics.attention_rows import heavy_hitter_rows
-from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, MlpConstants
-from semdiag.mathematics.bounds.bound import Bound, merged
+from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, Bound, MlpConstants, merged
 from semdiag.mathematics.bounds.network_bounds import (
     Readout,
     log_paper_parameter_bounds,
@@ -15,7 +13,8 @@ from semdiag.mathematics.bounds.network_bounds import (
     loss_residual,
     network_bound,
 )
-from semdiag.mathematics.logarithms import log
+from semdiag.mathematics.score_strips import heavy_hitter_rows
+from semdiag.mathematics.spectral_norms import log
 
 
 def scalar_block(log_map: float, pre_norm: bool) -> BlockConstants:

@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.attention_rows import fixed_mask_rows, heavy_hitter_rows
 from semdiag.mathematics.bounds.attention_bounds import attention_map_bound, bilinear_form_bound, head_norms
-from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, MlpConstants
-from semdiag.mathematics.bounds.layer_constants import activation_lipschitz, normalisation_lipschitz
+from semdiag.mathematics.bounds.block_bounds import (
+    AttentionConstants,
+    BlockConstants,
+    MlpConstants,
+    activation_lipschitz,
+    normalisation_lipschitz,
+)
 from semdiag.mathematics.bounds.network_bounds import (
     Readout,
     log_embedding_constant,
@@ -24,6 +28,7 @@ from semdiag.mathematics.bounds.network_bounds import (
     network_assumptions,
     network_bound,
 )
+from semdiag.mathematics.score_strips import fixed_mask_rows, heavy_hitter_rows
 from semdiag.mathematics.spectral_norms import score_scale, spectral_norm, with_bias
 
 CASES, LENGTH, WIDTH, HEADS, HEAD, HIDDEN, VOCABULARY, K, EPS = 60, 6, 4, 2, 3, 5, 3, 2, 1e-5

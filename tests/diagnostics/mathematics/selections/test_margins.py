@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from semdiag.mathematics.selections.margins import margins
-from semdiag.mathematics.selections.number_formats import FORMATS
+from semdiag.mathematics.rounding import FORMATS
+from semdiag.mathematics.selections import margins
 
 BFLOAT16 = FORMATS["bfloat16"]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from semdiag.mathematics.selections.number_formats import FORMATS, last_places, may_swap, number_format
+from semdiag.mathematics.rounding import FORMATS, last_places, may_swap, number_format
 from semdiag_models import InputError
 
 

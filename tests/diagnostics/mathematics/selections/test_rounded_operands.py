@@ -8,8 +8,8 @@ import rounded_operands
 import torch
 
 from semdiag.mathematics.mask_stability import kept_in_common, top_set
-from semdiag.mathematics.selections.number_formats import FORMATS
-from semdiag.mathematics.selections.rounded_operands import (
+from semdiag.mathematics.rounding import (
+    FORMATS,
     rounded,
     rounded_scores,
     rounding_error,

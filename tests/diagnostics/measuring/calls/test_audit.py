@@ -213,8 +213,8 @@ def test_half_precision_has_a_residual_of_its_rounding():
     assert 1e-4 < residual < 3e-2
     assert found.provenance["dtype"] == "bfloat16"
     from semdiag.measuring.findings.findings import Findings
-    from semdiag.reporting.capture_words import capture_sentences
-    from semdiag.reporting.gate.invariants import invariants
+    from semdiag.reporting.gate import invariants
+    from semdiag.reporting.page import capture_sentences
 
     findings = Findings(found)
     assert next(i for i in invariants(findings) if i.name == "residual").passed
@@ -257,7 +257,7 @@ def test_a_call_on_which_the_capture_failed_is_in_no_table_but_the_audit(monkeyp
     def fail(*arguments):
         raise ValueError("unfit")
 
-    monkeypatch.setattr("semdiag.measuring.calls.layers.recomputation_residual", fail)
+    monkeypatch.setattr("semdiag.measuring.calls.collector.recomputation_residual", fail)
     model = Attention()
     with pytest.warns(UserWarning, match="No softmax attention was captured"), semdiag.capture(model) as calls:
         model(stream())

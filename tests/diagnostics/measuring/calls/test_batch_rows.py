@@ -6,17 +6,16 @@ import torch
 from torch import nn
 
 import semdiag
-from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.measuring.calls.collector import NotAvailableError, QueryDraws
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.calls.scored_rows import NotAvailableError
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.measure.top_scores import TopScores
+from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag.questions.mask_stability.answer import mask_summary
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan, mask_overlap
-from semdiag.questions.stability.measure.probe import SecantsPlan, external_secants
+from semdiag.questions.stability.measure import SecantsPlan, external_secants
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, HEADS, WIDTH = 3, 6, 4, 8

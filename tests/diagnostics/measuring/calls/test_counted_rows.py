@@ -11,7 +11,7 @@ from semdiag.measuring.calls.counted_rows import attended_keys, counted_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.questions.heads.answer import head_table
-from semdiag.questions.k_sweep.measure.probe import k_sweep
+from semdiag.questions.k_sweep.measure import k_sweep
 
 B, H, LQ, LK = 3, 2, 4, 6
 

@@ -23,10 +23,9 @@ from semdiag import InputError, Monitor, TopK, capture, sparsify
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measuring.calls import monitor as monitoring
-from semdiag.measuring.calls import monitor_log
+from semdiag.measuring.calls import monitor_alarms as monitor_log
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.calls.monitor_heads import LIMITS
-from semdiag.measuring.calls.monitor_rows import describe, sampled_rows
+from semdiag.measuring.calls.monitor_heads import LIMITS, describe, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
 

@@ -15,13 +15,19 @@ import torch
 import torch.nn.functional as F
 
 from semdiag import InputError, Monitor, watch_attention
-from semdiag.commands.monitor import monitor as monitor_command
+from semdiag.commands.check import monitor as monitor_command
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError, Watch, extremes_of, rules_of, summary_of
+from semdiag.measuring.calls.monitor_alarms import (
+    Alarm,
+    AlarmError,
+    Watch,
+    extremes_of,
+    read_heads,
+    rules_of,
+    summary_of,
+)
 from semdiag.measuring.calls.monitor_heads import LIMITS, describe_heads, head_columns, scalars
-from semdiag.measuring.calls.monitor_log import read_heads
-from semdiag.presenting.drawing.monitored_run import monitored_run
-from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.panels import NothingToDrawError, monitored_run
 from semdiag_models import Encoder, ModelConfig
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"

@@ -16,9 +16,8 @@ from monitored_ranks import LOOK, Block, Exact, batch, blocks, own, whole_number
 from torch import nn
 
 from semdiag import InputError, Monitor
-from semdiag.measuring.calls import monitor_ranks
-from semdiag.measuring.calls.monitor_heads import LARGEST, SMALLEST, quantities
-from semdiag.measuring.calls.monitor_ranks import Look, Ranks, _fingerprint
+from semdiag.measuring.calls import monitor_heads as monitor_ranks
+from semdiag.measuring.calls.monitor_heads import LARGEST, SMALLEST, Look, Ranks, _fingerprint, quantities
 
 ROOT = Path(__file__).parents[4]
 SCENARIOS = {

@@ -5,9 +5,7 @@ import statistics
 
 import torch
 
-from semdiag.measuring.calls.monitor_heads import LIMITS
-from semdiag.measuring.calls.monitor_ranks import Look
-from semdiag.measuring.calls.monitor_reduction import Reduction
+from semdiag.measuring.calls.monitor_heads import LIMITS, Look, Reduction
 
 
 def head(module, number, rows, layer=0, occurrence=0, **values):

@@ -15,7 +15,7 @@ from torch import nn
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.calls.residual import recomputation_residual
-from semdiag.measuring.findings.completeness import BLIND, Completeness, completeness
+from semdiag.measuring.findings.findings import BLIND, Completeness, completeness
 
 SAMPLES, HEADS, LENGTH, WIDTH = 4, 4, 48, 16
 SCALES = (1.0, 3.0, 8.0, 20.0, 50.0, 120.0)  # standard deviations of the scores, in nats

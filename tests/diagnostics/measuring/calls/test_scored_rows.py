@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.scored_rows import scored_rows
+from semdiag.measuring.calls.collector import scored_rows
 
 
 def calls_of(encoder, tokens):

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag.capturing.block_calls import watch_blocks
+from semdiag.capturing.attention_calls import watch_blocks
 from semdiag.capturing.loading import load
-from semdiag.measuring.calls.scored_rows import scored_rows
-from semdiag.measuring.encoders.local_bounds import local_bounds
+from semdiag.measuring.calls.collector import scored_rows
+from semdiag.measuring.encoders.network_constants import local_bounds
 from semdiag.measuring.encoders.weights import named_tensors
 
 CHECKPOINTS = sorted((Path(__file__).parents[4] / "checkpoints").glob("*/*.pt"))
@@ -188,7 +188,7 @@ def test_by_hand_of_the_head(wild_encoder, padded_tokens):
 
 
 def test_padding_and_the_size_of_a_pass_change_nothing(wild_encoder, padded_tokens, monkeypatch):
-    from semdiag.measuring.encoders import local_bounds as module
+    from semdiag.measuring.encoders import network_constants as module
 
     encoder, (tokens, labels) = wild_encoder("full"), padded_tokens
     whole = local_bounds(encoder, tokens, labels)

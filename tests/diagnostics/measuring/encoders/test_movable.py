@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
-from semdiag.measuring.encoders.weights import named_tensors
+from semdiag.measuring.encoders.weights import MovableEncoder, named_tensors, usable_samples
 from semdiag_models import Encoder, InputError
 
 
@@ -50,7 +49,7 @@ def test_a_moved_copy_is_the_model_with_those_parameters(encoder):
 
 
 def test_many_samples_are_run_in_passes_that_fit(encoder, monkeypatch):
-    monkeypatch.setattr("semdiag.measuring.encoders.movable._TOKENS", 25)
+    monkeypatch.setattr("semdiag.measuring.encoders.weights._TOKENS", 25)
     moved, sizes = MovableEncoder(encoder), []
     moved.encoder.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
     whole = moved.logits(tokens())

@@ -6,11 +6,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from semdiag.capturing.block_calls import watch_blocks
+from semdiag.capturing.attention_calls import watch_blocks
 from semdiag.mathematics.bounds.block_bounds import log_input_constant
-from semdiag.mathematics.bounds.point_bounds import attention_columns, attention_reach, covariances
-from semdiag.measuring.encoders.network_constants import network_forms
-from semdiag.measuring.encoders.point_jacobians import blocks_at_points, log_exact_constant, log_point_constant
+from semdiag.mathematics.bounds.network_bounds import attention_columns, attention_reach, covariances
+from semdiag.measuring.encoders.network_constants import (
+    blocks_at_points,
+    log_exact_constant,
+    log_point_constant,
+    network_forms,
+)
 from semdiag.measuring.encoders.traces import trace_inputs
 
 

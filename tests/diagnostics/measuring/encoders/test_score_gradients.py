@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag.capturing.block_calls import watch_blocks
-from semdiag.measuring.calls.scored_rows import scored_rows
-from semdiag.measuring.encoders.score_gradients import BOUNDED_TENSORS, score_gradient_bounds
+from semdiag.capturing.attention_calls import watch_blocks
+from semdiag.measuring.calls.collector import scored_rows
+from semdiag.measuring.encoders.traces import BOUNDED_TENSORS, score_gradient_bounds
 from semdiag.measuring.encoders.weights import named_tensors
 
 
@@ -68,7 +68,7 @@ def test_matches_loops(wild_encoder, padded_tokens, kind):
 
 
 def test_padding_and_the_size_of_a_pass_change_nothing(wild_encoder, padded_tokens, monkeypatch):
-    from semdiag.measuring.encoders import score_gradients
+    from semdiag.measuring.encoders import traces as score_gradients
 
     encoder, (tokens, labels) = wild_encoder("full").requires_grad_(True), padded_tokens
     whole = score_gradient_bounds(encoder, tokens, labels)

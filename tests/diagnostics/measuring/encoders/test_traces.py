@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag.capturing.block_calls import watch_blocks
+from semdiag.capturing.attention_calls import watch_blocks
 from semdiag.measuring.encoders import traces as input_traces
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import block_weights

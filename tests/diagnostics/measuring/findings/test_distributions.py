@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.findings.distributions import (
+from semdiag.measuring.findings.estimates import (
     all_by_name,
     layer_percentiles,
     percentile_table,

@@ -3,10 +3,9 @@
 import pandas as pd
 import pytest
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import compared_pairs
+from semdiag.measuring.findings.findings import Findings, compared_pairs
 from semdiag.questions import registry
-from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
+from semdiag.questions.convergence.answer import run_statistics, speed_dispersion_table
 from semdiag.questions.mask_stability.answer import mask_table
 from semdiag.questions.separation.answer import separation_summary
 
@@ -122,7 +121,7 @@ def test_what_every_command_prints_is_a_question(measured):
 
 
 def test_what_is_said_of_runs_is_said_of_one_table(tiny_runs):
-    from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.measure import Conditions
     from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
 
     found = convergence_survey(

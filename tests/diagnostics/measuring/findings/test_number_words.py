@@ -2,8 +2,8 @@
 
 import pytest
 
-from semdiag.measuring.findings.number_words import percent
-from semdiag.presenting.glance import span_words
+from semdiag.measuring.findings.findings import percent
+from semdiag.presenting.section import span_words
 
 
 @pytest.mark.parametrize(

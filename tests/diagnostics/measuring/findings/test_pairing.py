@@ -2,8 +2,8 @@
 
 import pytest
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import (
+from semdiag.measuring.findings.findings import (
+    Findings,
     Pair,
     differences,
     find_pairs,

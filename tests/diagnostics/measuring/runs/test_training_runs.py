@@ -6,9 +6,9 @@ import pytest
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.measure import measure
-from semdiag.measuring.runs.training_runs import setting_in_words
+from semdiag.measuring.token_tables import setting_in_words
 from semdiag_models import Encoder, configure, find_task
-from semdiag_models.data import draw_data
+from semdiag_models.step import draw_data
 
 MODEL, TRAINING = configure(find_task("even-pairs"), {"length": 12, "blocks": 1, "width": 16})
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from semdiag.presenting.drawing.curves import cumulative_curve, exceedance_curve
+from semdiag.presenting.drawing.panels import cumulative_curve, exceedance_curve
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

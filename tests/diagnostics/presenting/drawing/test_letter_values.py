@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.patches import Rectangle
 
-from semdiag.presenting.drawing.letter_values import layer_boxes
+from semdiag.presenting.drawing.panels import layer_boxes
 from semdiag.presenting.drawing.style import attention_style, panel_grid, stacked
 
 PERCENTILES = ("p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100")

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from semdiag.presenting.drawing.save import save_figure
+from semdiag.presenting.drawing.style import save_figure
 
 NAME = "a\x1b]0;title\x07\x9b2J\u202eb"
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
-from semdiag.mathematics.bounds.paper_attention_bounds import paper_attention_map_bound
-from semdiag.mathematics.logarithms import log
+from semdiag.mathematics.bounds.attention_bounds import paper_attention_map_bound
+from semdiag.mathematics.spectral_norms import log
 from semdiag.measuring.encoders.network_constants import network_forms
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import named_tensors
 from semdiag.measuring.table import column_types
-from semdiag.questions.bounds.answer.summary import SCOPE
-from semdiag.questions.bounds.measure.constants import CONSTANTS, PARAMETERS, measure_constants
+from semdiag.questions.bounds.answer import SCOPE
+from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS, measure_constants
 
 
 def value(constants, quantity, form, layer=-1, head=-1):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag.measuring.calls.running import unnamed
-from semdiag.questions.bounds.measure.projections import projection_norms
+from semdiag.questions.bounds.measure import projection_norms
 
 HEADS, KEY_HEADS, WIDTH, HEAD_WIDTH = 4, 2, 12, 3
 

@@ -5,16 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.finding import Verdict
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.measuring.findings.findings import Findings, Verdict, number_from_json
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions import registry
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.bounds.terminal import print_bounds
-from semdiag.questions.stability.measure.probe import SecantsPlan
-from semdiag.questions.stability.measure.softmax_bounds import with_bounds
+from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.bounds.words import print_bounds
+from semdiag.questions.stability.measure import SecantsPlan, with_bounds
 
 
 @pytest.fixture(scope="module")

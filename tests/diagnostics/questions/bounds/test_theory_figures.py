@@ -6,14 +6,13 @@ import pandas as pd
 import pytest
 
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.schema import optional_tables
+from semdiag.measuring.percentiles import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
-from semdiag.questions.bounds.answer.corollary import corollary_table
-from semdiag.questions.stability.glance import exceeding_pairs
+from semdiag.questions.bounds.answer import corollary_table
+from semdiag.questions.stability.answer import exceeding_pairs
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

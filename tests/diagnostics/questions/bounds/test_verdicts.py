@@ -7,16 +7,27 @@ import pandas as pd
 import pytest
 
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
-from semdiag.measuring.findings.finding import Finding, Verdict, agreed, of_rows
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
-from semdiag.questions.bounds.answer.corollary import corollary_findings, pair_percentiles
-from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
-from semdiag.questions.bounds.measure.constants import CONSTANTS, PARAMETERS
+from semdiag.measuring.findings.findings import (
+    Finding,
+    Findings,
+    Verdict,
+    agreed,
+    compared_pairs,
+    differences,
+    find_pairs,
+    of_rows,
+    pairs_against,
+)
+from semdiag.questions.bounds.answer import (
+    bounds_summary,
+    corollary_findings,
+    pair_percentiles,
+    parameter_findings,
+)
+from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS
 from semdiag.questions.bounds.words import bounds_sentences
 from semdiag.questions.stability.answer import OF_PAIR, stability_findings
-from semdiag.questions.stability.measure.probe import SECANTS
-from semdiag.questions.stability.measure.softmax_bounds import with_bounds
+from semdiag.questions.stability.measure import SECANTS, with_bounds
 
 TOPK = {"attention": "topk", "k": 2}
 

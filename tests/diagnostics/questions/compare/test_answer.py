@@ -9,12 +9,15 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.questions.compare.answer import answer_table, change_table, compare_summary, head_ranking
-from semdiag.questions.compare.figures.compare_map import compare_map
-from semdiag.questions.compare.measure.call_pairs import COMPARED
-from semdiag.questions.compare.measure.outputs import COMPARED_OUTPUTS
-from semdiag.questions.compare.page import SECTION
-from semdiag.questions.compare.words import comparison_sentences
+from semdiag.questions.compare.answer import (
+    answer_table,
+    change_table,
+    compare_summary,
+    comparison_sentences,
+    head_ranking,
+)
+from semdiag.questions.compare.figures import SECTION, compare_map
+from semdiag.questions.compare.measure import COMPARED, COMPARED_OUTPUTS
 
 SAMPLES = 6
 # Layer, head: mean total variation.

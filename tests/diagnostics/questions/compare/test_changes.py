@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.questions.compare.measure.changes import output_parts, total_variation
+from semdiag.questions.compare.measure import output_parts, total_variation
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -12,11 +12,8 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.measuring.calls.running import unnamed
-from semdiag.questions.compare.answer import compare_summary
-from semdiag.questions.compare.measure.head_changes import SUMS, head_changes
-from semdiag.questions.compare.measure.kept_calls import KeptCalls, own_copy
-from semdiag.questions.compare.measure.probe import ComparePlan, compare
-from semdiag.questions.compare.words import comparison_sentences
+from semdiag.questions.compare.answer import compare_summary, comparison_sentences
+from semdiag.questions.compare.measure import SUMS, ComparePlan, KeptCalls, compare, head_changes, own_copy
 from semdiag_models import Encoder, InputError, reading
 
 CHANGES = ("total_variation", "largest", "moved", "by_weights", "by_values", "change")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.questions.compare.measure import head_changes as module
-from semdiag.questions.compare.measure.head_changes import SUMS, head_changes, refusal
+from semdiag.questions.compare import measure as module
+from semdiag.questions.compare.measure import SUMS, head_changes, refusal
 
 B, H, HK, LQ, LK, D, DV, TOP = 2, 4, 2, 5, 6, 3, 2, 2
 # Sums of at most B · H · LQ · LK · DV = 480 terms, each below 100 and worked out in fewer than 20 roundings.

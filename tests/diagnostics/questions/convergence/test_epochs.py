@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 
 from semdiag.capturing.loading import load
+from semdiag.measuring import token_tables as training_runs
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.runs import training_runs
-from semdiag.measuring.runs.tables import RUNS
-from semdiag.questions.convergence.answer import epochs as convergence
-from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_up, speed_ups
+from semdiag.measuring.token_tables import RUNS
+from semdiag.questions.convergence import answer as convergence
+from semdiag.questions.convergence.answer import arrivals, over_seeds, speed_up, speed_ups
 from semdiag_models import InputError
 
 SETTING = json.dumps({"task": "even-pairs", "width": 16})

@@ -7,13 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.counterfactuals import counterfactual_ks
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import json_ready
+from semdiag.measuring.findings.estimates import counterfactual_ks
+from semdiag.measuring.findings.findings import Findings, json_ready
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions import registry
-from semdiag.questions.dispersion.answer.comparisons import dispersion_summary
+from semdiag.questions.dispersion.answer import dispersion_summary
 from semdiag.questions.separation.answer import separation_summary
 
 NUMBERS = ["queries", "mean", *(f"p{p}" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)), "undefined"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.dispersion.measure import InitialisationPlan
 

@@ -12,13 +12,7 @@ import typer
 
 from semdiag.commands.main import app, main
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.dispersion.answer.pairs import (
-    GATED,
-    SHOWN,
-    dispersion_gate,
-    partner_command,
-    require_one_partner,
-)
+from semdiag.questions.dispersion.answer import GATED, SHOWN, dispersion_gate, partner_command, require_one_partner
 from semdiag_models import Encoder, InputError, configure, find_task
 from semdiag_models.checkpoint import Checkpoint, write_checkpoint
 

@@ -7,16 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
-from semdiag.questions.k_sweep.figures.loss_change import loss_change
-from semdiag.questions.k_sweep.measure.clean_pass import LARGEST_K
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
-from semdiag.questions.k_sweep.terminal import print_k_sweep
-from semdiag.questions.k_sweep.words import kinds_lines, place_lines, verdict_lines
+from semdiag.questions.k_sweep.answer import change_table, sparse_verdict
+from semdiag.questions.k_sweep.figures import loss_change
+from semdiag.questions.k_sweep.measure import LARGEST_K, KSweepPlan
+from semdiag.questions.k_sweep.words import kinds_lines, place_lines, print_k_sweep, verdict_lines
 
 LETTERS, LENGTH = 5, 260
 

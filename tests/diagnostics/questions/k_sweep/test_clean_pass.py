@@ -8,10 +8,10 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.measure import top_scores
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep import top_scores
+from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
 from semdiag_models import InputError
 
 LETTERS, SAMPLES = 7, 9

@@ -15,8 +15,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import column_types
-from semdiag.questions.k_sweep.answer.summary import condition_table, conditions_met
-from semdiag.questions.k_sweep.measure.probe import K_SWEEP_TABLE, KSweepPlan, k_sweep, k_sweep_tables
+from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan, k_sweep, k_sweep_tables
+from semdiag.questions.k_sweep.words import condition_table, conditions_met
 from semdiag_models import Encoder, InputError
 
 LENGTH, LARGEST = 12, 7

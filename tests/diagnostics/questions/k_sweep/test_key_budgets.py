@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from semdiag.capturing.kept_keys import allowed_keys, kept_keys
+from semdiag.capturing.kept_keys import TopK, allowed_keys, kept_keys
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.mask_rules import TopK
 from semdiag.measuring.calls.running import running
-from semdiag.questions.k_sweep.measure.key_budgets import NeededKeys
+from semdiag.questions.k_sweep.budgets import NeededKeys
 
 
 class Cross(nn.Module):

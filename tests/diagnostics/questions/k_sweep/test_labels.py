@@ -9,12 +9,12 @@ import torch
 import semdiag
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
-from semdiag.questions.k_sweep.measure.rerun import rerun
+from semdiag.questions.k_sweep.answer import change_table
+from semdiag.questions.k_sweep.measure import KSweepPlan
+from semdiag.questions.k_sweep.rerun import rerun
 from semdiag_models import InputError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra test-hf")

@@ -11,16 +11,15 @@ from torch import nn
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import sum_ratio_interval
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.questions.k_sweep.answer.quarters import quarter_table, smallest_enough
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.figures.kinds_by_length import kinds_by_length
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan
-from semdiag.questions.k_sweep.measure.quarters import packed, part_of, quarter_sums
+from semdiag.questions.k_sweep.answer import change_table, quarter_table, smallest_enough
+from semdiag.questions.k_sweep.figures import kinds_by_length
+from semdiag.questions.k_sweep.measure import KSweepPlan
+from semdiag.questions.k_sweep.rerun import packed, part_of, quarter_sums
 from semdiag.questions.k_sweep.words import needed_words, place_lines, verdict_lines
 from semdiag_models import InputError
 

@@ -16,19 +16,15 @@ import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import RandomK, TopK, sparsify
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
-from semdiag.questions.k_sweep.answer.rerun import budget_content
-from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
-from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
-from semdiag.questions.k_sweep.measure.budget_search import greedy
-from semdiag.questions.k_sweep.measure.key_budgets import NeededKeys
-from semdiag.questions.k_sweep.measure.kinds import masks_of
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep_tables
-from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE, mean_change, rerun, upper_change
-from semdiag.questions.k_sweep.words import verdict_lines
+from semdiag.questions.k_sweep.answer import budget_content, sparse_verdict
+from semdiag.questions.k_sweep.budgets import NeededKeys, greedy, masks_of
+from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep.rerun import RERUN_TABLE, mean_change, rerun, upper_change
+from semdiag.questions.k_sweep.words import k_sweep_summary, verdict_lines
 from semdiag_models import Encoder, InputError
 
 LETTERS, LENGTH = 7, 10

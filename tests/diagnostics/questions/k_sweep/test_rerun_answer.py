@@ -8,14 +8,17 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.rerun import change_interval, change_table, share_below
-from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_glance, sparse_verdict
-from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
-from semdiag.questions.k_sweep.figures.loss_change import loss_change
-from semdiag.questions.k_sweep.measure.probe import K_SWEEP_TABLE
-from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
-from semdiag.questions.k_sweep.terminal import print_k_sweep
-from semdiag.questions.k_sweep.words import verdict_lines
+from semdiag.questions.k_sweep.answer import (
+    change_interval,
+    change_table,
+    share_below,
+    sparse_glance,
+    sparse_verdict,
+)
+from semdiag.questions.k_sweep.figures import loss_change
+from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
+from semdiag.questions.k_sweep.rerun import RERUN_TABLE
+from semdiag.questions.k_sweep.words import k_sweep_summary, print_k_sweep, verdict_lines
 
 KEYS, SAMPLES = 16, 300
 HARMLESS, HARMFUL = 0.001, 0.5

@@ -11,14 +11,12 @@ import torch.nn.functional as F
 
 import semdiag
 from semdiag.mathematics.planes import random_plane
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.encoders.movable import MovableEncoder
+from semdiag.measuring.encoders.weights import MovableEncoder
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.measure import measure
+from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
-from semdiag.questions.landscape.answer import landscape_facts, working_distance
+from semdiag.questions.landscape.answer import landscape_facts, landscape_sentences, working_distance
 from semdiag.questions.landscape.measure import LandscapePlan, landscape
-from semdiag.questions.landscape.words import landscape_sentences
 from semdiag_models import InputError
 
 FEW = LandscapePlan(grid=5, radius=0.5)

@@ -13,28 +13,36 @@ import torch
 import torch.nn.functional as F
 
 import semdiag
-from semdiag.mathematics.power_iteration import token_jacobian_norm
-from semdiag.measuring.encoders.movable import MovableEncoder
+from semdiag.mathematics.spectral_norms import token_jacobian_norm
 from semdiag.measuring.encoders.network_constants import network_forms
 from semdiag.measuring.encoders.traces import trace_inputs
-from semdiag.measuring.findings.finding import Verdict
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import Pair
+from semdiag.measuring.encoders.weights import MovableEncoder
+from semdiag.measuring.findings.findings import Findings, Pair, Verdict
 from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.schema import optional_tables
-from semdiag.questions.lipschitz.answer.secant_percentiles import secant_percentiles, secant_ratios
-from semdiag.questions.lipschitz.answer.summary import (
+from semdiag.measuring.percentiles import optional_tables
+from semdiag.questions.lipschitz.answer import (
     AT_POINT,
     SECANTS,
     estimate_findings,
+    lipschitz_sentences,
     ordering_findings,
+    secant_percentiles,
+    secant_ratios,
 )
-from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians, plain_attention
-from semdiag.questions.lipschitz.measure.gradients import ball_gradients, gradient_norms
-from semdiag.questions.lipschitz.measure.probe import LOSS_SECANTS, LipschitzPlan, lipschitz
-from semdiag.questions.lipschitz.measure.secants import GROUPS, LINES, line_secants, plane_secants
-from semdiag.questions.lipschitz.words import lipschitz_sentences
+from semdiag.questions.lipschitz.measure import (
+    GROUPS,
+    LINES,
+    LOSS_SECANTS,
+    LipschitzPlan,
+    ball_gradients,
+    block_jacobians,
+    gradient_norms,
+    line_secants,
+    lipschitz,
+    plain_attention,
+    plane_secants,
+)
 from semdiag_models import Encoder, InputError
 
 FEW = LipschitzPlan(samples=10, planes=2, directions=3, draws=10, radius=0.5)
@@ -103,7 +111,7 @@ def test_lines_move_one_group_alone(tiny_models, inputs):
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_gradients_are_those_of_the_mean_loss(tiny_models, inputs, kind, monkeypatch):
-    monkeypatch.setattr("semdiag.questions.lipschitz.measure.gradients._TOKENS", 36)  # several passes
+    monkeypatch.setattr("semdiag.questions.lipschitz.measure._TOKENS", 36)  # several passes
     encoder = moved(tiny_models[kind], gradients=True)
     norms = gradient_norms(encoder, *inputs)
     naive = copy.deepcopy(tiny_models[kind].module).double().eval()
@@ -182,7 +190,7 @@ def test_no_warning_although_torch_deprecates_what_its_forward_derivatives_call(
     code = """
 import warnings
 import torch
-from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians
+from semdiag.questions.lipschitz.measure import block_jacobians
 from semdiag_models import Encoder, ModelConfig
 warnings.simplefilter("error")
 encoder = Encoder(ModelConfig(3, 2, 4, blocks=1, width=8, mlp_width=8, head_width=8)).double().eval()

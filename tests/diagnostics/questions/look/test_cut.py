@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from semdiag.capturing.inputs.texts import TextOptions
+from semdiag.capturing.inputs import TextOptions
 from semdiag.capturing.loading import load
 from semdiag.commands.one_text import one_text_page
-from semdiag.measuring.conditions import Conditions
-from semdiag.questions.look.measure import heads
-from semdiag.questions.look.measure.loaded import see_loaded
+from semdiag.measuring.measure import Conditions
+from semdiag.questions.look import measure as heads
+from semdiag.questions.look.measure import see_loaded
 from semdiag.questions.look.page import cautions
 
 with warnings.catch_warnings():
@@ -61,7 +61,7 @@ def test_the_page_is_named_only_where_it_cuts(folder):
 
 
 def test_a_model_that_takes_less_than_a_page_is_named(folder, monkeypatch):
-    monkeypatch.setattr("semdiag.questions.look.measure.sample.LONGEST", 400)
+    monkeypatch.setattr("semdiag.questions.look.measure.LONGEST", 400)
     (sentence,) = said(folder, 299)
     assert "its first 300 tokens are shown (the model takes no more)" in sentence
 

@@ -9,9 +9,8 @@ from torch import nn
 
 import semdiag
 from semdiag.measuring.calls.running import unnamed
-from semdiag.questions.look.measure import heads
-from semdiag.questions.look.measure.heads import fitting_k, see
-from semdiag.questions.look.measure.sample import LONGEST, Cut, given_sample
+from semdiag.questions.look import measure as heads
+from semdiag.questions.look.measure import LONGEST, Cut, fitting_k, given_sample, see
 from semdiag_models import InputError
 
 

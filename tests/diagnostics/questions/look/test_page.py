@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import semdiag
-from semdiag.questions.look.write import place_of
+from semdiag.questions.look.page import place_of
 from semdiag_models import Encoder, InputError, ModelConfig
 
 HOSTILE = "</script><script>alert(1)</script>"

@@ -8,28 +8,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.mathematics.selections.number_formats import number_format
-from semdiag.measuring.calls.scored_rows import NotAvailableError
-from semdiag.measuring.conditions import Conditions
+from semdiag.mathematics.rounding import number_format
+from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.questions.mask_precision.answer import precision_of, precision_table
-from semdiag.questions.mask_precision.figures.masks_in_formats import masks_in_formats
-from semdiag.questions.mask_precision.glance import precision_glance
-from semdiag.questions.mask_precision.measure.probe import (
+from semdiag.questions.mask_precision.answer import precision_glance, precision_of, precision_table
+from semdiag.questions.mask_precision.figures import masks_in_formats
+from semdiag.questions.mask_precision.measure import (
     LOST_WEIGHTS,
     ROUNDED_MASKS,
     PrecisionPlan,
     mask_precision,
+    rounded_rows,
 )
-from semdiag.questions.mask_precision.measure.rounded_rows import rounded_rows
 from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
 from semdiag.questions.mask_stability.answer import mask_summary, mask_words
-from semdiag.questions.mask_stability.measure.mask_rows import selection_of
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.mask_stability.mask_rows import selection_of
+from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.mask_stability.terminal import print_masks
 from semdiag_models import InputError
 

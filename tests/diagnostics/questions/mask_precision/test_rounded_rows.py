@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.mathematics.selections.number_formats import FORMATS
-from semdiag.questions.mask_precision.measure import rounded_rows as module
-from semdiag.questions.mask_precision.measure.rounded_rows import BEYOND, OTHER_KEYS, rounded_rows
-from semdiag.questions.mask_stability.measure.mask_rows import selection_of
+from semdiag.mathematics.rounding import FORMATS
+from semdiag.questions.mask_precision import measure as module
+from semdiag.questions.mask_precision.measure import BEYOND, OTHER_KEYS, rounded_rows
+from semdiag.questions.mask_stability.mask_rows import selection_of
 
 NAMES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 KINDS = [FORMATS[name] for name in NAMES]

@@ -13,20 +13,21 @@ from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.page import k_sweep_tables
+from semdiag.questions.k_sweep.answer import change_table
+from semdiag.questions.k_sweep.figures import k_sweep_tables
 from semdiag.questions.k_sweep.words import k_sweep_sentences
 from semdiag.questions.mask_stability import answer
 from semdiag.questions.mask_stability.answer import (
     foreseen_margin,
     heads_pooled,
+    mask_sentences,
     mask_summary,
     mask_table,
+    masks_glance,
+    masks_in_short,
     reliability_tables,
 )
-from semdiag.questions.mask_stability.glance import masks_glance
-from semdiag.questions.mask_stability.page import mask_tables
-from semdiag.questions.mask_stability.words import mask_sentences, masks_in_short
+from semdiag.questions.mask_stability.figures import mask_tables
 from semdiag.reporting.report import measured_sections, write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -10,14 +10,13 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.table import column_types
-from semdiag.questions.mask_stability.measure import mask_rows
-from semdiag.questions.mask_stability.measure.mask_rows import Workspace, row_changes, selection_of
-from semdiag.questions.mask_stability.measure.mask_tables import MASKS, NOISE_EFFECTS
-from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
-from semdiag.questions.stability.measure.probe import external_secants
+from semdiag.questions.mask_stability import mask_rows
+from semdiag.questions.mask_stability.mask_rows import Workspace, row_changes, selection_of
+from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS, NoisePlan, mask_stability
+from semdiag.questions.stability.measure import external_secants
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, K = 7, 12, 3

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.scored_rows import scored_rows
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.calls.collector import scored_rows
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.measure import measure
+from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
 from semdiag.questions.overlap.answer import overlap_summary, overlap_table
+from semdiag.questions.overlap.figures import SECTION
 from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
-from semdiag.questions.overlap.page import SECTION
 from semdiag_models import InputError
 
 K = 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from semdiag import InputError, check_selection
-from semdiag.mathematics.selections.number_formats import FORMATS
+from semdiag.mathematics.rounding import FORMATS
 
 CLASSES = (
     "exact", "legal_tie", "within_rounding", "within_error", "wrong", "duplicate", "out_of_range", "future",
@@ -212,7 +212,7 @@ def test_one_row_a_view_and_a_transposed_tensor():
 
 
 def test_many_rows_in_parts_are_what_they_are_alone(monkeypatch):
-    from semdiag.mathematics.selections import top_k_check
+    from semdiag.mathematics import selections as top_k_check
 
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(300, 12, generator=generator).round(decimals=1)

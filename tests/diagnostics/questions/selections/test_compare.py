@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from semdiag import InputError
-from semdiag.mathematics.selections.number_formats import FORMATS
-from semdiag.questions.selections.answer.compare import comparison_summary
-from semdiag.questions.selections.measure.compare import compare_selections
-from semdiag.questions.selections.measure.files import SelectionFile
+from semdiag.mathematics.rounding import FORMATS
+from semdiag.questions.selections.answer import comparison_summary
+from semdiag.questions.selections.check import SelectionFile
+from semdiag.questions.selections.compare import compare_selections
 
 
 def selection(indices, name="a.npz", **known):

@@ -7,12 +7,10 @@ from torch import nn
 
 from semdiag import InputError
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.selections.number_formats import FORMATS
-from semdiag.questions.selections.answer.own import own_summary
-from semdiag.questions.selections.measure.own import own_selections
-from semdiag.questions.selections.measure.own_rows import Tokens, kind_of
-from semdiag.questions.selections.measure.watch import watch_selections
-from semdiag.questions.selections.words import own_sentences
+from semdiag.mathematics.rounding import FORMATS
+from semdiag.questions.selections.answer import own_sentences, own_summary
+from semdiag.questions.selections.capture import Tokens, kind_of, watch_selections
+from semdiag.questions.selections.compare import own_selections
 
 ROUTERS = {
     "Mixtral": {"num_local_experts": 8},
@@ -282,7 +280,7 @@ def test_a_mistake_of_ours_is_not_blamed_on_the_model(monkeypatch):
     def mistake(*arguments):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("semdiag.questions.selections.measure.own.own_rows", mistake)
+    monkeypatch.setattr("semdiag.questions.selections.compare.own_rows", mistake)
     with pytest.raises(RuntimeError, match="a mistake"):
         selected(Whole(lambda s: s.topk(2)), IDS)
 

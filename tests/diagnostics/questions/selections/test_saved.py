@@ -9,12 +9,10 @@ from indexers_by_hand import INDEXED, LENGTH
 
 from semdiag import InputError
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.selections.number_formats import FORMATS
-from semdiag.questions.selections.measure.compare import compare_selections
-from semdiag.questions.selections.measure.files import read_selection
-from semdiag.questions.selections.measure.own import own_selections
-from semdiag.questions.selections.measure.own_rows import Choices
-from semdiag.questions.selections.measure.saved import Saving
+from semdiag.mathematics.rounding import FORMATS
+from semdiag.questions.selections.capture import Choices
+from semdiag.questions.selections.check import read_selection
+from semdiag.questions.selections.compare import Saving, compare_selections, own_selections
 
 
 def saved(model, path, *batches):
@@ -105,6 +103,6 @@ def test_names_that_cannot_be_written_are_refused_before_anything_runs(tmp_path,
 
 
 def test_more_than_a_file_holds_is_refused(monkeypatch):
-    monkeypatch.setattr("semdiag.questions.selections.measure.saved._LARGEST", 100)
+    monkeypatch.setattr("semdiag.questions.selections.compare._LARGEST", 100)
     with pytest.raises(InputError, match="Save fewer tokens"):
         Saving(Path("own.npz")).add("gate", 0, choices(), None)

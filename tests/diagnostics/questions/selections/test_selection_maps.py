@@ -5,9 +5,9 @@ import torch
 from matplotlib.colors import to_hex
 
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.questions.selections.figures.selection_maps import selection_maps
-from semdiag.questions.selections.measure.own_rows import Choices
-from semdiag.questions.selections.measure.sample_map import LARGEST, sample_map
+from semdiag.questions.selections.capture import Choices
+from semdiag.questions.selections.compare import LARGEST, sample_map
+from semdiag.questions.selections.figures import selection_maps
 
 
 def keys(real=(False, True, True, True), samples=1):

@@ -2,7 +2,7 @@
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
-from semdiag.questions.separation.words import separation_in_short
+from semdiag.questions.separation.answer import separation_in_short
 
 
 def test_only_queries_that_drop_a_key_are_counted(wild_encoder, padded_tokens):

@@ -8,9 +8,8 @@ import torch
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.table import column_types
-from semdiag.questions.stability.measure import probe as perturbation
-from semdiag.questions.stability.measure.probe import SECANTS, measure_secants, noisy_second_half
-from semdiag.questions.stability.measure.softmax_bounds import with_bounds
+from semdiag.questions.stability import measure as perturbation
+from semdiag.questions.stability.measure import SECANTS, measure_secants, noisy_second_half, with_bounds
 from semdiag_models import InputError
 
 

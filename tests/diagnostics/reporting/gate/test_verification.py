@@ -8,18 +8,23 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.strict_json import json_ready
+from semdiag.measuring.findings.findings import Findings, json_ready
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.dispersion.answer.pairs import dispersion_gate
-from semdiag.questions.mask_stability.measure.mask_tables import MASKS
-from semdiag.reporting.gate.drift import drift, read_baseline, tracked_numbers
-from semdiag.reporting.gate.invariants import invariants
-from semdiag.reporting.gate.junit import junit_xml
-from semdiag.reporting.gate.layers import LayerGate, layer_gate
-from semdiag.reporting.gate.rules import parse_rule
-from semdiag.reporting.gate.verification import Expectations, verify
+from semdiag.questions.dispersion.answer import dispersion_gate
+from semdiag.questions.mask_stability.measure import MASKS
+from semdiag.reporting.gate import (
+    Expectations,
+    LayerGate,
+    drift,
+    invariants,
+    junit_xml,
+    layer_gate,
+    parse_rule,
+    read_baseline,
+    tracked_numbers,
+    verify,
+)
 from semdiag_models import InputError
 
 

@@ -1,0 +1,393 @@
+"""Fused attention beyond torch's own function: flash-attention and flex attention."""
+
+import contextlib
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.provenance.score_history import ScoreHistory
+from semdiag.capturing.recording import FORBIDDING, ROOM, SharedChange, full_rows, split_scores
+
+
+class CachedKeys(NamedTuple):
+    """What a cache returned for one call."""
+
+    keys: int  # number of keys; they are the first of the call's
+    new: int  # number of tokens that the call added
+    before: int | None  # tokens before the first key, which the cache has dropped
+    room: int  # keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length
+
+
+class _Last(threading.local):
+    keys: Tensor | None = None  # returned by a cache last; the module may have changed them since
+    layer: int | None = None
+
+
+_RETURNED: Any = WeakTensorKeyDictionary()  # by the keys that a cache returned
+_LAST = _Last()
+
+
+@contextlib.contextmanager
+def watched_caches() -> Iterator[None]:
+    """Record, inside the context, how many tokens came before the first key whenever a cache returns keys."""
+    if hasattr(_cache(), "update"):
+        with _PATCHED.held():
+            yield
+    else:  # transformers is not imported
+        yield
+
+
+def cached_keys(keys: Tensor, layer: int | None, queries: int) -> CachedKeys | None:
+    """Return what a cache returned of a call's keys."""
+    known: CachedKeys | None = _RETURNED.get(keys)
+    last = _LAST.keys
+    if known is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):
+        return known
+    known = _RETURNED.get(last)
+    if known is None or (known.keys, known.new, _LAST.layer) == (keys.shape[2], queries, layer):
+        return known
+    like = known.keys < keys.shape[2] and (last.device, last.dtype) == (keys.device, keys.dtype)
+    return known if like and torch.equal(keys[:, :, : known.keys], last) else None
+
+
+def forget_last() -> None:
+    """Forget the last keys of a cache in this thread: a model starts, and they are none of its calls'."""
+    _LAST.keys = None
+
+
+def _cache() -> Any:
+    return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    cache = _cache()
+    original = cache.update
+
+    def update(
+        self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(self, key_states, value_states, layer_idx, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _note(self, layer_idx, key_states, result)
+        return result
+
+    cache.update = update
+    try:
+        yield
+    finally:
+        cache.update = original
+        forget_last()
+
+
+_PATCHED = SharedChange(_patched)
+
+
+def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
+    """Record what a cache returned; its last key is the last token's unless the cache has unused room."""
+    with contextlib.suppress(Exception):  # custom caches may raise anything
+        keys, layer = result[0], cache.layers[layer_idx]
+        count, length = keys.shape[2], layer.get_seq_length()
+        if isinstance(length, Tensor) and not layer.is_sliding:
+            length = int(length)
+        known = isinstance(length, int)
+        before, room = (max(0, length - count), max(0, count - length)) if known else (None, 0)
+        _RETURNED[keys] = CachedKeys(count, given.shape[2], before, room)
+        _LAST.keys, _LAST.layer = keys, layer_idx
+
+
+MECHANISM = "transformers attention interface"
+
+
+@dataclass(frozen=True, eq=False)
+class InterfaceCall:
+    """The arguments of one call."""
+
+    name: str  # of the module
+    module: nn.Module  # that attends
+    implementation: str  # name of the function that the model looked up
+    q: Tensor  # queries (B, H, Lq, D)
+    k: Tensor  # keys (B, Hk, Lk, D)
+    v: Tensor  # values (B, Hk, Lk, Dv)
+    options: dict[str, Any]  # all other arguments, by name
+
+    def causal(self, default: bool) -> bool:
+        """Return whether the causal rule applies: by the options, else the module, else the default."""
+        given = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", default) if given is None else given)
+
+    @cached_property
+    def cached(self) -> CachedKeys | None:
+        """The keys that a cache returned for it; None if they come from no watched cache."""
+        return cached_keys(self.k, getattr(self.module, "layer_idx", None), self.q.shape[2])
+
+    @property
+    def more_keys(self) -> bool:
+        """Whether other keys follow those from the cache."""
+        return self.cached is not None and self.cached.keys < self.k.shape[2]
+
+    @property
+    def keys_before(self) -> int | None:
+        """Tokens before key 0, which a cache with a window has dropped; None if it does not say how many."""
+        before = None if self.cached is None else self.cached.before
+        queries, keys, window = self.q.shape[2], self.k.shape[2], self.options.get("sliding_window")
+        full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
+        return before if before is not None or full else 0
+
+    def attention(
+        self,
+        mixed: Tensor,
+        allowed: Tensor | None,
+        *,
+        causal: bool,
+        first_query: int,
+        keys_before: int | None = 0,
+        queries: Tensor | None = None,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+        forbidding: float | None = None,
+    ) -> AttentionCall:
+        """Describe the attention; its layer and occurrence are not known here."""
+        scale, given = self.options.get("scaling"), self.options.get("s_aux")
+        sinks = sinks if given is None else given
+        return AttentionCall(
+            module=self.name,
+            layer=0,
+            q=self.q.detach(),
+            k=self.k.detach(),
+            v=self.v.detach(),
+            scale=1 / math.sqrt(max(1, self.q.shape[3])) if scale is None else float(scale),
+            allowed=allowed,
+            queries=queries,
+            selected=None,
+            mixed=mixed.detach().transpose(1, 2),
+            bias=bias,
+            softcap=self.options.get("softcap"),
+            sinks=None if sinks is None else sinks.detach().flatten(),
+            causal=causal,
+            first_query=first_query,
+            keys_before=keys_before or 0,
+            mechanism=MECHANISM,
+            dropout=float(self.options.get("dropout") or 0.0),
+            forbidding=forbidding,
+        )
+
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # read if all are given
+# Other options of the interface's function; a test compares them with the installed transformers.
+OPTIONS = ("attention_mask", "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "cache")
+
+
+class NotFollowedError(Exception):
+    """Raised for a form of the kernels' arguments that is not supported; the message says which."""
+
+
+def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
+    """Describe a call of a flash-attention kernel."""
+    options = given.options
+    if options.get("cache") is not None or options.get("block_table") is not None:
+        raise NotFollowedError("its keys are in the pages of a cache")
+    before = given.keys_before
+    q, k, v = (x.detach().to(output.dtype) for x in (given.q, given.k, given.v))  # as in mixed precision
+    causal, window = given.causal(True), options.get("sliding_window")
+    if window is not None and k.shape[2] <= window:
+        window = None
+    mask = options.get("attention_mask")
+    if mask is not None:
+        if mask.ndim != 2:
+            raise NotFollowedError(f"its mask has {mask.ndim} axes, not 2")
+        mask = mask.bool()
+        k, v = k[:, :, : mask.shape[1]], v[:, :, : mask.shape[1]]  # a static cache has unused room
+    q_length, k_length = q.shape[2], k.shape[2]
+    rule = causal and k_length >= q_length
+    if mask is not None:
+        allowed, queries, by_rule = _masked(mask, q_length, k_length, causal, window)
+    elif (sequences := _sequences(options, q, k)) is not None or window is not None or rule != causal:
+        one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
+        numbers = sequences or (one[:, :q_length], one[:, :k_length])
+        queries = numbers[0] >= 0
+        allowed, by_rule = _seen((queries, numbers[1] >= 0), numbers, causal, window), False
+    else:
+        allowed, queries, by_rule = None, None, rule
+    return replace(given, q=q, k=k, v=v).attention(
+        output,
+        allowed,
+        queries=queries,
+        causal=by_rule,
+        first_query=max(0, k_length - q_length) if causal else 0,
+        keys_before=before if causal else 0,
+    )
+
+
+def _masked(
+    mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Apply a mask (B, Lk) of real tokens."""
+    if q_length == k_length and window is None:
+        return mask[:, None, None], mask, causal
+    queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
+    real = mask.new_ones(len(mask), 1) if queries is None else queries
+    return _seen((real, mask), (real.long() * 0, mask.long() * 0), causal, window), queries, False
+
+
+def _sequences(options: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the sequence of each query (1, Lq) and key (1, Lk), -1 for none; None if they are not packed."""
+    lengths = q.shape[2], k.shape[2]
+    if all(options.get(name) is not None for name in _PACKED):
+        if len(q) != 1:
+            raise NotFollowedError("packed sequences fill more than one row")
+        first, second = (_numbered(options[x], n) for x, n in zip(_PACKED[:2], lengths, strict=True))
+        return first, second
+    positions = options.get("position_ids")
+    if positions is None or len(q) != 1 or positions.shape[-1] == 1:
+        return None
+    if positions.numel() != lengths[0]:
+        raise NotFollowedError("its positions are not one per query")
+    positions = positions.reshape(1, -1)
+    lowest = positions.min()
+    if bool((positions == lowest + torch.arange(lengths[0], device=positions.device)).all()):
+        return None
+    if lengths[0] != lengths[1]:
+        raise NotFollowedError("packed sequences have keys besides their own")
+    number = (positions == lowest).cumsum(-1) - 1
+    return number, number
+
+
+def _numbered(ends: Tensor, length: int) -> Tensor:
+    places = torch.arange(length, device=ends.device)
+    number = torch.bucketize(places, ends[1:].long(), right=True)
+    return number.masked_fill((places < ends[0]) | (places >= ends[-1]), -1)[None]
+
+
+def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: bool, window: int | None) -> Tensor:
+    """Return which keys each query sees, (B, 1, Lq, Lk) bool."""
+    ranks, counts = [], []
+    for there, number in zip(real, numbers, strict=True):
+        number = number.clamp(min=0)
+        size = len(there), int(max(n.max() for n in numbers)) + 1
+        count = torch.zeros(size, dtype=torch.long, device=there.device).scatter_add_(1, number, there.long())
+        before = (count.cumsum(1) - count).gather(1, number)
+        ranks.append(there.cumsum(1) - 1 - before)
+        counts.append(count)
+    own = numbers[0].clamp(min=0)
+    place = (ranks[0] + (counts[1] - counts[0]).gather(1, own))[:, :, None]
+    keys = ranks[1][:, None]
+    seen = real[0][:, :, None] & real[1][:, None] & (numbers[0][:, :, None] == numbers[1][:, None])
+    if causal:
+        seen = seen & (keys <= place)
+    if window is not None:
+        seen = seen & ((keys - place).abs() < window)
+    return seen[:, None]
+
+
+def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False) -> AttentionCall:
+    """Describe fully masked rows as they act: the constant swallows their scores, so all keys weigh equally."""
+    if full is None or call.sinks is not None:
+        return call
+    swallowed = not (fused and call.q.dtype == torch.float16)
+    q = call.q.masked_fill(full.any(-1, keepdim=True), 0) if swallowed else call.q
+    return replace(call, q=q, fully_masked=full)
+
+
+def with_full_rows_read(
+    history: ScoreHistory, scores: Tensor
+) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
+    """Read fully masked rows, and rows at one low constant, from the softmax's input."""
+    allowed, top = history.allowed, scores.amax(-1, keepdim=True)
+    enough = FORBIDDING + ROOM
+    low = (top <= enough) & top.isfinite()
+    if not bool(low.any()):
+        return history, allowed, None
+    below = scores - top
+    near = below > enough
+    none = torch.zeros_like(low) if allowed is None else ~allowed.expand(scores.shape).any(-1, keepdim=True)
+    rows = low & (none | ((below == 0) | ~near).all(-1, keepdim=True))
+    if not bool(rows.any()):
+        return history, allowed, None
+    full = rows & near
+    bias = torch.where(rows, below.masked_fill(~near, 0), 0.0 if history.bias is None else history.bias)
+    q = history.q.expand(*history.lead, *history.q.shape[-2:]).masked_fill(rows, 0)
+    allowed = ~rows if allowed is None else ~rows & allowed
+    return replace(history, q=q, bias=bias if bool(bias.any()) else None), allowed, full
+
+
+FLEX_MECHANISM = "flex_attention"
+_ARGUMENTS = (
+    *("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options"),
+    *("score_mod_other_buffers", "mask_mod_other_buffers"),
+)
+_AXES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
+
+
+def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> AttentionCall:
+    """Describe a call of the operator flex_attention."""
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    q, k, v = (given[name].detach() for name in _ARGUMENTS[:3])
+    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+    blocks, score, buffers = given["block_mask"], given["score_mod"], given.get("score_mod_other_buffers", ())
+    call = AttentionCall(
+        module="",
+        layer=0,
+        q=q,
+        k=k,
+        v=v,
+        scale=float(given["scale"]),
+        allowed=None,
+        queries=None,
+        selected=None,
+        mixed=mixed.detach(),
+        mechanism=FLEX_MECHANISM,
+    )
+    with torch.no_grad(), _disable_current_modes(), torch.autocast(q.device.type, enabled=False):
+        shape = (*blocks[2].shape[:2], q.shape[2], k.shape[2])
+        allowed = mask_of(blocks[-1], shape, q.device, given.get("mask_mod_other_buffers", ()))
+        if getattr(score, "__name__", "") == "_identity":
+            return AttentionCall(**{**vars(call), "allowed": allowed})
+        scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        modified = _over_all(score, (0,), buffers)(scores, *_places(scores.shape, q.device), *buffers)
+        modified = modified if allowed is None else modified.masked_fill(~allowed, -torch.inf)
+        full = full_rows(modified)
+        allowed, modified, forbidding = split_scores(modified)
+        bias = modified - scores
+        bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
+        call = AttentionCall(**{**vars(call), "allowed": allowed, "bias": bias, "forbidding": forbidding})
+        return swallowing(call, full)
+
+
+def mask_of(
+    mask: Callable[..., Tensor], shape: tuple[int, ...], device: torch.device, buffers: tuple[Any, ...] = ()
+) -> Tensor | None:
+    """Evaluate a mask function at all positions."""
+    with torch.no_grad():
+        allowed = _over_all(mask, (), buffers)(*_places(shape, device), *buffers).expand(shape)
+        return None if bool(allowed.all()) else allowed
+
+
+def _places(shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    return [torch.arange(length, device=device) for length in shape]
+
+
+def _over_all(
+    function: Callable[..., Tensor], first: tuple[int, ...], buffers: tuple[Any, ...]
+) -> Callable[..., Tensor]:
+    """Vectorise a function of scalars over all axes, as torch evaluates it uncompiled."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    for axes in _AXES:
+        function = torch.vmap(function, in_dims=(*first, *axes, *(None,) * len(buffers)))
+
+    def evaluated(*args: Any) -> Tensor:
+        with TransformGetItemToIndex():  # functions may index tables by position
+            return function(*args)
+
+    return evaluated

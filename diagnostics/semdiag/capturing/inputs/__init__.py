@@ -1,1 +1,0 @@
-"""Read a model's inputs: files of tensors and token ids, and texts with their tokenizer."""

@@ -1,0 +1,242 @@
+"""What training, sweeping and checking print."""
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import typer
+
+from semdiag.commands.measuring import command_line
+from semdiag.commands.train import TimedBar
+from semdiag.measuring.counted import counted
+from semdiag.presenting.section import (
+    NEVER,
+    Column,
+    NumberTable,
+    count,
+    four_digits,
+    percent,
+    plain,
+    text,
+    three_digits,
+    two_decimals,
+    wide_console,
+)
+from semdiag.presenting.terminal import minutes, say, tell
+from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
+from semdiag.reporting.gate import LayerGate, Verification
+
+if TYPE_CHECKING:
+    from semdiag_models.sweeps.grid import SweepRun
+    from semdiag_models.sweeps.runs import Estimate, RunResult
+
+_ROWS = 100  # printed; the files hold all
+_ESTIMATES = (
+    Column("task", form=text), Column("attention", form=text), Column("runs", drop=2), Column("left"),
+    Column("epochs_left"), Column("s/epoch", form=two_decimals), Column("hours", form=two_decimals),
+)  # fmt: skip
+_RESULTS = (
+    Column("run", form=text), Column("status", form=text), Column("epochs"),
+    Column("epochs_to_target", "to {}", drop=NEVER), Column("train_accuracy", "train", percent),
+    Column("holdout_accuracy", "held-out", percent, drop=NEVER),
+    Column("best_holdout_accuracy", "best", percent, drop=1), Column("seconds", form=count, drop=2),
+)  # fmt: skip
+
+
+def print_estimates(
+    runs: "list[SweepRun]", estimates: "list[Estimate]", jobs: int, as_json: bool, quiet: bool
+) -> None:
+    """Print runs and hours by task and attention, and all runs in JSON."""
+    groups: dict[tuple[str, str], list[tuple[SweepRun, Estimate]]] = {}
+    for run, left in zip(runs, estimates, strict=True):
+        groups.setdefault((run.training.task_label, run.model.attention_label), []).append((run, left))
+    hours = sum(left.hours for left in estimates)
+    if not quiet:
+        from semdiag.presenting.section import NumberTable, wide_console
+
+        rows = []
+        for (task, attention), members in groups.items():
+            left_over = [left for _, left in members if left.epochs]
+            epochs, total = sum(left.epochs for left in left_over), sum(left.hours for _, left in members)
+            rows.append(
+                {
+                    "task": task, "attention": attention, "runs": len(members), "left": len(left_over),
+                    "epochs_left": epochs, "s/epoch": total * 3600 / epochs if epochs else None, "hours": total,
+                }
+            )  # fmt: skip
+        wide_console().print(NumberTable(_ESTIMATES, rows, "Runs"))
+        if any(left.epochs for left in estimates):
+            say("Measured: a few steps, timed just now on one thread.")
+        bound = "at most " if any(run.training.until is not None for run in runs) else ""
+        unfinished = sum(e.epochs > 0 for e in estimates)
+        in_all = counted(sum(e.epochs for e in estimates), "epoch")
+        say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{in_all}.")
+        alone, together = (minutes(3600 * hours / many) for many in (1, jobs))
+        say(f"{bound}{alone} on one core, {together} with {jobs} at once.")
+    if as_json:
+        _echo_json(
+            {
+                "schema": "semdiag.sweep-estimate/1",
+                "provenance": {"command": command_line()},
+                "hours": hours,
+                "jobs": jobs,
+                "results": [
+                    {
+                        "run": run.name,
+                        "task": run.training.task_label,
+                        "attention": run.model.attention,
+                        "k": run.model.k,
+                        "seed": run.training.seed,
+                        "epochs": e.epochs,
+                        "epoch_seconds": e.epoch_seconds,
+                    }
+                    for run, e in zip(runs, estimates, strict=True)
+                ],
+            }
+        )
+
+
+def _echo_json(content: dict[str, Any]) -> None:
+    import json
+
+    typer.echo(json.dumps(content, indent=1, allow_nan=False))
+
+
+def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json: bool, quiet: bool) -> None:
+    """Print the table of results; of very many runs only those that are not done."""
+    from semdiag_models.sweeps.runs import results_document
+
+    if as_json:
+        _echo_json(results_document(rows, {"command": command_line(), "target": target}))
+    if quiet:
+        return
+    from semdiag.presenting.section import NumberTable, wide_console
+
+    shown = [asdict(row) for row in rows if len(rows) <= _ROWS or row.status != "done"]
+    if shown:
+        wide_console().print(NumberTable(_RESULTS, shown, "Results", unit=f"{target:.0%}"))
+    for row in rows:
+        if row.problem:
+            tell(f"{row.run}: {row.problem}")
+    counts = Counter(row.status for row in rows)
+    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
+    say(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
+
+
+class SweepProgress(TimedBar):
+    """A bar on stderr: epochs of all runs together, time left, and a line for every run that ends."""
+
+    def __init__(self, runs: "list[SweepRun]", rows: "dict[str, RunResult]", folder: Path, quiet: bool) -> None:
+        self._folder, self._count, self._failed = folder, len(runs), 0
+        self.open = {
+            run.name: run.training.epochs for run in runs if rows[run.name].status in ("begun", "waiting")
+        }
+        self._closed = sum(run.training.epochs for run in runs if run.name not in self.open)
+        runs_ended, epochs = "runs {task.fields[ended]}/{task.fields[count]}", "epochs {task.percentage:>3.0f}%"
+        super().__init__(
+            (runs_ended, epochs, "left at most", "{task.fields[failed]}"),
+            quiet,
+            total=sum(run.training.epochs for run in runs),
+            ended=self._ended,
+            count=self._count,
+            failed="",
+        )
+
+    @property
+    def _ended(self) -> int:
+        return self._count - len(self.open)
+
+    def __enter__(self) -> Self:
+        if not self._quiet:
+            tell(f"{counted(self._count, 'run')} in {self._folder}, {self._ended} of them done.")
+        super().__enter__()
+        self.tick()
+        self._completed_before = self._bar.tasks[0].completed
+        return self
+
+    def tick(self) -> None:
+        """Update the bar from the running runs."""
+        from semdiag_models.sweeps.runs import epochs_so_far
+
+        so_far = sum(epochs_so_far(self._folder / name) for name in self.open)
+        self._bar.update(self._task, completed=self._closed + so_far)
+        self._minutes.tick()  # called about once a second, so no thread needs to watch the clock
+
+    def _state(self) -> str:
+        (task,) = self._bar.tasks
+        failed = f", {task.fields['failed']}" if task.fields["failed"] else ""
+        ended = f"{task.fields['ended']} of {counted(self._count, 'run')} ended{failed}"
+        return f"{ended}, {task.percentage:.0f}% of epochs"
+
+    def ended(self, run: "SweepRun", row: "RunResult") -> None:
+        """Count a run that has ended, and say how."""
+        self._closed += self.open.pop(run.name)
+        self._failed += row.status != "done"
+        self._bar.update(self._task, ended=self._ended, failed=f"{self._failed} failed" if self._failed else "")
+        reached = "" if row.train_accuracy is None else f", training accuracy {percent(row.train_accuracy)}"
+        line = f"{row.status} {row.run} after {counted(row.epochs, 'epoch')}{reached} {row.problem}".rstrip()
+        if not self._quiet:
+            self._bar.console.print(line, soft_wrap=True)
+
+
+def print_check(result: Verification) -> None:
+    """Print pairs, layers, invariants, rules, and what was not compared with the baseline."""
+    console = wide_console()
+    for pair, gate in zip(result.pairs, result.layers, strict=True):
+        console.print(_pair(pair))
+        console.print(_layers(gate))
+    for invariant in result.invariants:
+        console.print(f"{'holds' if invariant.passed else 'FAILS'}: {invariant.words}")
+    for rule in result.rules:
+        word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
+        value = four_digits(rule.value) if rule.known else "undefined"
+        console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}")
+    for words in result.compared.words if result.compared else ():
+        console.print(f"not compared: {words}")
+
+
+def conclusion(result: Verification) -> str:
+    """Return in a line how much passes."""
+    passing = sum(pair.passed and gate.passed for pair, gate in zip(result.pairs, result.layers, strict=True))
+    parts = [f"{passing} of {len(result.pairs)} pairs pass"] if result.pairs else []
+    parts.append(f"{sum(i.passed for i in result.invariants)} of {len(result.invariants)} invariants hold")
+    if result.rules:
+        parts.append(f"{sum(r.passed for r in result.rules)} of {len(result.rules)} rules hold")
+    if result.compared:
+        unmatched = sum(moved.quantity == "model" for moved in result.drifts)
+        numbers = len(result.drifts) - unmatched
+        changes = [f"{counted(numbers, 'number')} left the baseline"] if numbers else []
+        changes += [f"{counted(unmatched, 'model')} of the baseline not matched"] if unmatched else []
+        parts.append(f"{result.compared.compared} of {result.compared.models} models compared")
+        parts[-1] += f", {' and '.join(changes) or 'nothing has drifted'}"
+    return f"{'; '.join(parts)}."
+
+
+def _pair(result: GateResult) -> NumberTable:
+    named = {"δ_s, full": result.full, "δ_h, top-k": result.topk}
+    rows = [{"nats": name} | {p: four_digits(values[p]) for p in SHOWN} for name, values in named.items()]
+    rows.append({"nats": "δ_h < δ_s"} | {p: _verdict(result, p) for p in SHOWN})
+    return NumberTable(
+        [Column("nats", form=text), *(Column(p, form=plain) for p in SHOWN)], rows, result.pair.label
+    )
+
+
+def _verdict(result: GateResult, percentile: str) -> str:
+    if percentile not in GATED:
+        return "–"
+    if percentile in result.unknown:
+        return "cannot tell"
+    return "FAILS" if percentile in result.failed else "holds"
+
+
+def _layers(gate: LayerGate) -> str:
+    if not gate.failing:
+        return f"δ_h < δ_s at the median of each of the {len(gate.full)} layers"
+    judged = [n for n in gate.failing if n not in gate.unknown]
+    parts = [f"layer {n} ({three_digits(gate.topk[n])} against {three_digits(gate.full[n])})" for n in judged]
+    sentences = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
+    unjudged = ", ".join(f"layer {n}" for n in gate.unknown)
+    sentences += [f"cannot be judged at the median of {unjudged}"] if unjudged else []
+    allowed = "which fails" if not gate.passed else "which is allowed in fewer than half of the layers"
+    return f"δ_h < δ_s {' and '.join(sentences)}, {allowed}"

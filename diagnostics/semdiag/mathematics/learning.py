@@ -1,0 +1,183 @@
+"""Medians of numbers some of which are censored: known only from one side."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+import numpy as np
+import scipy
+from torch import Tensor
+
+_ALL, _SOME = (
+    200_000,
+    20_000,
+)  # relabellings of a permutation test: up to the first all are tried, else the second at random
+
+
+@dataclass(frozen=True)
+class MedianInterval:
+    """The median of a few draws, each of which is a number or a range.
+
+    Attributes:
+        count: draws.
+        low: the median if every draw is as small as its range allows.
+        high: the median if every draw is as large as its range allows; equal to ``low`` if all are known.
+        interval_low: lower end of a distribution-free interval for the population's median; NaN for one draw.
+        interval_high: upper end.
+        coverage: the interval's confidence; 0 for one draw.
+    """
+
+    count: int
+    low: float
+    high: float
+    interval_low: float
+    interval_high: float
+    coverage: float
+
+
+def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: float = 0.95) -> MedianInterval:
+    """Return the median of draws that may be censored, with an interval from order statistics.
+
+    The r-th smallest and the r-th largest of n draws enclose the median with probability 1 − 2 P(Binomial(n, ½) <
+    r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1. The largest r that reaches the
+    confidence is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the
+    low values and the upper end from the high ones.
+
+    Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
+
+    Args:
+        lows: smallest value that each draw may have; ``-inf`` if nothing is known.
+        highs: largest value; equal to the low one where the draw is known.
+        confidence: wanted, in (0, 1).
+
+    Returns:
+        The median and its interval.
+
+    Raises:
+        ValueError: if there is no draw, or a range is empty.
+
+    Example:
+        >>> found = median_interval([2.0, 3.0, 5.0], [2.0, 3.0, float("inf")])
+        >>> found.low, found.high, found.interval_low, found.interval_high, found.coverage
+        (3.0, 3.0, 2.0, inf, 0.75)
+    """
+    n = len(lows)
+    if n == 0 or n != len(highs):
+        raise ValueError(f"Every draw needs a low and a high value, and there must be one. Got {n}, {len(highs)}.")
+    if any(not low <= high for low, high in zip(lows, highs, strict=True)):
+        raise ValueError("The low value of a draw must not be above its high value.")
+    below, above = sorted(lows), sorted(highs)
+    ranks = [r for r in range(1, n // 2 + 1) if _coverage(n, r) >= confidence]
+    rank = max(ranks, default=1)
+    many = n > 1
+    return MedianInterval(
+        count=n,
+        low=_middle(below),
+        high=_middle(above),
+        interval_low=below[rank - 1] if many else math.nan,
+        interval_high=above[n - rank] if many else math.nan,
+        coverage=_coverage(n, rank) if many else 0.0,
+    )
+
+
+def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> float:
+    """Return the time by which half of the runs have arrived, if some were stopped before.
+
+    Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
+
+    Args:
+        durations: when each run arrived, or when it was stopped.
+        arrived: whether it arrived.
+
+    Returns:
+        The smallest time at which the estimated share of arrivals reaches ½; +inf if it never does.
+
+    Raises:
+        ValueError: if there is no run.
+
+    Example:
+        >>> kaplan_meier_median([3, 5, 100], [True, True, False])
+        5.0
+    """
+    if not len(durations):
+        raise ValueError("There is no median without runs.")
+    if not any(arrived):
+        return math.inf
+    censored = ~np.asarray(arrived, dtype=bool)
+    share = scipy.stats.ecdf(
+        scipy.stats.CensoredData.right_censored(np.asarray(durations, dtype=float), censored)
+    ).cdf
+    there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
+    return float(there[0]) if len(there) else math.inf
+
+
+def logrank_p(
+    first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
+) -> float:
+    """Return the p-value of a two-sided log-rank test by permutation: do two sides arrive at different times?
+
+    Each run has the log-rank score d − Λ(t): whether it arrived, minus the cumulative hazard of all runs at its
+    time (Nelson–Aalen). Scores add up to 0; one side's sum is its observed minus expected arrivals. p is the share
+    of relabellings with a sum as far from 0: of all, if there are at most 200,000, else of 20,000 random ones.
+
+    Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
+    too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).
+
+    Args:
+        first: one side's runs: when each arrived or was stopped, and whether it arrived.
+        second: the other side's.
+
+    Returns:
+        In (0, 1].
+
+    Example:
+        >>> logrank_p(([10, 11, 12], [True] * 3), ([20, 21, 22], [True] * 3))
+        0.1
+    """
+    times = np.concatenate([first[0], second[0]]).astype(float)
+    there = np.concatenate([first[1], second[1]]).astype(bool)
+    moments, arrivals = np.unique(times[there], return_counts=True)
+    hazard = np.cumsum(arrivals / (times >= moments[:, None]).sum(1))
+    scores = there - np.concatenate([[0.0], hazard])[np.searchsorted(moments, times, side="right")]
+    n, count = len(first[0]), len(times)
+    observed = abs(scores[:n].sum()) - 1e-9  # tolerance for sums in another order
+    if math.comb(count, n) <= _ALL:
+        chosen = np.fromiter(chain.from_iterable(combinations(range(count), n)), int).reshape(-1, n)
+        return float((abs(scores[chosen].sum(1)) >= observed).mean())
+    draws = np.random.default_rng(0)
+    sums = [abs(draws.permutation(scores)[:n].sum()) for _ in range(_SOME)]
+    return float((1 + (np.array(sums) >= observed).sum()) / (1 + _SOME))
+
+
+def _coverage(n: int, rank: int) -> float:
+    return float(max(0.0, 1 - 2 * scipy.stats.binom.cdf(rank - 1, n, 0.5)))
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    n = len(ordered)
+    low, high = ordered[(n - 1) // 2], ordered[n // 2]
+    return low if low == high else (low + high) / 2
+
+
+NO_CLASS = -1  # prediction if a logit is NaN: never right
+
+
+def predicted_classes(logits: Tensor) -> Tensor:
+    """Return the class of the largest logit, the first of equal ones; ``NO_CLASS`` if a logit is NaN.
+
+    torch's argmax treats NaN as the largest, so a diverged model would be right at times.
+
+    Args:
+        logits: (…, C), or log-probabilities.
+
+    Returns:
+        (…) int64.
+
+    Example:
+        >>> import torch
+        >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
+        [1, -1]
+    """
+    classes = logits.argmax(-1)  # NaN where there is one
+    return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

@@ -1,0 +1,285 @@
+"""Scores of rounded queries and keys: what an engine computes, its possible error, and which sets survive."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.mask_stability import TopSet
+from semdiag_models.reading import unknown_name
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A binary floating-point format.
+
+    Attributes:
+        name: torch's name.
+        digits: p, of the significand, with the implicit leading one.
+        exponent: of the smallest normal number, 2^exponent.
+        largest: the largest finite number.
+    """
+
+    name: str
+    digits: int
+    exponent: int
+    largest: float
+
+    @property
+    def overflow(self) -> float:
+        """The smallest number that rounds above the largest finite one: half a unit in the last place above it."""
+        return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1 - self.digits)
+
+
+FORMATS: dict[str, NumberFormat] = {
+    "float64": NumberFormat("float64", 53, -1022, torch.finfo(torch.float64).max),
+    "float32": NumberFormat("float32", 24, -126, torch.finfo(torch.float32).max),
+    "bfloat16": NumberFormat("bfloat16", 8, -126, torch.finfo(torch.bfloat16).max),
+    "float16": NumberFormat("float16", 11, -14, 65504.0),
+    "float8_e4m3fn": NumberFormat("float8_e4m3fn", 4, -6, 448.0),
+    "float8_e5m2": NumberFormat("float8_e5m2", 3, -14, 57344.0),
+}
+_SHORT = {
+    "fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16",
+    "fp8-e4m3": "float8_e4m3fn", "fp8-e5m2": "float8_e5m2",
+}  # fmt: skip
+
+
+def number_format(name: str) -> NumberFormat:
+    """Return a format by torch's name or a short one.
+
+    Source: docs/theory.md#rounded-scores; digits and exponents are those of ``torch.finfo``. Deviation: none.
+
+    Args:
+        name: like "bfloat16" or "bf16".
+
+    Raises:
+        InputError: if there is none.
+
+    Example:
+        >>> number_format("bf16").digits
+        8
+    """
+    known = str(name).removeprefix("torch.")
+    known = _SHORT.get(known, known)
+    if known not in FORMATS:
+        raise unknown_name("number format", str(name), [*FORMATS, *_SHORT])
+    return FORMATS[known]
+
+
+def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1) -> Tensor:
+    """Return whether rounding to a format may make the lower of two scores equal to or larger than the higher one.
+
+    Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
+    rounds above the largest finite number counts as that number; two such scores may always swap. If one engine
+    rounded h and l, and another one chose, which rounded the same scores itself:
+    h − l ≤ 2(u(|h| + |l|) + 2η).
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        lower: scores (...), not NaN.
+        higher: scores (...) that are not smaller.
+        kind: the format to which the engine rounded its scores.
+        engines: 1 if these scores were rounded, 2 if they are themselves rounded.
+
+    Returns:
+        bool (...).
+
+    Example:
+        >>> one = torch.tensor(1.0, dtype=torch.float64)
+        >>> may_swap(one, one + torch.tensor([2**-9, 2**-6]), FORMATS["bfloat16"]).tolist()
+        [True, False]
+    """
+    lower, higher = lower.double(), higher.double()
+    beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
+    finite = lower.isfinite() & higher.isfinite()
+    low, high = (score.clamp(-kind.largest, kind.largest) for score in (lower, higher))
+    unit = 2.0**-kind.digits
+    error = engines * (unit * low.abs() + unit * high.abs() + 2.0 ** (kind.exponent - kind.digits + 1))
+    return (lower == higher) | beyond | finite & (high - low <= error)
+
+
+def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor:
+    """Return a difference of scores in units of the last place of a score in a format.
+
+    Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the exponent of the smallest normal number. A score
+    above the largest finite number counts as that number.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        difference: (...); infinities and NaN stay.
+        score: (...), not NaN.
+        kind: the format.
+
+    Returns:
+        float64 (...).
+
+    Example:
+        >>> last_places(torch.tensor(0.25), torch.tensor(3.0), FORMATS["float8_e4m3fn"]).item()
+        1.0
+    """
+    size = score.double().abs().clamp(max=kind.largest)
+    exponent = torch.frexp(size).exponent.sub(1).clamp(min=kind.exponent)
+    exponent = torch.where(size > 0, exponent, kind.exponent)
+    return torch.ldexp(difference.double(), kind.digits - 1 - exponent)
+
+
+_UNIT = 2.0**-24  # of float32, in which products are added
+_TINY = 2.0**-150  # half of float32's smallest subnormal number
+_WIDEST = 2**20  # width of a head, so that γ stays below 1/2
+_SCALES = 2.0**-126, 2.0**126  # normal numbers in float32, with room for the product
+_OWN = 1 + 2.0**-30  # covers what float64 can lose of a bound
+
+
+def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
+    """Return values rounded once to a format: to nearest, ties to even, with subnormals, saturating.
+
+    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the unit in the last place of x', M the largest finite
+        number.
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        values: (...), finite.
+        kind: the format; no scale is applied.
+
+    Returns:
+        float64 (...), each a number of the format.
+
+    Example:
+        >>> from semdiag.mathematics.rounding import FORMATS
+        >>> rounded(torch.tensor([1.05, 2**-10, 1000.0]), FORMATS["float8_e4m3fn"]).tolist()
+        [1.0, 0.0, 448.0]
+    """
+    values = values.double().clamp(-kind.largest, kind.largest)
+    place = _last_place(values, kind)
+    return torch.round(values / place) * place
+
+
+def rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
+    """Return how far :func:`rounded` can move a number of at most this size.
+
+    Formula: e(x) = max(t/2, |x| − M), t the unit in the last place of min(|x|, M); e(0) = 0.
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        size: |x|, (...) ≥ 0.
+        kind: the format.
+
+    Returns:
+        float64 (...).
+
+    Example:
+        >>> from semdiag.mathematics.rounding import FORMATS
+        >>> rounding_error(torch.tensor([1.0, 450.0]), FORMATS["float8_e4m3fn"]).tolist()
+        [0.0625, 16.0]
+    """
+    size = size.double()
+    error = torch.maximum(_last_place(size.clamp(max=kind.largest), kind) / 2, size - kind.largest)
+    return torch.where(size == 0, 0.0, error)
+
+
+def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
+    """Return the scores of an engine: operands in a format, sums in float32, then the score in the format.
+
+    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))).
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        q: queries (..., Lq, D), finite.
+        k: keys (..., Lk, D), finite.
+        scale: c.
+        kind: the format.
+
+    Returns:
+        float64 (..., Lq, Lk), nats; meaningless, perhaps NaN, if :func:`score_error` is infinite.
+
+    Example:
+        >>> from semdiag.mathematics.rounding import FORMATS
+        >>> rounded_scores(torch.tensor([[1.05]]), torch.tensor([[2.0]]), 1.0, FORMATS["float8_e4m3fn"]).item()
+        2.0
+    """
+    sums = rounded(q, kind).float() @ rounded(k, kind).float().mT
+    return rounded((sums * scale).double(), kind)
+
+
+def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncated: bool = True) -> Tensor:
+    """Return how far an engine's scores can be from c q·k, in any order of summation.
+
+    Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(m|c| + 1)t,
+    a = e(q), b = e(k), γ = nu/(1 − nu). Accumulation in float32, rounded to nearest: n = D + 4, m = D, u = 2^−24,
+    t = 2^−150. Truncated, as on tensor cores, which also cut addends at the last place of the largest:
+    n = 2D + 4, m = 2D, u = 2^−23, t = 2^−149; it is not smaller, and covers both.
+
+    Source: docs/theory.md#rounded-operands; γ as in Higham, Accuracy and Stability of Numerical Algorithms, ch. 3;
+    not in the paper. Deviation: none.
+
+    Args:
+        q: queries (..., Lq, D), finite.
+        k: keys (..., Lk, D), finite.
+        scale: c.
+        kind: the format.
+        truncated: whether float32 sums may be truncated: True where the engine is not known.
+
+    Returns:
+        float64 (..., Lq, Lk), nats; inf if unknown: a number is not finite, a sum can exceed float32's largest
+        number, the head is wider than 2^20, |c| is neither zero nor between 2^−126 and 2^126, or the format is
+        finer than float32.
+
+    Example:
+        >>> from semdiag.mathematics.rounding import FORMATS
+        >>> error = score_error(torch.tensor([[1.05]]), torch.tensor([[2.0]]), 1.0, FORMATS["float8_e4m3fn"])
+        >>> round(error.item(), 3)
+        0.389
+    """
+    width, c = q.shape[-1], abs(scale)
+    if width > _WIDEST or not (c == 0 or _SCALES[0] <= c <= _SCALES[1]) or 2.0**-kind.digits < _UNIT:
+        return q.new_full((*q.shape[:-1], k.shape[-2]), torch.inf, dtype=torch.float64)
+    terms, coarser = (2 * width, 2) if truncated else (width, 1)
+    lost = (terms + 4) * coarser * _UNIT
+    gamma = lost / (1 - lost)
+    queries, keys = q.double().abs(), k.double().abs().mT
+    a, b = rounding_error(queries, kind), rounding_error(keys, kind)
+    operands = queries @ b + a @ (keys + b)
+    largest = (queries + a) @ (keys + b)
+    summed = c * (operands + gamma * largest) + 2 * (terms * c + 1) * coarser * _TINY
+    score = (scale * (q.double() @ k.double().mT)).abs()
+    error = (summed + rounding_error((score + summed) * _OWN, kind)) * _OWN
+    return torch.where(largest * max(c, 1.0) < 2.0**127, error, torch.inf)
+
+
+def _last_place(values: Tensor, kind: NumberFormat) -> Tensor:
+    """Return the spacing of the format around each value, which is at most the largest finite number."""
+    power = torch.where(values == 0, 0.0, values / (2 * torch.frexp(values).mantissa))  # 2^⌊log₂|x|⌋, exactly
+    return power.clamp(min=2.0**kind.exponent) * 2.0 ** (1 - kind.digits)
+
+
+def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
+    """Return whether each row keeps its set however its scores move within their errors.
+
+    Formula: min_S (z − E) > max_{A∖S} (z + E). It holds wherever Δ > 2 max E.
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        scores: z, float64 (..., L); -inf where a key is not allowed.
+        error: E ≥ 0, (..., L).
+        before: the sets of the scores, of rows with more than k allowed keys.
+
+    Returns:
+        Bool (...). False decides nothing: such a row may keep its set or change it.
+
+    Example:
+        >>> from semdiag.mathematics.mask_stability import top_set
+        >>> z = torch.tensor([[3.0, 0.0, 2.5, 1.0]], dtype=torch.float64)
+        >>> [survives_rounding(z, torch.full_like(z, e), top_set(z, 2)).item() for e in (0.7, 0.8)]
+        [True, False]
+    """
+    error = torch.where(scores.isfinite(), error, 0.0)
+    lowest = (scores - error).gather(-1, before.positions).amin(-1)
+    return lowest > (scores + error + before.outside).amax(-1)

@@ -1,0 +1,514 @@
+"""Check row by row whether the chosen keys have the largest scores, without sorting."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.rounding import NumberFormat, may_swap, rounded
+from semdiag_models import InputError
+
+
+@dataclass(frozen=True)
+class AllowedKeys:
+    """The keys that each row may choose, ``first`` ≤ j < ``end``.
+
+    Attributes:
+        first: int64 (rows,).
+        end: int64 (rows,).
+        position: int64 (rows,), of the row's query among the keys; None if unknown, when no key is in the future.
+        counts: bool (rows,), False for the rows of padded queries.
+    """
+
+    first: Tensor
+    end: Tensor
+    position: Tensor | None
+    counts: Tensor
+
+
+def allowed_keys(
+    rows: tuple[int, ...],
+    keys: int,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    documents: Tensor | None = None,
+    causal: bool = False,
+) -> AllowedKeys:
+    """Return which keys each row may choose.
+
+    The valid keys of a sequence are starts ≤ j < starts + lengths. If queries have positions (with ``causal`` or
+    ``documents``), they are the last tokens: query i of q is at n − q + i of n keys; if there are fewer queries
+    than keys, and lengths are known, at starts + lengths − q + i, so that the last query is the last valid token.
+    A query at a padded position does not count.
+
+    Args:
+        rows: the dimensions before the keys, the query's last.
+        keys: n.
+        lengths: int64, number of valid keys of each sequence: one number; one per entry of the first dimension; or
+            with as many dimensions as ``rows``, each of the same size or 1. None means all.
+        starts: of the same form, the first valid key, after padding on the left. None means 0.
+        documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: the document of each token,
+            negative for padding; tokens of a document are contiguous.
+        causal: whether keys after the query are excluded.
+
+    Raises:
+        InputError: if these do not fit together.
+
+    Example:
+        >>> allowed_keys((3,), 4, causal=True).end.tolist()  # the last three of four tokens
+        [2, 3, 4]
+    """
+    first = torch.zeros(rows, dtype=torch.int64) if starts is None else _spread(starts, rows, "starts")
+    end = torch.full(rows, keys) if lengths is None and starts is None else first.clone()
+    if lengths is not None:
+        end = first + _spread(lengths, rows, "lengths")
+    elif starts is not None:
+        end = torch.full(rows, keys)
+    if bool(((first < 0) | (end < first) | (end > keys)).any()):
+        raise InputError(
+            f"lengths and starts must lie within the {keys:,} keys of a row. Got valid keys from "
+            f"{int(first.min())} up to {int(end.max())}: do the scores belong to the same tokens?"
+        )
+    if not causal and documents is None:
+        return AllowedKeys(first.flatten(), end.flatten(), None, torch.ones(end.numel(), dtype=torch.bool))
+    place = _places(rows, keys, end if lengths is not None else None)
+    counts = (place >= first) & (place < end)
+    if documents is not None:
+        begin, stop = _documents(documents, rows, keys, place.clamp(0, keys - 1))
+        counts &= stop > begin
+        first, end = torch.maximum(first, begin), torch.minimum(end, stop)
+    if causal:
+        end = torch.minimum(end, place + 1)
+    end = torch.maximum(first, end)
+    return AllowedKeys(*(each.expand(rows).flatten() for each in (first, end, place, counts)))
+
+
+def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
+    """Expand numbers to one per row."""
+    shape = tuple(numbers.shape)
+    if numbers.ndim == 1 and numbers.shape[0] == rows[0]:
+        numbers = numbers.reshape(-1, *(1 for _ in rows[1:]))
+    fits = numbers.ndim == len(rows) and all(map(_fits, numbers.shape, rows))
+    if numbers.numel() != 1 and not fits:
+        raise InputError(
+            f"{name} of shape {shape} do not fit rows of shape {rows}: give one number, one for each of the first "
+            f"dimension, or {len(rows)} dimensions of the same sizes or 1."
+        )
+    return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(rows)
+
+
+def _fits(own: int, wanted: int) -> bool:
+    """Return whether a dimension can be expanded to another."""
+    return own in (1, wanted)
+
+
+def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
+    """Return the position of each row's query among the keys."""
+    queries = rows[-1]
+    if queries > keys:
+        raise InputError(
+            f"With a causal or document rule the queries are the last of the keys' tokens, but there are "
+            f"{queries:,} queries and {keys:,} keys. The last dimension before the keys must be the query's."
+        )
+    last = torch.full(rows, keys) if end is None or queries == keys else end
+    if bool((last != last[..., :1]).any()):
+        raise InputError(
+            "lengths differ between the queries of a sequence, so they already say which keys a query may choose. "
+            "Leave out the causal and the document rule."
+        )
+    return last - queries + torch.arange(queries)
+
+
+def _documents(documents: Tensor, rows: tuple[int, ...], keys: int, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first key and the end of each query's document; none for padding."""
+    if tuple(documents.shape) not in ((keys,), (rows[0], keys)):
+        raise InputError(
+            f"documents must name the document of each of the {keys:,} keys to which it belongs, ({keys},) or "
+            f"({rows[0]}, {keys}). Got shape {tuple(documents.shape)}."
+        )
+    table = documents.reshape(-1, keys)
+    new = torch.ones_like(table, dtype=torch.bool)
+    new[:, 1:] = table[:, 1:] != table[:, :-1]
+    for own, begins in zip(table, new, strict=True):
+        runs = own[begins & (own >= 0)]
+        if runs.unique().numel() != runs.numel():
+            raise InputError("The tokens of a document must be contiguous, but those of one are not.")
+    at = torch.arange(keys).expand_as(table)
+    begin = torch.where(new, at, 0).cummax(1).values
+    closing = torch.cat([new[:, 1:], torch.ones_like(new[:, :1])], 1)
+    stop = torch.where(closing, at + 1, keys).flip(1).cummin(1).values.flip(1)
+    stop = torch.where(table < 0, begin, stop)
+    batch = torch.arange(rows[0]).reshape(-1, *(1 for _ in rows[1:])) if documents.ndim == 2 else torch.tensor(0)
+    return begin[batch, place], stop[batch, place]
+
+
+CLASSES = (
+    "exact", "legal_tie", "within_rounding", "within_error", "wrong", "duplicate", "out_of_range", "future",
+    "padding", "missing",
+)  # fmt: skip
+NOT_JUDGED = "not_judged"  # the keys are valid, but there are no scores
+GRAVITY = (
+    NOT_JUDGED, "exact", "legal_tie", "within_rounding", "within_error", "wrong", "missing", "duplicate",
+    "padding", "future", "out_of_range",
+)  # fmt: skip
+FAULTS = frozenset(GRAVITY[5:])
+_GRADE = {name: grade for grade, name in enumerate(GRAVITY)}
+_HELD = 2**19  # scores processed at once: few enough for a CPU cache
+
+
+@torch.no_grad()
+def judge_rows(
+    scores: Tensor | None,
+    indices: Tensor,
+    keys: int,
+    allowed: AllowedKeys,
+    kind: NumberFormat,
+    engines: int = 1,
+    error: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return, for each row that counts, a grade, its worst chosen and k-th scores, and the best score left out.
+
+    A row is right if no key that was left out has a larger score than the worst chosen one: one pass over the
+    scores, without sorting. The k-th score is computed only for rows that are not right.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        scores: (rows, n), floating point; None if unknown.
+        indices: (rows, k), integers of any dtype, -1 for none.
+        keys: n.
+        allowed: which keys each row may choose.
+        kind: the format to which the engine rounded these scores before it chose.
+        engines: 1 if it chose by these scores, 2 if another engine rounded them, see
+            :func:`~semdiag.mathematics.rounding.may_swap`.
+        error: (rows, n) ≥ 0, how far each score may be from the engine's; then these were recomputed, and not
+            rounded. None: the engine chose by these scores.
+
+    Returns:
+        Grades (indices into ``GRAVITY``, int8) and three float64 tensors, one entry per row that counts. A score
+        is NaN if there is none: nothing chosen, or nothing left out.
+
+    Raises:
+        InputError: if the score of an allowed key is NaN.
+    """
+    picked = allowed.counts.nonzero().squeeze(1)
+    width = indices.shape[1] if scores is None else keys + 1
+    every, per_part = picked.numel() == len(indices), max(1, _HELD // width)
+    found: tuple[list[Tensor], ...] = ([], [], [], [])
+    room = None
+    for start in range(0, picked.numel(), per_part):
+        own: slice | Tensor = slice(start, start + per_part) if every else picked[start : start + per_part]
+        part = _Part(
+            None if scores is None else scores[own], _key_places(indices[own], keys), keys,
+            allowed.first[own, None].to(indices.device), allowed.end[own, None].to(indices.device),
+            None if allowed.position is None else allowed.position[own, None].to(indices.device),
+        )  # fmt: skip
+        if room is None and part.scores is not None:
+            room = part.room(per_part)
+        part.error = None if error is None else error[own]
+        try:
+            judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
+            for column, values in zip(found, judged, strict=True):
+                column.append(values)
+        except _NotANumberError as error:
+            raise InputError(
+                f"The scores of row {int(picked[start + error.row])} hold NaN, which is neither larger nor "
+                "smaller than another score."
+            ) from None
+    grade, *numbers = (torch.cat(column) for column in found)
+    return grade, numbers[0], numbers[1], numbers[2]
+
+
+def _key_places(indices: Tensor, keys: int) -> Tensor:
+    """Convert indices to int64; numbers too large for it are out of range anyway."""
+    places = indices.long()
+    return places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
+
+
+class _NotANumberError(Exception):
+    """Raised if a row of a part contains NaN."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+
+@dataclass
+class _Part:
+    """Some rows; allowed keys are ``first`` ≤ j < ``end``."""
+
+    scores: Tensor | None
+    indices: Tensor
+    keys: int
+    first: Tensor
+    end: Tensor
+    position: Tensor | None
+    error: Tensor | None = None
+
+    def room(self, rows: int) -> Tensor:
+        """Return memory for the scores of a part, with an extra column for invalid keys."""
+        double = self.scores is not None and self.scores.dtype == torch.float64
+        wide = double or self.indices.shape[1] > 2**24
+        kind = torch.float64 if wide else torch.float32
+        return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
+
+    def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the result of :func:`judge_rows` without scores."""
+        valid = (self.indices >= self.first) & (self.indices < self.end)
+        ordered = self.indices.masked_fill(~valid, -1).sort(1).values
+        again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        grade = self._keys_alone(valid, again, valid.sum(1) - again.sum(1)).cpu()
+        none = torch.full((len(grade),), torch.nan, dtype=torch.float64)
+        return grade, none, none, none
+
+    def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the result of :func:`judge_rows` with scores."""
+        rows, k = self.indices.shape
+        table = self._filled(room[:rows])
+        inside = (self.indices >= self.first) & (self.indices < self.end)
+        valid = None if bool(inside.all()) else inside
+        slots = self.indices if valid is None else self.indices.where(valid, self.keys)
+        chosen = table.gather(1, slots)
+        order = torch.arange(k, dtype=table.dtype, device=table.device).expand(rows, k)
+        again = table.scatter_(1, slots, order).gather(1, slots) != order  # a repeated key keeps its last slot
+        if valid is not None:
+            again &= valid
+        number = (k if valid is None else valid.sum(1)) - again.sum(1)
+        grade = self._keys_alone(valid, again, number).cpu()
+        table.scatter_(1, slots, table.new_tensor(-torch.inf).expand(rows, k))
+        worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
+        unknown = worst.isnan() | left.isnan()
+        if bool(unknown.any()):
+            raise _NotANumberError(int(unknown.nonzero()[0]))
+        number, free = number.cpu(), (self.end - self.first).squeeze(1).cpu()
+        worst = worst.where(number > 0, torch.nan)
+        left = left.where(free > number, torch.nan)
+        kth = self._kth(grade, number, worst, left)
+        self._by_scores(grade, worst, left, kind, engines)
+        return grade, worst, kth, left
+
+    def _again(self, own: Tensor) -> Tensor:
+        """Return the scores of some rows, -inf for keys that are not allowed."""
+        assert self.scores is not None
+        dtype = self.scores.dtype
+        words = self.scores.view(torch.uint8) if dtype.itemsize == 1 else self.scores  # for torch 2.7
+        scores = words[own].view(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        self._mask_(scores, self.first[own], self.end[own])
+        return scores
+
+    def _within_error(self, at: Tensor) -> Tensor:
+        """Return which rows, at these places, choose a top-k of some scores within the error."""
+        assert self.scores is not None
+        assert self.error is not None
+        own = at.to(self.scores.device)
+        scores, error = self._again(own).double(), self.error[own].to(self.scores.device, torch.float64)
+        marked = torch.zeros(len(own), self.keys + 1, dtype=torch.bool, device=scores.device)
+        slots = self.indices[own]
+        chosen = marked.scatter_(1, slots.where(slots >= 0, self.keys), True)[:, : self.keys]
+        lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
+        return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
+
+    def _filled(self, table: Tensor) -> Tensor:
+        """Return the scores, -inf for keys that are not allowed, +inf in the extra column."""
+        assert self.scores is not None
+        table[:, : self.keys].copy_(self.scores)
+        table[:, self.keys] = torch.inf
+        self._mask_(table[:, : self.keys], self.first, self.end)
+        return table
+
+    def _mask_(self, scores: Tensor, first: Tensor, end: Tensor) -> None:
+        if bool((first > 0).any()) or bool((end < self.keys).any()):
+            at = torch.arange(self.keys, device=scores.device)
+            scores.masked_fill_((at < first) | (at >= end), -torch.inf)
+
+    def _keys_alone(self, valid: Tensor | None, again: Tensor, number: Tensor) -> Tensor:
+        """Return grades by the keys alone: without scores, only faults of the keys can be seen."""
+        k = self.indices.shape[1]
+        grade = torch.zeros(len(self.indices), dtype=torch.int8, device=self.indices.device)
+        needed = (self.end - self.first).squeeze(1).clamp(max=k)
+        grade[number < needed] = _GRADE["missing"]
+        grade[again.any(1)] = _GRADE["duplicate"]
+        if valid is None:
+            return grade
+        inside = (self.indices >= 0) & (self.indices < self.keys)
+        late = inside & (self.indices > self.position) if self.position is not None else torch.zeros_like(inside)
+        grade[(inside & ~valid & ~late).any(1)] = _GRADE["padding"]
+        grade[late.any(1)] = _GRADE["future"]
+        grade[(~inside & (self.indices != -1)).any(1)] = _GRADE["out_of_range"]
+        return grade
+
+    def _kth(self, grade: Tensor, number: Tensor, worst: Tensor, left: Tensor) -> Tensor:
+        """Return the k-th scores. Keys with score -inf, which masks write, do not count as missing."""
+        assert self.scores is not None
+        k = self.indices.shape[1]
+        needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()
+        kth = worst.clone()
+        others = ((left > worst) | (number != needed)).nonzero().squeeze(1)
+        if not others.numel():
+            return kth
+        largest = self._again(others.to(self.scores.device)).topk(min(k, self.keys), 1).values.cpu().double()
+        wanted = needed[others]
+        last = largest.gather(1, (wanted - 1).clamp(min=0)[:, None]).squeeze(1)
+        kth[others] = last.where(wanted > 0, torch.nan)
+        present = (largest > -torch.inf).sum(1)
+        excused = (grade[others] == _GRADE["missing"]) & (number[others] >= torch.minimum(wanted, present))
+        grade[others[excused]] = 0
+        return kth
+
+    def _by_scores(self, grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
+        """Grade the rows whose keys are valid."""
+        fine = grade == 0
+        grade[fine] = _GRADE["exact"]
+        grade[fine & (left == worst)] = _GRADE["legal_tie"]
+        behind = fine & (left > worst)
+        at = behind.nonzero().squeeze(1)
+        explained = "within_rounding" if self.error is None else "within_error"
+        if self.error is not None:
+            fine = self._within_error(at)
+        elif engines == 1:
+            fine = rounds_together(worst[at], left[at], kind)
+        else:
+            fine = may_swap(worst[at], left[at], kind, engines)
+        grade[at] = torch.where(fine, _GRADE[explained], _GRADE["wrong"]).to(torch.int8)
+
+
+def rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
+    """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
+
+    Formula: fl(l) ≥ fl(h), to nearest, ties to even. As fl never falls, l and h may stand for the least chosen and
+    the best dropped score. A number beyond the largest finite one counts as it, or as infinite.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        lower: scores (...), not NaN.
+        higher: scores (...) that are not smaller.
+        kind: the format to which the engine rounded them before it chose.
+
+    Example:
+        >>> from semdiag.mathematics.rounding import FORMATS
+        >>> one = torch.tensor([1.0, 1.0])
+        >>> rounds_together(one, one + torch.tensor([2**-9, 2**-7]), FORMATS["bfloat16"]).tolist()
+        [True, False]
+    """
+    lower, higher = lower.double(), higher.double()
+    beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
+    finite = lower.isfinite() & higher.isfinite()
+    return (lower == higher) | beyond | finite & (rounded(lower, kind) >= rounded(higher, kind))
+
+
+def without_repeats(indices: Tensor) -> Tensor:
+    """Replace repeated and negative indices in each row by -1.
+
+    Args:
+        indices: int64 (rows, k).
+
+    Example:
+        >>> without_repeats(torch.tensor([[4, 2, 4, -1]])).tolist()
+        [[4, 2, -1, -1]]
+    """
+    ordered, places = indices.sort(dim=1, stable=True)
+    again = torch.zeros_like(indices, dtype=torch.bool)
+    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return indices.masked_fill(torch.zeros_like(again).scatter_(1, places, again) | (indices < 0), -1)
+
+
+def places_in(keys: Tensor, others: Tensor) -> Tensor:
+    """Return the position of each key among the other row's keys, -1 if it is absent.
+
+    Args:
+        keys: int64 (rows, k), distinct in a row, -1 for none.
+        others: int64 (rows, m), distinct in a row, -1 for none.
+
+    Example:
+        >>> places_in(torch.tensor([[4, 2, -1]]), torch.tensor([[7, 4, -1]])).tolist()
+        [[1, -1, -1]]
+    """
+    ordered, places = others.sort(dim=1)
+    at = torch.searchsorted(ordered.contiguous(), keys.contiguous()).clamp(max=others.shape[1] - 1)
+    return places.gather(1, at).where((ordered.gather(1, at) == keys) & (keys >= 0), -1)
+
+
+def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the overlap of each row's two sets of keys, and how far their common keys moved.
+
+    Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty; and the mean of |place in A − place in B| over A ∩ B,
+    NaN if that is empty.
+
+    Source: not in the paper. Deviation: none.
+
+    Args:
+        first: int64 (rows, k), A, distinct in a row, -1 for none.
+        second: int64 (rows, k), B, likewise.
+
+    Returns:
+        Overlap in [0, 1] and displacement ≥ 0, float64 (rows,).
+
+    Example:
+        >>> [part.tolist() for part in overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]))]
+        [[0.5], [1.0]]
+    """
+    at = places_in(first, second)
+    common = at >= 0
+    number = common.sum(1)
+    larger = torch.maximum((first >= 0).sum(1), (second >= 0).sum(1))
+    moved = (at - torch.arange(first.shape[1])).abs().masked_fill(~common, 0).sum(1)
+    overlap = torch.where(larger > 0, number.double() / larger, 1.0)
+    return overlap, moved.double() / number
+
+
+def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
+    r"""Return the share of A's weight on keys outside B.
+
+    Formula: Σ_{A \ B} w_j / Σ_A w_j; NaN where A has no weight.
+
+    Source: not in the paper. Deviation: none.
+
+    Args:
+        first: int64 (rows, k), A, distinct in a row, -1 for none.
+        second: int64 (rows, k), B, likewise.
+        weights: (rows, k) ≥ 0, of A's keys.
+
+    Example:
+        >>> weight_lost(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]), torch.tensor([[3.0, 1.0]])).tolist()
+        [0.25]
+    """
+    own = weights.double().masked_fill(first < 0, 0)
+    return own.masked_fill(places_in(first, second) >= 0, 0).sum(1) / own.sum(1)
+
+
+@torch.no_grad()
+def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Return the margin of each row's top-k, and whether it is certified.
+
+    Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
+        = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after
+        every
+    score is rounded once to the format. A row that leaves out no key with a finite score, or keeps only infinite
+    ones, decides nothing: its margin is +∞, and it is certified.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        scores: (rows, n), not NaN; -inf, or less than half the lowest number of its dtype, if a mask forbids the
+            key.
+        k: at least 1.
+        kind: the format.
+
+    Returns:
+        float64 (rows,) and bool (rows,).
+
+    Example:
+        >>> from semdiag.mathematics.rounding import FORMATS
+        >>> rows = torch.tensor([[3.0, 1.0, 2.0], [3.0, 2.0, 2.001], [3.0, 2.0, -torch.inf]])
+        >>> margins(rows, 2, FORMATS["bfloat16"])[1].tolist()
+        [True, False, True]
+    """
+    endless = torch.full((len(scores),), torch.inf, dtype=torch.float64, device=scores.device)
+    if k >= scores.shape[1]:
+        return endless, torch.ones_like(endless, dtype=torch.bool)
+    largest = scores.topk(k + 1, 1).values
+    forbidden = largest[:, k] <= torch.finfo(scores.dtype).min / 2
+    last, after = largest[:, k - 1].double(), largest[:, k].double()
+    idle = forbidden | ((last == torch.inf) & (after < torch.inf))
+    margin = torch.where(last == after, 0.0, last - after)
+    return torch.where(idle, endless, margin), idle | ~may_swap(after, last, kind)

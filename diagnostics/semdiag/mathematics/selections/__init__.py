@@ -1,1 +1,0 @@
-"""Selections: the keys that a top-k chose, and whether they are the largest."""

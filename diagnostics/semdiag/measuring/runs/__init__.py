@@ -1,1 +1,0 @@
-"""Tables of training runs, and what is known of them."""

@@ -1,0 +1,82 @@
+"""Progress on stderr."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from semdiag.measuring.counted import counted
+from semdiag.presenting.terminal import Minutes, clock, terminal
+
+_WIDTH = 50  # of a stage's name
+
+
+def _shown(stage: str) -> str:
+    """Return a stage's name, of a long path the last folders that have room."""
+    end = stage[1 - _WIDTH :]
+    return stage if len(stage) <= _WIDTH else f"…{end[max(0, end.find('/')) :]}"
+
+
+class Stages:
+    """Two progress bars on a terminal, for a command's stages and the current stage's steps; else a line a minute."""
+
+    def __init__(self, name: str, stages: int, quiet: bool, what: str = "") -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+        console = terminal(stderr=True)
+        self._hidden = quiet or not console.is_terminal  # in a file even a transient bar leaves an empty line
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
+        self._whole, self._step = self._bar.add_task(name, total=stages), self._bar.add_task("loading", total=None)
+        self._begun = False
+        self._name = name
+        start = f"{name} {what} in {counted(stages, 'stage')}" if what else ""
+        self._minutes = Minutes(start, self._state, self._share, quiet or console.is_terminal)
+        self._open = ExitStack()
+        self._started = self._stage_started = clock()
+
+    def __enter__(self) -> Self:
+        if not self._hidden:  # before rich 14.3 even a disabled one leaves an empty line
+            self._open.enter_context(self._bar)
+        self._open.enter_context(self._minutes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    def announce(self, stage: str, steps: int) -> None:
+        """Start a stage and end the one before."""
+        if self._begun:
+            self._minutes.begin()
+        self._bar.advance(self._whole, int(self._begun))
+        self._begun, self._stage_started = True, clock()
+        self._bar.reset(self._step, total=steps or None, description=_shown(stage))
+
+    def expect(self, steps: int) -> None:
+        """Set the number of steps of the current stage, once it is known."""
+        self._bar.update(self._step, total=steps)
+
+    def advance(self, steps: int) -> None:
+        """Count finished steps of the current stage."""
+        self._minutes.begin()  # not before: unsuitable inputs are refused in the first batch, in one line
+        self._bar.advance(self._step, steps)
+
+    def _state(self) -> str:
+        """Return the state of the bars in words."""
+        whole, step = self._bar.tasks
+        counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
+        stages = f" stage {whole.completed + 1:g} of {whole.total:g}," if whole.total != 1 else ""
+        return f"{self._name}{stages} {step.description}{counted}"
+
+    def _share(self) -> float | None:
+        """Return the share of time that has passed; later stages are assumed to last as long as those so far."""
+        whole, step = self._bar.tasks
+        if not whole.total:
+            return None
+        if not step.total or not step.completed:
+            return whole.completed / whole.total
+        in_all, on_stage = (clock() - since for since in (self._started, self._stage_started))
+        until_next = in_all - on_stage + on_stage * step.total / step.completed
+        stages = whole.completed + 1
+        return in_all / (until_next * whole.total / stages)

@@ -1,0 +1,148 @@
+"""Progress without bars: a line at the start, and one a minute."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def visible(text: str) -> str:
+    r"""Return a text with control characters escaped: :func:`semdiag_models.reading.visible`."""
+    if text.replace("\n", "").isprintable():  # without control sequences; the other function would import torch
+        return text
+    from semdiag_models.reading import visible
+
+    return visible(text)
+
+
+_JSON_ON_STDOUT = ContextVar("json_on_stdout", default=False)
+
+
+@contextmanager
+def beside_json(as_json: bool) -> Iterator[None]:
+    """Print results on stderr inside the context if stdout is for JSON."""
+    before = _JSON_ON_STDOUT.set(as_json)
+    try:
+        yield
+    finally:
+        _JSON_ON_STDOUT.reset(before)
+
+
+def results_on_stderr() -> bool:
+    """Return whether results go to stderr, because stdout is for JSON."""
+    return _JSON_ON_STDOUT.get()
+
+
+def tell(line: str) -> None:
+    """Print a line about progress, or a remark, on stderr."""
+    typer.echo(visible(line), err=True)
+
+
+def say(line: str) -> None:
+    """Print a line of a result: on stdout, unless that is for JSON."""
+    typer.echo(visible(line), err=results_on_stderr())
+
+
+def terminal(stderr: bool = False) -> "Console":
+    """Return the one kind of console: it shows texts as they are; no markup, emoji code or escape acts."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Careful(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with code 1, which means a failed check
+
+    return Careful(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def speak_any_language() -> None:
+    """Escape characters that a stream's encoding lacks, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+MINUTE = 60.0
+_clock = time.monotonic
+_PATIENCE = 10.0  # seconds until the first line appears without anything to count
+
+
+def clock() -> float:
+    """Return the time in seconds, for progress lines."""
+    return _clock()
+
+
+class Minutes:
+    """Progress lines on stderr, for logs; terminals have bars. Inside ``with`` a thread watches the clock."""
+
+    def __init__(
+        self, start: str, state: Callable[[], str], share: Callable[[], float | None], silent: bool
+    ) -> None:
+        self._start, self._state, self._share, self._silent = start, state, share, silent
+        self._begun = self._last_line = _clock()
+        self._has_begun = False
+        self._turn = threading.Lock()
+        self._finished = threading.Event()
+        self._ticker: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if not self._silent:
+            self._ticker = threading.Thread(target=self._watch, daemon=True)
+            self._ticker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finished.set()
+        if self._ticker is not None:
+            self._ticker.join()
+
+    def begin(self) -> None:
+        """Print the first line, once."""
+        with self._turn:
+            if self._start and not self._silent and not self._has_begun:
+                self._has_begun = True
+                tell(f"semdiag: {self._start}.")
+
+    def tick(self) -> None:
+        """Print a line if a minute has passed since the last; the first line, if there was none."""
+        now = _clock()
+        if not self._has_begun and now - self._begun >= _PATIENCE:
+            self.begin()
+        with self._turn:
+            if not self._silent and now - self._last_line >= MINUTE:
+                self._last_line = now
+                tell(f"semdiag: {self._state()}, after {minutes(now - self._begun)}{self._left(now)}.")
+
+    def _left(self, now: float) -> str:
+        share = self._share()
+        if not share or share >= 1:
+            return ""
+        return f", about {minutes((now - self._begun) * (1 - share) / share)} left"
+
+    def _watch(self) -> None:
+        while not self._finished.wait(1):
+            try:
+                self.tick()
+            except (OSError, ValueError):  # stderr is closed; the command will notice
+                return
+
+
+def minutes(seconds: float) -> str:
+    """Return a time in minutes, or in hours and minutes."""
+    whole = max(1, round(seconds / 60))
+    return f"{whole} min" if whole < 60 else f"{whole // 60} h {whole % 60} min"

@@ -1,1 +1,0 @@
-"""Output on the terminal: tables, progress, texts."""

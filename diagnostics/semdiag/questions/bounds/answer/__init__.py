@@ -1,1 +1,0 @@
-"""What the tables of this question say."""

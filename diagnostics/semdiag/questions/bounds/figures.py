@@ -1,0 +1,260 @@
+"""How far the constants of Theorem 2 lie above the measured slopes of the loss, block by block."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from semdiag.measuring.findings.estimates import in_part
+from semdiag.measuring.findings.findings import Finding, Findings, compared_pairs, log10
+from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of, power_of_ten, powers_of_ten
+from semdiag.presenting.drawing.style import (
+    FAINT,
+    INK,
+    finished,
+    lightened,
+    note_below,
+    page_width,
+    panel_grid,
+    paper_style,
+    title_with_facts,
+)
+from semdiag.presenting.section import Heading, Section, Shown, verdict_table, with_facts
+from semdiag.questions.bounds.answer import (
+    HEURISTIC,
+    PAPER_PERCENTILES,
+    bounds_findings,
+    corollary_table,
+    parameter_findings,
+)
+from semdiag.questions.bounds.words import bounds_glance, bounds_sentences, corollary_in_short
+
+_DRAWN = {"ln_point": ("bound at the point", 2.6, 0.0), "ln_local": ("local bound", 1.0, 0.45)}
+_STATED = ("sound", "paper")  # forms too far above the slope to be drawn
+_COLUMNS = (*_DRAWN, "ln_gradient")
+
+
+@paper_style
+def secants_under_bounds(findings: Findings) -> Figure:
+    """Draw the constants over the measured slope, from the smallest to the largest ratio of a block's tensors."""
+    measurements = findings.measurements
+    rows = measurements.parameters
+    rows_with_constants = rows[np.isfinite(rows[list(_COLUMNS)].to_numpy(float)).any(axis=1)]
+    measured = set(rows_with_constants["model"])
+    panels = [p for p in panels_of(measurements.models) if any(s.model in measured for s in p.series)]
+    if not panels:
+        raise NothingToDrawError("No constant of a parameter tensor is known.")
+    judged = {(f.subject, f.form): f for f in findings(parameter_findings) if f.where == "all"}
+    figure, axes = panel_grid(len(panels), height=3.0)
+    for ax, panel in zip(axes, panels, strict=True):
+        shown = [series for series in panel.series if series.model in measured]
+        for place, series in enumerate(shown):
+            of_model = rows_with_constants[rows_with_constants["model"] == series.model]
+            _draw(ax, of_model, series, (place - (len(shown) - 1) / 2) * 0.8 / len(shown))
+        title_with_facts(
+            ax, panel.title, _facts([judged[s.model, f] for s in shown for f in _STATED if (s.model, f) in judged])
+        )
+        ax.axhline(0, color=FAINT, linewidth=0.8)
+        ax.set_xlabel("block")
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
+    axes[0].set_ylabel("constant / measured slope")
+    for name, (label, width, _) in _DRAWN.items():
+        axes[0].plot([], [], color=FAINT, linewidth=width, label=f"{label}, {_kind(name)}")
+    samples = measurements.provenance.get("bound_samples")
+    scope = f"the {samples} evaluated inputs" if samples else "the evaluated inputs"
+    return finished(
+        figure,
+        "A line reaches from the smallest to the largest ratio over the tensors of a block; at 1 a bound is "
+        f"attained.\nThe slope is the gradient of the mean loss over {scope}; constants hold for these at this "
+        "checkpoint only. The local bound takes the loss's residual as it is; that at the point, the gradients in "
+        "the mixed values.",
+    )
+
+
+def _kind(name: str) -> str:
+    return "of queries and keys" if name == "ln_point" else "of every tensor"
+
+
+def _facts(judged: Sequence[Finding]) -> list[str]:
+    """Return how far the forms that are not drawn lie above the slopes, over all attentions of a panel."""
+    facts = []
+    for form in _STATED:
+        numbers = [f.numbers for f in judged if f.form == form and "smallest log10 gap" in f.numbers]
+        if numbers:
+            ends = [n["smallest log10 gap"] for n in numbers], [n["largest log10 gap"] for n in numbers]
+            name = "sound constants" if form == "sound" else "the paper's"
+            facts.append(f"{name} {powers_of_ten(min(ends[0]), max(ends[1]))} times the slope")
+    return [f"{'; '.join(facts)}: too loose to draw"] if facts else []
+
+
+def _draw(ax: Axes, rows: pd.DataFrame, series: Series, shift: float) -> None:
+    last = int(rows["layer"].max())
+    style: Any = series.style
+    slope = rows["ln_gradient"]
+    x = np.where(rows["layer"] >= 0, rows["layer"], np.where(rows["group"] == "embedding", -1, last + 1))
+    for name, (_, width, white) in _DRAWN.items():
+        gaps = (rows[name] - slope).where(np.isfinite(rows[name]) & np.isfinite(slope)).map(log10)
+        ends = gaps.groupby(x).agg(["min", "median", "max"]).dropna()
+        color = lightened(style.color, white)
+        ax.vlines(ends.index + shift, ends["min"], ends["max"], color=color, linewidth=width)
+        ax.plot(
+            ends.index + shift, ends["median"], marker=style.marker, markersize=4 if width > 2 else 2.5,
+            color=color, linestyle="none",
+        )  # fmt: skip
+    ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=series.label)
+    ticks = sorted({int(layer) for layer in rows["layer"] if layer >= 0})
+    ax.set_xticks([*ticks, -1, last + 1], [*map(str, ticks), "emb.", "head"])
+    ax.set_xlim(-1.6, last + 1.6)
+
+
+_FORMS = {"paper": ("paper: left side, met below 1", 1.0), "sound": ("sound: ln margin, met below 0", 0.0)}
+_PARAMETERS = ("W", "X")
+_EQUAL = 1e-12  # a margin of which nothing is left but rounding
+_COLORS = ListedColormap(["#dcdcdc", "#f3c9a5", "#a9cdea"])  # cannot tell, not met, met
+
+
+@paper_style
+def corollary_conditions(findings: Findings) -> Figure:
+    """Draw the conditions of every pair as coloured cells with their numbers."""
+    table = corollary_table(findings, findings(compared_pairs))
+    finite = table[np.isfinite(table[["value", "full_dispersion", "dispersion"]]).all(axis=1)]
+    pairs = [name for name in dict.fromkeys(table["pair"]) if name in set(finite["pair"])]
+    if not pairs:
+        raise NothingToDrawError("No masked model is compared with a full one, or no condition can be stated.")
+    figure, axes = panel_grid(
+        2, height=0.7 + (0.5 if page_width() < 5 else 0.36) * len(pairs), sharey=False, columns=2
+    )
+    for ax, (form, (title, limit)) in zip(axes, _FORMS.items(), strict=True):
+        values = _values(table[table["form"] == form], pairs)
+        _draw_corollary_conditions(ax, values, limit)
+        ax.set_title(title.replace(": ", ":\n") if page_width() < 5 else title)
+        if form == "paper" or page_width() < 5:
+            _name(ax, pairs)
+        else:
+            ax.set_yticks([])
+    note_below(
+        figure,
+        "Blue: the mask has the better guarantee; orange: full attention has; grey: neither, or it cannot be "
+        f"told. W and X: the conditions in the weights and in the input. {HEURISTIC[0].upper()}{HEURISTIC[1:]}, "
+        "separation at the mirrored percentiles (25, 10, 5, 0).\nSound margin: W with norms taken as equal, X "
+        "with each model's own largest norms; where rows differ in length, one k stands for all of them, and "
+        "it is not a bound.",
+    )
+    return figure
+
+
+def _values(rows: pd.DataFrame, pairs: list[str]) -> np.ndarray:
+    """Return (pairs × conditions, percentiles); NaN where undecided."""
+    by_place = rows.set_index(["pair", "parameter", "percentile"])["value"]
+    index = pd.MultiIndex.from_product([pairs, _PARAMETERS, PAPER_PERCENTILES])
+    values = by_place[~by_place.index.duplicated()].reindex(index).to_numpy(float)
+    return values.reshape(len(pairs) * len(_PARAMETERS), len(PAPER_PERCENTILES))
+
+
+def _draw_corollary_conditions(ax: Axes, values: np.ndarray, limit: float) -> None:
+    decided = np.isfinite(values) & ~np.isclose(values, limit, rtol=0, atol=_EQUAL)
+    kinds = np.where(decided, np.where(values < limit, 2, 1), 0)
+    ax.imshow(kinds, cmap=_COLORS, vmin=0, vmax=2, aspect="auto", interpolation="none")
+    for (row, column), value in np.ndenumerate(values):
+        text = f"{value:.2f}" if np.isfinite(value) else "–"
+        ax.text(column, row, text.replace("-", "−"), ha="center", va="center", fontsize=7.5, color=INK)
+    for edge in range(len(_PARAMETERS), len(values), len(_PARAMETERS)):
+        ax.axhline(edge - 0.5, color="white", linewidth=2)
+    ax.set_xticks(range(len(PAPER_PERCENTILES)), [f"p{p}" for p in PAPER_PERCENTILES])
+    ax.set_xlabel("percentile of δ and load")
+    ax.grid(visible=False)
+
+
+def _name(ax: Axes, pairs: list[str]) -> None:
+    """Name pair and condition beside the rows."""
+    narrow = page_width() < 5
+    labels = [f"{pair}, {name}" for pair in pairs for name in _PARAMETERS]
+    if narrow:
+        labels = [label.replace(", ", ",\n", 1) for label in labels]
+    ax.set_yticks(range(len(labels)), labels, fontsize=5.5 if narrow else 7, linespacing=0.95)
+
+
+def bounds_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Return constants and tensors of every model, conditions of every pair, verdicts."""
+    return {
+        "constants": with_facts(findings, findings.measurements.constants),
+        "parameters": with_facts(findings, findings.measurements.parameters),
+        "corollary": corollary_table(findings, findings(compared_pairs)),
+        "bounds_verdicts": verdict_table(findings(bounds_findings)),
+    }
+
+
+_HEURISTIC = (
+    "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper does: "
+    "that is a heuristic, not a theorem about any one query."
+)
+_HEADINGS = (
+    Heading(
+        "constants",
+        "How far below their bounds are the slopes of the loss?",
+        (
+            Shown(
+                secants_under_bounds,
+                "Bounds on the slope of the loss over the slope that was measured, block by block, logarithmic "
+                "ordinate, attentions side by side: {shown}.",
+                "The bound at the point, of queries and keys, lies close above their slope: it could have failed. "
+                "The higher a line, the less its bound says: a difference between two models' constants then need "
+                "not show in how they learn.",
+            ),
+        ),
+        (
+            "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
+            "along training: it bounds the gradient there and is not a Lipschitz constant of a region. The local "
+            "form carries each input's residual back token by token, with what is known at the point. "
+            "Gradient and secant are lower bounds of the true constant; either may be the larger.",
+            "The paper's form is one value for all evaluated inputs together, from their largest norm, δ and load "
+            "and their smallest Δ. It is computed for its own equations (post-norm, no biases). Where a model "
+            "differs, the verdict says so: there the paper's theorem claims nothing.",
+        ),
+    ),
+    Heading(
+        "corollary",
+        "Does the mask have the better guarantee?",
+        (
+            Shown(
+                corollary_conditions,
+                "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100, and the "
+                "margins of the sound comparison beside them, as coloured cells, two rows a pair: {shown}.",
+                "A blue cell means that the mask has the better worst-case guarantee at that percentile, an "
+                "orange one that full attention has. Left is the paper's condition, right the comparison of "
+                "sound constants; where the two disagree, the paper's explanation rests on its form of ξ. For "
+                "masks whose rows differ in length the right numbers are not bounds: see the comparison by "
+                "layers.",
+            ),
+        ),
+        (
+            _HEURISTIC,
+            "The sound comparison in W never favours a heavy-hitter mask: the worst-case constant of full "
+            "attention does not depend on its δ. Faster learning of a top-k model cannot follow from it.",
+            "Fixed masks (banded, block-local, random) are a control: their constants differ from those of full "
+            "attention only in δ, k and load, and ignore what the tokens mean. The paper's numbers are those "
+            "it prints, k = 5.",
+        ),
+    ),
+)
+
+
+SECTION = Section(
+    name="bounds",
+    needs=("constants", "parameters"),
+    measured=lambda findings: not in_part(findings),
+    headings=_HEADINGS,
+    external=(),
+    in_short=corollary_in_short,
+    details=bounds_sentences,
+    verdicts=bounds_findings,
+    glance=bounds_glance,
+    glanced="corollary",
+    tables=bounds_tables,
+)

@@ -1,0 +1,116 @@
+"""The section ``compare`` of a report: its figure, sentences and tables."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
+from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
+from semdiag.presenting.section import Answer, Glance, Heading, Section, Shown, answers_with_facts
+from semdiag.questions.compare.answer import (
+    answer_table,
+    change_table,
+    compare_summary,
+    comparison_sentences,
+    head_ranking,
+)
+
+_WRITTEN = 12  # with more layers or heads, numbers in the cells would be illegible
+_QUANTITIES = {
+    "total_variation": "total variation of the weights",
+    "overlap": "overlap of the top-{top}",
+    "by_weights": "change of the output by the weights",
+    "by_values": "change of the output by the values",
+}
+_ONE_SCALE = "by_weights", "by_values"
+
+
+@paper_style
+def compare_map(findings: Findings) -> Figure:
+    """Draw the total variation, the overlap of the top-k, and both parts of the output's change, of every head."""
+    table = findings(head_ranking)
+    if table.empty:
+        raise NothingToDrawError("No two models were compared.")
+    of_model = table[table["model"] == table["model"].iloc[-1]]
+    quantities = [name for name in _QUANTITIES if of_model[name].notna().any()]
+    heads = of_model["head"].nunique()
+    figure, axes = panel_grid(len(quantities), height=1.0 + 0.2 * min(max(heads, 4), 40), sharey=False, columns=2)
+    top = findings.measurements.provenance.get("compare_top", "k")
+    for ax, name in zip(axes, quantities, strict=True):
+        _draw(ax, of_model, name)
+        ax.set_title(_QUANTITIES[name].format(top=top), fontsize=8)
+    note_below(
+        figure,
+        "A cell is a head of a layer: means over its queries; changes of its output relative to the norm of A's. "
+        "Grey: not measured or undefined.",
+    )
+    return figure
+
+
+def _draw(ax: Axes, heads: pd.DataFrame, name: str) -> None:
+    cells = heads.pivot(index="head", columns="layer", values=name)
+    values = cells.to_numpy(float)
+    both_parts = heads[list(_ONE_SCALE)].to_numpy(float) if name in _ONE_SCALE else values
+    low, high = (float(np.nanmin(values)), 1.0) if name == "overlap" else (0.0, float(np.nanmax(both_parts)))
+    scale = Normalize(low, high if high > low else low + 1.0)
+    heat_map(ax, values, scale, "{:.2g}".format if max(cells.shape) <= _WRITTEN else None)
+    name_cells(ax.xaxis, list(cells.columns))
+    name_cells(ax.yaxis, list(cells.index))
+    ax.set_xlabel("layer")
+    ax.set_ylabel("head")
+
+
+def compare_glance(findings: Findings) -> Glance:
+    """Return the mean total variation of the weights for the model compared last."""
+    result = findings(compare_summary)["results"][-1]
+    whole = result["all"]
+    words = f"total variation of attention's weights from A to B, mean over {whole['queries']:,} queries"
+    return Glance(Answer.MEASURED, f"{whole['total_variation']:.3g}", words)
+
+
+def _sentences(findings: Findings) -> list[str]:
+    """Return the changes of every compared model."""
+    return [
+        f"A: {result['base']}; B: {result['model']}. {' '.join(comparison_sentences(result))}"
+        for result in findings(compare_summary)["results"]
+    ]
+
+
+_HEADINGS = (
+    Heading(
+        "compare",
+        "What changed from the base to the model?",
+        (
+            Shown(
+                compare_map,
+                "Coloured cells, layers by heads: how far the attention of two models is apart on the same "
+                "inputs, and what of the change of its output is the weights' and the values': {shown}.",
+                "A bright cell in the first panel is a head that attends elsewhere than it did. Compare the two "
+                "panels of the output: where that of the weights is brighter, the damage came through queries and "
+                "keys; where that of the values is, the head looks where it did and finds something else.",
+            ),
+        ),
+        (
+            "Each model runs by itself: from the second layer on, a head's change includes that of its input. It "
+            "does not say which weights were changed.",
+            "The weights are worked out from the queries and keys of each model. What a kernel rounds inside the "
+            "softmax is not part of them.",
+            "Both parts of the output's change add up to it exactly as vectors, and their norms do not: they may "
+            "cancel or reinforce each other.",
+            "Intervals resample whole samples; they are about other inputs of the same kind.",
+        ),
+    ),
+)
+
+SECTION = Section(
+    name="compare",
+    needs=("compared",),
+    glance=compare_glance,
+    headings=_HEADINGS,
+    external=_HEADINGS,
+    in_short=_sentences,
+    tables=answers_with_facts(compare=change_table, compare_outputs=answer_table),
+)

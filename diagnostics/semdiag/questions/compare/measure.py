@@ -1,0 +1,594 @@
+"""The probe ``compare``: two models run on the same inputs, batch by batch, and compared call by call."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import attention_calls as hooks
+from semdiag.capturing import batches as batching
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, first_samples, samples_of
+from semdiag.capturing.inputs import SUFFIXES, has_tokenizer, read_texts, tokeniser_of
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.pretrained import find_folder
+from semdiag.mathematics.score_strips import largest_scores
+from semdiag.mathematics.selections import overlaps
+from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers, as_mask
+from semdiag.measuring.calls.running import RandomNumbers, placed, running
+from semdiag.measuring.encoders.traces import checked_batch
+from semdiag.measuring.measure import DTYPES, Conditions
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.percentiles import Probe, Subject
+from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
+from semdiag.measuring.table import Table
+from semdiag.questions.k_sweep.outputs import Answers, Reader, output_change, position_terms
+from semdiag_models import Encoder, InputError
+from semdiag_models.reading import require_memory
+from semdiag_models.training import find_device, with_float64
+
+COMPARED_OUTPUTS = Table(
+    "compared_outputs",
+    "One row per sample: what the model answers, beside its base. Sums over the sample's targets (loss_base and "
+    "loss, nats) and over its positions with a distribution (predictions; changed; divergence KL(base || model), "
+    "nats); output_change: norm of the change of its outputs relative to their norm in the base.",
+    {
+        **dict.fromkeys(("model", "base"), "str"),
+        "sample": "int32",
+        **dict.fromkeys(("targets", "predictions", "changed"), "int64"),
+        **dict.fromkeys(("loss_base", "loss", "divergence", "output_change"), "float64"),
+    },
+)
+_SUMS = ("targets", "predictions", "changed", "loss", "divergence")
+
+
+class Outputs:
+    """Compares the outputs of both models in float64, read as the base's are (:class:`Reader`)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._reader: Reader | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.reason = ""
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """Return remarks on how outputs were compared, each with a code."""
+        notes, reader = [], self._reader
+        if self.reason:
+            notes.append((f"outputs are not compared: {self.reason}", "outputs-not-compared"))
+        elif reader is not None and reader.others:
+            notes.append((f"of its outputs {reader.others}", "outputs-compared"))
+        elif reader is not None and reader.reason:
+            text = f"logits are compared as outputs, not as a distribution: {reader.reason}"
+            notes.append((text, "logits-as-outputs"))
+        elif reader is not None and reader.loss:
+            text = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
+            notes.append((text, "loss-of-logits"))
+        return notes
+
+    def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
+        """Learn from the first batch how to read outputs."""
+        if self._reader is None and not self.reason:
+            try:
+                self._reader = Reader(self._module, batch, labels, run_base)
+                self._reader.output = None
+            except (TypeError, InputError) as error:
+                self.reason = str(error).removesuffix(".")
+
+    def add(self, before: Any, after: Any, batch: Batch, labels: Tensor | None, first: int) -> None:
+        """Compare the outputs of the two models on a batch."""
+        if self._reader is None:
+            return
+        try:
+            shapes = [self._reader.shape(output, batch) for output in (before, after)]
+            if shapes[0] != shapes[1]:
+                self._give_up(f"they are of the shapes {shapes[0]} and {shapes[1]}")
+                return
+            one, two = (self._reader.read(output, batch, labels) for output in (before, after))
+        except (TypeError, InputError) as error:
+            self._give_up(str(error).removesuffix("."))
+            return
+        for at in range(len(one.values)):
+            self.rows.append({"sample": first + at, **_changes(_sample(one, at), _sample(two, at))})
+
+    def _give_up(self, reason: str) -> None:
+        self.reason, self.rows, self._reader = reason, [], None
+
+
+def _sample(answers: Answers, at: int) -> Answers:
+    """Return one sample's outputs in float64: a batch's logits over a vocabulary might not fit into memory."""
+    part = slice(at, at + 1)
+    return replace(
+        answers,
+        values=answers.values[part].double(),
+        targets=None if answers.targets is None else answers.targets[part],
+        counted=answers.counted[part],
+    )
+
+
+def _changes(before: Answers, after: Answers) -> dict[str, Any]:
+    sums = {name: x.sum().item() for name, x in position_terms(before, after).items() if name in _SUMS}
+    loss = position_terms(before, before)["loss"].sum().item()
+    return sums | {"loss_base": loss, "output_change": output_change(before, after).item()}
+
+
+def own_copy(call: AttentionCall) -> AttentionCall:
+    """Return a copy of a call without its L × L scores, in memory of its own."""
+    return replace(
+        call,
+        q=_copy(call.q),
+        k=_copy(call.k),
+        v=_copy(call.v),
+        allowed=None if call.allowed is None else _narrow(call.allowed),
+        queries=None if call.queries is None else _copy(call.queries),
+        selected=None if call.selected is None else _copy(call.selected),
+        mixed=_copy(call.mixed[..., :0]),
+        bias=None if call.bias is None else _narrow(call.bias),
+        sinks=None if call.sinks is None else _copy(call.sinks),
+        fully_masked=None,
+    )
+
+
+class KeptCalls:
+    """Keeps the calls of the base on a batch, in their order."""
+
+    def __init__(self) -> None:
+        self._calls: list[AttentionCall] = []
+        self._masks: list[Tensor] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: AttentionCall) -> None:
+        """Keep a copy of a call."""
+        copy = own_copy(call)
+        copy = replace(copy, allowed=self._shared(copy.allowed), bias=self._shared(copy.bias))
+        self._size += sum(x.numel() * x.element_size() for x in (copy.q, copy.k, copy.v))
+        masks = sum(x.numel() * x.element_size() for x in self._masks)
+        require_memory(self._size + masks, "To keep a batch of the attention of the base (see --batch-size)")
+        self._calls.append(copy)
+
+    def pop(self, place: int) -> AttentionCall:
+        """Return a call, and keep it no longer."""
+        call, self._calls[place] = self._calls[place], None  # type: ignore[call-overload]
+        return call
+
+    def clear(self) -> None:
+        """Forget the batch."""
+        self._calls, self._masks, self._size = [], [], 0
+
+    def _shared(self, mask: Tensor | None) -> Tensor | None:
+        if mask is None:
+            return None
+        for known in self._masks:
+            if known.dtype == mask.dtype and torch.equal(known, mask):
+                return known
+        self._masks.append(mask)
+        return mask
+
+
+def _copy(values: Tensor) -> Tensor:
+    return values.detach().to(with_float64(values.device)).clone(memory_format=torch.contiguous_format)
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """Return a copy in which expanded axes (stride 0) have length 1."""
+    for axis, step in enumerate(values.stride()):
+        values = values.narrow(axis, 0, 1) if step == 0 else values
+    return _copy(values)
+
+
+def total_variation(before: Tensor, after: Tensor) -> Tensor:
+    r"""Return the total variation of two rows of attention weights."""
+    change = after - before
+    return (change.abs().sum(-1) + change.sum(-1).abs()) / 2
+
+
+def output_parts(before: Tensor, after: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Split the change of attention's outputs into that of the weights and that of the values."""
+    return (after - before) @ values, after @ (others - values)
+
+
+_ENTRIES = 2**20  # weights of each model that are held at a time
+# Sums over the compared queries of a head, except for the largest; norms are squared.
+SUMS = (
+    "queries", "total_variation", "largest", "dispersion_base", "dispersion", "moved", "top_queries", "overlap",
+    "output", "by_weights", "by_values", "change", "left_out",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What some queries of a call attend to, in float64."""
+
+    weights: Tensor  # (b, H, r, n); rows without keys are zeros
+    attending: Tensor  # (b, H, r) bool, queries that are no padding and attend to a key
+    dispersion: Tensor  # (b, H, r), δ in nats
+    top: Tensor  # (b, H, r, k) int64, keys with the largest scores of those it attends to, -1 for none
+    dropping: Tensor  # (b, H, r) bool, whether it may attend to other keys than these
+    values: Tensor  # (b, H, n, d)
+
+
+def refusal(base: AttentionCall, other: AttentionCall) -> str:
+    """Return why two calls cannot be compared."""
+    sizes = {
+        "samples": (base.q.shape[0], other.q.shape[0]),
+        "heads": (base.q.shape[1], other.q.shape[1]),
+        "queries": (base.q.shape[2], other.q.shape[2]),
+        "keys": (base.k.shape[2], other.k.shape[2]),
+        "numbers in a value": (base.v.shape[3], other.v.shape[3]),
+    }
+    differences = [f"{one} {name} and {two}" for name, (one, two) in sizes.items() if one != two]
+    return ", ".join(differences)
+
+
+def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[str, Tensor]:
+    """Compare the weights, scores and outputs of two attention calls."""
+    batch, heads = base.q.shape[:2]
+    sums = {name: torch.zeros(batch, heads, dtype=torch.float64, device=base.q.device) for name in SUMS}
+    for samples, queries in _parts(base):
+        one, two = (_rows(call.part(samples, queries), top) for call in (base, other))
+        for name, values in _compared(one, two).items():
+            if name == "largest":  # NaN stays
+                sums[name][samples] = torch.maximum(sums[name][samples], values.amax(-1))
+            else:
+                sums[name][samples] += values.sum(-1)
+    return sums
+
+
+def _parts(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
+    """Yield samples and queries whose weights fit into memory."""
+    batch, heads, length, _ = call.q.shape
+    rows = min(length, max(1, _ENTRIES // (heads * call.k.shape[2])))
+    samples = max(1, _ENTRIES // (heads * call.k.shape[2] * length))
+    for first in range(0, batch, samples):
+        for start in range(0, length, rows):
+            yield slice(first, first + samples), slice(start, start + rows)
+
+
+def _rows(part: AttentionCall, top: int) -> _Rows:
+    """Score a part of a call."""
+    scores = part.scores(torch.float64)
+    allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed
+    allowed = allowed.expand(scores.shape)
+    kept = allowed if part.selected is None else allowed & as_mask(part.selected, scores.shape[-1])
+    number = kept.sum(-1)
+    seen = scores.masked_fill(~kept, -torch.inf)
+    logits = seen
+    if part.sinks is not None:
+        sink = part.sinks.double()[None, :, None, None].expand(*seen.shape[:3], 1)
+        logits = torch.cat([seen, sink], -1)
+    weights = logits.softmax(-1)[..., : seen.shape[-1]]
+    top = min(top, seen.shape[-1])
+    order = largest_scores(seen, top)[1]
+    ranks = torch.arange(top, device=seen.device)
+    return _Rows(
+        weights=weights.masked_fill(number[..., None] == 0, 0),
+        attending=part.counted & (number > 0),
+        dispersion=seen.amax(-1) - scores.masked_fill(~kept, torch.inf).amin(-1),
+        top=order.masked_fill(ranks >= number[..., None], -1),
+        dropping=allowed.sum(-1) > number.clamp(max=top),
+        values=part.v.double().repeat_interleave(part.q.shape[1] // part.v.shape[1], 1),
+    )
+
+
+def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
+    """Return terms per query (b, H, r), 0 if the query does not count."""
+    counts = base.attending & other.attending
+    by_weights, by_values = output_parts(base.weights, other.weights, base.values, other.values)
+    output, after = base.weights @ base.values, other.weights @ other.values
+    norms = {"output": output, "by_weights": by_weights, "by_values": by_values, "change": after - output}
+    dropping = base.dropping | other.dropping
+    chosen = (rows.top.flatten(0, 2).cpu() for rows in (base, other))
+    overlap = overlaps(*chosen)[0].view(counts.shape).to(counts.device)
+    variation = total_variation(base.weights, other.weights)
+    terms = {
+        "queries": torch.ones_like(variation),
+        "total_variation": variation,
+        "largest": variation,
+        "dispersion_base": base.dispersion,
+        "dispersion": other.dispersion,
+        "moved": (other.dispersion - base.dispersion).abs(),
+        "top_queries": dropping.double(),
+        "overlap": overlap.where(dropping, 0.0),
+        **{name: values.square().sum(-1) for name, values in norms.items()},
+    }
+    masked = {name: values.where(counts, 0.0) for name, values in terms.items()}
+    return masked | {"left_out": (base.attending != other.attending).double()}
+
+
+COMPARED = Table(
+    "compared",
+    "One row per sample, layer and head of a model, beside its base. queries: that attend to a key in both. Sums "
+    "over these: total_variation of the weights (largest: of one query), δ (dispersion_base, dispersion, moved: "
+    "|δ' − δ|; nats), top_queries (that may attend to keys beyond their top-k), overlap of the top-k of these; "
+    "squared norms of PV (output), (P' − P)V (by_weights), P'(V' − V) (by_values) and P'V' − PV (change).",
+    {
+        **dict.fromkeys(("model", "base"), "str"),
+        **dict.fromkeys(("sample", "layer", "head"), "int32"),
+        **{name: "int64" if name in ("queries", "top_queries") else "float64" for name in SUMS[:-1]},
+    },
+)
+
+
+class CallPairs:
+    """Keeps the base's calls on a batch, and compares each with the other model's as that comes."""
+
+    def __init__(self, base: str, other: str, top: int) -> None:
+        self._base, self._other, self._top = base, other, top
+        self._kept, self._numbers = KeptCalls(), SampleNumbers()
+        self._running, self._next = "", 0
+        self._parts: list[pd.DataFrame] = []
+        self.left_out = 0
+
+    def start(self, samples: int) -> None:
+        """Begin a batch."""
+        self._kept.clear()
+        self._numbers.start(samples)
+        self._next = 0
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Run one of the models inside the context: calls are its own, even if it is part of the other."""
+        self._running = name
+        try:
+            yield
+        finally:
+            self._running = ""
+
+    def keep(self, call: AttentionCall) -> None:
+        """Keep a call of the base."""
+        if self._running == "base":
+            self._kept.add(call)
+
+    def match(self, call: AttentionCall) -> None:
+        """Compare a call of the other model with the base's."""
+        if self._running != "other":
+            return
+        place, self._next = self._next, self._next + 1
+        if place >= len(self._kept):
+            return  # finish() refuses, and says how many there are
+        base, other = self._kept.pop(place), own_copy(call)
+        reason = refusal(base, other)
+        if reason:
+            raise InputError(f"{self._refused} in layer {base.layer} they have {reason}.")
+        changes = head_changes(base, other, self._top)
+        columns = {name: values.cpu() for name, values in changes.items()}
+        if not all(bool(values.isfinite().all()) for values in columns.values()):
+            raise InputError(f"{self._refused} in layer {base.layer} a score or a value is not a finite number.")
+        self.left_out += int(columns.pop("left_out").sum())
+        batch, heads = columns["queries"].shape
+        place_of = {"layer": base.layer, "head": list(range(heads)) * batch}
+        sample = self._numbers.of(batch).repeat(heads)
+        flat = {name: values.flatten().numpy() for name, values in columns.items()}
+        self._parts.append(pd.DataFrame({"sample": sample, **place_of, **flat}))
+
+    def finish(self) -> None:
+        """End a batch."""
+        if self._next != len(self._kept):
+            raise InputError(
+                f"{self._refused} their attention is called {len(self._kept)} and {self._next} times in a forward."
+            )
+
+    def table(self, names: dict[str, str]) -> pd.DataFrame:
+        """Return the table ``compared``; rows of the same sample, such as windows, are summed up."""
+        calls = pd.concat(self._parts, ignore_index=True) if self._parts else COMPARED.empty()
+        calls = calls[calls["queries"] > 0]
+        if calls.empty:
+            raise NotAvailableError("no query attends to a key in both models")
+        statistics = {name: "max" if name == "largest" else "sum" for name in SUMS[:-1]}
+        rows = calls.groupby(["sample", "layer", "head"], as_index=False).agg(statistics)
+        return COMPARED.of_parts([rows.assign(**names)])
+
+    @property
+    def _refused(self) -> str:
+        return f"{self._base} and {self._other} cannot be compared:"
+
+
+TOP = 8
+
+
+@dataclass(frozen=True)
+class ComparePlan:
+    """What a model is compared with."""
+
+    top: int = TOP  # k of the top-k whose overlap is measured
+    base: LoadedModel | None = None  # None: the model itself, where nothing changes
+    dtype: torch.dtype | None = None  # of the base; None: that of the model
+
+    def __post_init__(self) -> None:
+        if self.top < 1:
+            raise InputError(f"--top must be at least 1. Got {self.top}.")
+
+
+def compare(
+    base: LoadedModel,
+    other: LoadedModel,
+    batches: Sequence[Batch],
+    top: int = TOP,
+    *,
+    labels: Tensor | None = None,
+    device: torch.device | str | None = None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+    after_batch: Callable[[int], None] = lambda samples: None,
+    remark: Callable[[str, str], None] = lambda text, code: None,
+) -> dict[str, pd.DataFrame]:
+    """Run two models on the same batches and compare their attention, call by call, and their outputs.
+
+    The queries, keys and values of the base are kept for one batch; scores are computed for some queries at a
+    time. Where a forward draws random numbers, both draw the same. Weights are those of
+    :func:`~semdiag.questions.compare.measure.head_changes`; outputs are read as those of
+    ``semdiag k-sweep --rerun``.
+
+    Source: docs/commands/compare.md. Deviation: not in the paper.
+
+    Args:
+        base: the model before.
+        other: the model after, with as many attention calls of the same sizes.
+        batches: inputs of both.
+        top: k of the top-k whose overlap is measured.
+        labels: (N,) classes, for the loss; None: those in the batches, else the next token of a language model.
+        device: where both run; None: where they are.
+        dtypes: of the base and of the other model; None: unchanged.
+        after_batch: called with the number of samples of each batch.
+        remark: called with the text and the code of each remark on the comparison.
+
+    Returns:
+        The tables ``compared`` and ``compared_outputs``.
+
+    Raises:
+        InputError: if a model cannot be run on the inputs, the two differ in their attention calls, or a score is
+            not a finite number.
+        NotAvailableError: if no query attends to a key in both.
+    """
+    pair = CallPairs(base.path, other.path, top)
+    with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
+        outputs, first = Outputs(one.module), 0
+        with _answers(one.module) as before, _answers(two.module) as after:
+            for batch in batches:
+                _check_batch(base, batch)
+                _check_batch(other, batch)
+                moved, size = batching.moved(batch, one.device, one.dtype), batching.samples_of(batch)
+                batch_labels = None if labels is None else labels[first : first + size]
+                random_numbers = RandomNumbers(one.device)
+                pair.start(size)
+                with pair.of("base"):
+                    one(batch)
+                answer = before.pop()
+                outputs.prepare(moved, batch_labels, lambda given: batching.call(one.module, given))
+                random_numbers.again()
+                with pair.of("other"):
+                    two(batch)
+                outputs.add(answer, after.pop(), moved, batch_labels, first)
+                before.clear()
+                after.clear()
+                pair.finish()
+                first += size
+                after_batch(size)
+    if pair.left_out:
+        said = f"{pair.left_out:,} queries attend to a key in one of the two models alone, and are left out"
+        remark(said, "queries-left-out")
+    for text, code in outputs.notes:
+        remark(text, code)
+    names = {"model": other.path, "base": base.path}
+    rows = COMPARED_OUTPUTS.of_rows({**names, **row} for row in outputs.rows)
+    return {"compared": pair.table(names), "compared_outputs": rows}
+
+
+@contextmanager
+def _answers(module: nn.Module) -> Iterator[list[Any]]:
+    """Collect what a module returns, call by call."""
+    answers: list[Any] = []
+    own = hooks.Hooks(module, lambda *_: None, lambda _module, _inputs, output: answers.append(output))
+    try:
+        own.put_on()
+        yield answers
+    finally:
+        own.remove()
+
+
+def _check_batch(model: LoadedModel, batch: Batch) -> None:
+    """Refuse a batch that one of semdiag's encoders does not take, naming the model."""
+    if isinstance(model.module, Encoder):
+        try:
+            checked_batch(model.module, batch)
+        except InputError as error:
+            raise InputError(f"{model.path}: {error}") from None
+
+
+def _measure(subject: Subject, plan: ComparePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    base = subject.model if plan.base is None else plan.base
+    subject.expect(sum(map(batching.samples_of, subject.batches)))
+    return compare(
+        base, subject.model, subject.batches, plan.top, labels=subject.labels, device=subject.device,
+        dtypes=(plan.dtype or subject.dtype, subject.dtype), after_batch=subject.after_point,
+        remark=subject.remark,
+    )  # fmt: skip
+
+
+def _provenance(plan: ComparePlan, samples: int, few: int) -> dict[str, Any]:
+    return {"compare_top": plan.top} | ({} if plan.base is None else {"base": plan.base.path})
+
+
+COMPARISON = Probe("compare", ComparePlan, (COMPARED, COMPARED_OUTPUTS), _measure, provenance=_provenance)
+
+
+def compare_survey(
+    models: Sequence[LoadedModel],
+    conditions: Conditions,
+    announce: Callable[[str, int], None] = lambda model, samples: None,
+    after_batch: Callable[[int], None] = lambda samples: None,
+    *,
+    top: int = TOP,
+    dtype: str | None = None,
+) -> Measurements:
+    """Measure a base and a model on the base's inputs, and compare them."""
+    base, other = models[-1], models[0]
+    if len(models) == 1:
+        other = replace(base, path=f"{base.path} ({dtype or 'again'})", module=copy.deepcopy(base.module))
+    device = find_device(conditions.device)
+    of_base = conditions.decided([base, other], device)
+    of_other = of_base if dtype is None else replace(of_base, dtype=dtype).decided([other], device)
+    inputs = Inputs(*inputs_of(base, conditions), base)
+    if len(models) > 1:
+        _check_tokens(base, other, inputs, conditions)
+    for model, settings in ((base, of_base), (other, of_other)):
+        if model.external:
+            placed(model.module, device, DTYPES[settings.dtype])
+    dtypes = DTYPES[of_base.dtype], DTYPES[of_other.dtype]
+    announce("one sample of both", 0)
+    compare(
+        base,
+        other,
+        list(first_samples(inputs.batches, 1)),
+        top,
+        labels=inputs.labels,
+        device=device,
+        dtypes=dtypes,
+    )
+    parts = [survey([base], replace(of_base, plans=()), announce, after_batch, own=True, given=inputs)]
+    if has_diverged(parts[0]):
+        raise InputError(f"{base.path} cannot be compared: its attention scores are not finite numbers.")
+    plan = ComparePlan(top, base, dtypes[0])
+    parts.append(survey([other], replace(of_other, plans=(plan,)), announce, after_batch, own=True, given=inputs))
+    joined = Measurements.concat(parts)
+    if joined.compared.empty:
+        why = joined.remarks.loc[joined.remarks["code"] == "no-compare", "text"].iloc[0]
+        raise InputError(f"{other.path} cannot be compared: {why.partition(' because ')[2]}.")
+    joined.provenance.update(parts[1].provenance | parts[0].provenance)
+    joined.provenance.update(model_dtype=parts[1].provenance["dtype"])
+    return joined
+
+
+def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditions: Conditions) -> None:
+    """Refuse a model to which the token ids of the base's inputs mean something else, as far as that is known."""
+    if isinstance(base.module, Encoder) and isinstance(other.module, Encoder):
+        sizes = base.module.config.vocabulary_size, other.module.config.vocabulary_size
+        if sizes[0] != sizes[1] or _pieces(base) != _pieces(other):
+            raise InputError(f"{base.path} and {other.path} cannot be compared: their token ids differ.")
+    file, texts = conditions.inputs, conditions.texts
+    if file is None or file.suffix not in SUFFIXES or texts.tokenizer is not None:
+        return
+    if {base.source, other.source} != {"hugging face"} or not has_tokenizer(find_folder(other.path)):
+        return
+    base_tokeniser = tokeniser_of(file, base, texts)
+    other_tokeniser = tokeniser_of(file, other, replace(texts, max_length=base_tokeniser.longest))
+    for number, text in enumerate(read_texts(file).texts[: sum(map(samples_of, inputs.batches))], 1):
+        if not torch.equal(base_tokeniser([text])["input_ids"], other_tokeniser([text])["input_ids"]):
+            raise InputError(
+                f"{base.path} and {other.path} cannot be compared: the token ids of text {number} differ. If the "
+                f"model was made to read those of the base, say so: --tokenizer {find_folder(base.path)}."
+            )
+
+
+def _pieces(model: LoadedModel) -> str | None:
+    """Return what cuts the text of an encoder of text into pieces."""
+    text = None if model.training is None else model.training.text
+    return None if text is None else text.model

@@ -1,0 +1,473 @@
+"""δ of sparse models beside that of full attention, by layer and pooled."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.capturing.attention_call import DENSE, FIXED_MASKS, external
+from semdiag.measuring.counted import counted
+from semdiag.measuring.findings.estimates import (
+    Percentile,
+    by_layer,
+    counterfactual_ks,
+    in_part,
+    known_rows,
+    pooled_percentiles,
+    require_every_query,
+    without,
+)
+from semdiag.measuring.findings.findings import (
+    Findings,
+    Pair,
+    Summary,
+    attention_word,
+    differences,
+    diverged,
+    find_pairs,
+    interval_words,
+    ratio_words,
+    rivals,
+)
+from semdiag.measuring.findings.resampling import Interval, ratio_interval
+from semdiag.measuring.percentiles import percentiles
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.drawing.style import reference_words
+from semdiag.presenting.section import Answer, Glance, count_of, drawn_word, span_words, top_words
+from semdiag_models import InputError, TrainingConfig, configure, find_task, read_checkpoint
+
+GATED = ("p50", "p75", "p90", "p95")
+_USUAL_K = 5  # the paper's
+NO_NUMBER = "because a δ there is not a number"
+SHOWN = (*GATED, "p100")  # p100 is a single query: printed, not gated
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """The pooled dispersions of one pair."""
+
+    pair: Pair  # full model and top-k model
+    full: dict[str, float]  # δ_s of the full model by percentile (nats)
+    topk: dict[str, float]  # δ_h of the top-k model by percentile (nats)
+    failed: tuple[str, ...]  # gated percentiles at which δ_h < δ_s does not hold or is unknown
+
+    @property
+    def passed(self) -> bool:
+        """Return whether δ_h < δ_s at every gated percentile."""
+        return not self.failed
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Return the failed percentiles at which a δ is not a number."""
+        return tuple(p for p in self.failed if math.isnan(self.full[p] + self.topk[p]))
+
+    @property
+    def fault(self) -> str:
+        """Return in words why the pair fails; empty if it passes."""
+        known = [p for p in self.failed if p not in self.unknown]
+        parts = [f"δ_h < δ_s fails at {', '.join(known)}"] if known else []
+        parts += [f"δ_h < δ_s cannot be judged at {', '.join(self.unknown)}, {NO_NUMBER}"] if self.unknown else []
+        return "; ".join(parts)
+
+
+def dispersion_gate(findings: Findings) -> list[GateResult]:
+    """Compare pooled dispersions of paired full and top-k models."""
+    require_every_query(findings, "The gate")
+    models = findings.measurements.models
+    pairs, alone = find_pairs(models)
+    if alone:
+        raise InputError(
+            f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size, setting and "
+            f"snapshot are needed{_nearest(models, alone[0])}. Train the other one with: "
+            f"{partner_command(alone[0])}."
+        )
+    if not pairs:
+        raise InputError(
+            "There is no full or top-k checkpoint to pair. Train both with: semdiag train even-pairs, and: "
+            "semdiag train even-pairs --attention topk --k 5."
+        )
+    results = []
+    for pair in pairs:
+        full, topk = (
+            percentiles(known_rows(findings, model, "dispersion")["dispersion"])
+            for model in (pair.full, pair.other)
+        )
+        failed = tuple(p for p in GATED if not topk[p] < full[p])
+        results.append(GateResult(pair, {p: full[p] for p in SHOWN}, {p: topk[p] for p in SHOWN}, failed))
+    return results
+
+
+def require_one_partner(findings: Findings) -> None:
+    """Refuse to judge if it is not clear which models are a pair."""
+    models = findings.measurements.models
+    for pair in find_pairs(models)[0]:
+        if others := rivals(models, pair):
+            raise InputError(
+                f"{pair.full} and {others[0]} could both be the partner of {pair.other}, and differ: name one."
+            )
+
+
+def _nearest(models: pd.DataFrame, model: str) -> str:
+    """In what the model differs from the one that comes nearest to being its partner; nothing if none does."""
+    own = models[models["model"] == model].iloc[0]
+    wanted = "topk" if own["attention"] == "full" else "full"
+    others = models[(models["attention"] == wanted) & (models["task"] == own["task"])]["model"]
+    differing = [(differences(models, Pair("", model, other)), other) for other in others]
+    if not differing:
+        return ""
+    least, other = min(differing, key=lambda entry: len(entry[0]))
+    return f" ({other} differs from it in {'; '.join(least)})"
+
+
+def partner_command(model: str) -> str:
+    """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``."""
+    try:
+        stored = read_checkpoint(Path(model))
+        chosen = (
+            {}
+            if stored.model.attention == "topk"
+            else {"attention": "topk", "k": min(_USUAL_K, stored.model.length)}
+        )
+        optimizer = {"optimizer": stored.training.optimizer}  # on which the usual learning rate depends
+        usual = configure(find_task(stored.training.task_label), {**chosen, **optimizer})
+    except InputError:
+        return "semdiag train"
+    words = ["semdiag", "train", stored.training.task]
+    for name, value in chosen.items():
+        words += [f"--{name}", str(value)]
+    stored_values, recipe = ({**vars(a), **vars(b)} for a, b in ((stored.model, stored.training), usual))
+    recipe["optimizer"] = TrainingConfig.optimizer
+    if stored_values.pop("least_length") is not None:
+        stored_values["length"] = f"{stored.training.least_length}:{stored.training.length}"
+    for name, value in stored_values.items():
+        if name in _NO_OPTIONS or value == recipe[name]:
+            continue
+        words.append("--compile" if name == "compiled" else f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return shlex.join(words)
+
+
+# What differs in the counterpart, and what follows from the task.
+_NO_OPTIONS = (
+    *("attention", "k", "score_gradient", "vocabulary_size", "classes", "first_norm_eps", "selection_seed"),
+    "task",
+)
+
+_WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
+
+
+def dispersion_summary(findings: Findings) -> Summary:
+    """Return percentiles of δ by layer and head and pooled; with counterfactual columns, also of δ_h(k) and mass."""
+    queries = findings.measurements.queries
+
+    def describe(of: Percentile, suffix: str) -> Summary:
+        numbers = without(of("dispersion" + suffix), "not_positive")
+        if suffix and "mass" + suffix in queries:
+            numbers["mass"] = without(of("mass" + suffix), "not_positive")
+        if not suffix and "recall" in queries and of("recall")["queries"] > of("recall")["undefined"]:
+            undefined = numbers["undefined"] / max(1, numbers["queries"])  # of a query that keeps no key
+            numbers |= {"recall": of("recall")["mean"], "without_keys": undefined}
+        return numbers
+
+    return by_layer("dispersion", findings, describe)
+
+
+def recall_table(findings: Findings) -> pd.DataFrame:
+    """Return the recall of the largest scores in models that select by hashes or clusters."""
+    models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
+    keys = findings.measurements.queries.groupby("model")["keys"].max()
+    rows = []
+    for result in findings(dispersion_summary)["results"]:
+        model = result["model"]
+        for row in (*result["layers"], {"layer": "all", "head": "all", **result["all"]}):
+            if "recall" in row:
+                at_random = min(1.0, models[model]["k"] / keys[model])
+                numbers = {name: row[name] for name in ("layer", "head", "recall", "without_keys", "queries")}
+                rows.append({"model": model, **numbers, "at_random": at_random})
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class PairComparison:
+    """A top-k model beside its full counterpart."""
+
+    gate: GateResult  # pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95
+    ratio: Interval  # of the pooled medians, with a 95% interval from resampled sequences
+    snapshot: str  # name of the snapshots compared
+    samples: int  # sequences behind the ratio, of the model with fewer
+
+    @property
+    def answer(self) -> str:
+        """Return whether δ_h < δ_s, in a word or two."""
+        if self.gate.unknown:
+            return "cannot tell"
+        return "yes" if self.gate.passed else f"no at {', '.join(self.gate.failed)}"
+
+    @property
+    def sentence(self) -> str:
+        """Return the comparison in a sentence."""
+        full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
+        pair = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
+        pair += self.gate.pair.label.removesuffix(f", {self.snapshot}")
+        if self.gate.unknown:
+            return f"{pair}: it is unclear which model has the smaller dispersion, because a δ is not a number."
+        alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
+        ratio_text = partial(ratio_words, digits=3 if alike else 2)  # tells the ends of the interval apart
+        medians = f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats"
+        if math.isfinite(ratio.estimate):
+            interval = interval_words(ratio.low, ratio.high, ratio_text, self.samples)
+            medians += f", ratio {ratio_text(ratio.estimate)}, {interval}"
+        if self.gate.passed:
+            where = "at the 50th, 75th, 90th and 95th percentile"
+            return f"{pair}: the top-k model has the smaller dispersion {where} ({medians})."
+        failed = ", ".join(f"{p} (δₕ {topk[p]:.3g}, δₛ {full[p]:.3g})" for p in self.gate.failed)
+        return f"{pair}: δₕ is not below δₛ at {failed} ({medians})."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as plain values."""
+        gate, ratio = self.gate, self.ratio
+        return {
+            "label": gate.pair.label,
+            "snapshot": self.snapshot,
+            "full": gate.pair.full,
+            "topk": gate.pair.other,
+            "dispersion_full": gate.full,
+            "dispersion_topk": gate.topk,
+            "passed": gate.passed,
+            "failed": list(gate.failed),
+            "unknown": list(gate.unknown),
+            "median_ratio": {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high, "confidence": 0.95},
+        }
+
+
+def pair_comparisons(findings: Findings) -> list[PairComparison]:
+    """Compare every top-k model that has a full counterpart with it, last snapshots first."""
+    measurements = findings.measurements
+    pairs, _ = find_pairs(measurements.models)
+    paired = {model for pair in pairs for model in (pair.full, pair.other)}
+    if not paired or in_part(findings):
+        return []
+    models = measurements.models[measurements.models["model"].isin(sorted(paired))]
+    snapshots = dict(zip(models["model"], models["snapshot"], strict=True))
+    comparisons = []
+    for gate in dispersion_gate(Findings(measurements.replace(models=models))):
+        other, full = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
+        ratio = ratio_interval(other, full, resamples=RESAMPLES)
+        samples = min(other["sample"].nunique(), full["sample"].nunique())
+        comparisons.append(PairComparison(gate, ratio, snapshots[gate.pair.other], samples))
+    return sorted(comparisons, key=lambda comparison: comparison.snapshot != "last")
+
+
+RATIO_PERCENTILES = (50, 95)
+RESAMPLES = 300  # of whole sequences: the ends of a 95% interval are then known to about a tenth of its width
+
+
+def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
+    """Return the ratios of dispersion between every sparse model and its full counterpart, by layer."""
+    pairs, _ = find_pairs(findings.measurements.models, attention=None)
+    queries = findings.measurements.queries
+    rows = {
+        (str(model), int(layer)): known_rows(findings, str(model), "dispersion", int(layer))
+        for model, of_model in queries.groupby("model", sort=True)["layer"]
+        for layer in sorted(of_model.unique())
+    }
+    ratios = []
+    for pair in pairs:
+        layers = [layer for model, layer in rows if model == pair.other and (pair.full, layer) in rows]
+        for percentile in RATIO_PERCENTILES:
+            for layer in layers:
+                interval = ratio_interval(
+                    rows[pair.other, layer], rows[pair.full, layer], percentile=percentile, resamples=resamples
+                )
+                numbers = (interval.estimate, interval.low, interval.high)
+                ratios.append((pair.other, pair.full, percentile, layer, *numbers))
+    return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
+
+
+def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
+    """Return pooled median δ under input-agnostic masks (controls) over full attention's; last snapshots only."""
+    models = findings.measurements.models[findings.measurements.models["snapshot"] == "last"]
+    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
+    medians = {model: table["p50"] for model, table in findings(pooled_percentiles, "dispersion").items()}
+    return [
+        (pair, medians[pair.other] / medians[pair.full])
+        for pair in pairs
+        if medians.get(pair.full, 0) > 0 and medians.get(pair.other, math.nan) >= 0
+    ]
+
+
+_BINS = 24
+FEWEST = 10  # queries in a bin, to give its percentiles
+
+
+def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
+    """Return percentiles of δ by the number of allowed keys, from two on, in bins of equal ratio."""
+    return {
+        str(model): pd.DataFrame() if diverged(findings, str(model)) else _binned(rows)
+        for model, rows in findings.measurements.queries.groupby("model", sort=False)
+    }
+
+
+def _binned(rows: pd.DataFrame) -> pd.DataFrame:
+    finite = rows[np.isfinite(rows["dispersion"]) & (rows["keys"] > 1)]
+    if finite.empty:
+        return pd.DataFrame()
+    keys = finite["keys"].to_numpy(float)
+    edges = np.unique(np.round(np.geomspace(2, keys.max() + 1, _BINS + 1)))
+    bins = np.digitize(keys, edges)
+    groups = finite.assign(bin=bins).groupby("bin")
+    table = groups["dispersion"].quantile([0.05, 0.25, 0.5, 0.75, 0.95]).unstack()
+    table["keys"], table["queries"] = groups["keys"].mean(), groups.size()
+    shown: pd.DataFrame = table[table["queries"] >= FEWEST]
+    return shown
+
+
+def dispersion_glance(findings: Findings) -> Glance:
+    """Return in how many pairs the top-k model has the smaller dispersion; without pairs, the dispersion."""
+    compared = findings(pair_comparisons)
+    untrained = [pair for pair in compared if pair.snapshot == "initialisation"]
+    trained = [pair for pair in compared if pair not in untrained]
+    pairs = [pair for pair in trained if pair.snapshot == "last"] or trained or untrained
+    if pairs:
+        judged = [pair for pair in pairs if not pair.gate.unknown]
+        if not judged:
+            words = "of a full and a top-k model have a finite dispersion δ on both sides"
+            return Glance(Answer.OPEN, count_of(0, len(pairs), "pair"), words, claim=True)
+        passed = sum(pair.gate.passed for pair in judged)
+        answer = Answer.HOLDS if passed == len(judged) else Answer.DOES_NOT
+        number = count_of(passed, len(judged), "pair")
+        words = f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
+        words += "and 95th percentile"
+        notes = _ratios("ratio of the medians", judged)
+        notes += [f"before training {before}"] if trained and (before := ratio_before(findings)) else []
+        words += f" ({'; '.join(notes)})" if notes else ""
+        words += "" if trained else "; they are not trained yet"
+        words += f"; {len(pairs) - len(judged)} more cannot be judged" if len(judged) < len(pairs) else ""
+        return Glance(answer if trained else Answer.OPEN, number, words, claim=True)
+    every = findings(pooled_percentiles, "dispersion").values()
+    known = [each for each in every if np.isfinite(each["p50"])]
+    if not known:
+        return Glance(Answer.OPEN, f"0 of {counted(len(every), 'model')}", "have a finite dispersion δ")
+    queries = sum(int(each["queries"]) for each in known)
+    span = span_words([each["p50"] for each in known], "{:.3g}")
+    words = (
+        f"is the median dispersion δ of {counted(len(known), 'model')} ({queries:,} queries{drawn_word(findings)})"
+    )
+    words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
+    if external(findings.measurements.models).all():
+        words += f"; in trained models 90% of the heads have {reference_words('dispersion')}"
+        return Glance(Answer.MEASURED, f"{span} nats", words)
+    why = (
+        "only some queries were drawn or kept, but a verdict on pairs needs all of them"
+        if in_part(findings)
+        else ("no pair of a full and a top-k model to compare")
+    )
+    return Glance(Answer.OPEN, f"{span} nats", f"{words}; {why}")
+
+
+def before_training(findings: Findings) -> list[float]:
+    """Return for each trained pair the ratio of the median δ at the initialisations, where both are known."""
+    table = findings.measurements.initialisation
+    medians = dict(zip(table["model"], table["dispersion"], strict=True))
+    compared = findings(pair_comparisons)
+    untrained = [pair.ratio.estimate for pair in compared if pair.snapshot == "initialisation"]
+    pairs = [pair.gate.pair for pair in compared if pair.snapshot == "last"]
+    ratios = [
+        medians[pair.other] / medians[pair.full] for pair in pairs if {pair.full, pair.other} <= set(medians)
+    ]
+    return [ratio for ratio in untrained or ratios if np.isfinite(ratio) and ratio > 0]
+
+
+def ratio_before(findings: Findings) -> str:
+    """Return the range of the ratios before training in words; empty if none is known."""
+    ratios = before_training(findings)
+    return span_words(ratios, ratio_words) if ratios else ""
+
+
+def _ratios(name: str, pairs: Sequence[PairComparison]) -> list[str]:
+    """Return the range of the finite ratios of medians; empty if there are none."""
+    ratios = [pair.ratio.estimate for pair in pairs if np.isfinite(pair.ratio.estimate)]
+    return [f"{name} {span_words(ratios, ratio_words)}"] if ratios else []
+
+
+_NO_PAIR = (
+    "Nothing is compared: there is no pair of a full and a top-k model of the same task, seed, size, setting and "
+    "snapshot."
+)
+_NOT_JUDGED = "Pairs of models are not judged: a verdict needs every query, but only some were drawn or kept."
+
+
+def dispersion_in_short(findings: Findings) -> list[str]:
+    """Return sentences on δ_h < δ_s by pair, and on fixed masks; for external models, on each by itself."""
+    if external(findings.measurements.models).all():
+        if counterfactual_ks(findings.measurements.queries):  # the section on a top-k mask has these sentences
+            return []
+        return [span_sentence(findings, model) for model in findings.measurements.models["model"]]
+    sentences = [comparison.sentence for comparison in findings(pair_comparisons)]
+    ratios = [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]
+    fixed_masks = (
+        f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full attention's. "
+        "A smaller range is in part only a range over fewer keys."
+    )
+    if not sentences:
+        labels = model_labels(findings.measurements.models)
+        sentences = [span_sentence(findings, model, label) for model, label in labels.items()]
+        sentences += [_NOT_JUDGED if in_part(findings) else _NO_PAIR] if len(labels) > 1 else []
+    return [*_headline(findings), *sentences, *([fixed_masks] if ratios else []), *_recall_sentences(findings)]
+
+
+def _headline(findings: Findings) -> list[str]:
+    """Return a sentence on all pairs, and how much the mask alone did before training."""
+    pairs = [pair for pair in findings(pair_comparisons) if pair.snapshot == "last" and not pair.gate.unknown]
+    ratios = [pair.ratio.estimate for pair in pairs]
+    if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
+        return []
+    passed = sum(pair.gate.passed for pair in pairs)
+    words = f"The median dispersion δ of top-k attention is {span_words(ratios, ratio_words)} of full attention's"
+    words += f" ({count_of(passed, len(pairs), 'pair')} smaller at p50, p75, p90 and p95)"
+    before = before_training(findings)
+    if len(before) != len(ratios):
+        return [f"{words}. How much of that the mask alone does is not known: no initialisation was measured."]
+    mask_shares = [
+        math.log(start) / math.log(end) if end < 1 else math.nan for start, end in zip(before, ratios, strict=True)
+    ]
+    share = ": the mask alone does most of it" if all(part >= 0.5 for part in mask_shares) else ""
+    share = ": most of it was learned" if all(part < 0.5 for part in mask_shares) else share
+    return [f"{words}; before training it is {ratio_before(findings)}{share}."]
+
+
+def _recall_sentences(findings: Findings) -> list[str]:
+    """Return sentences on how many of the largest scores hashes and clusters find."""
+    table, models = findings(recall_table), findings.measurements.models.set_index("model")
+    sentences = []
+    for model, rows in table.groupby("model", sort=False) if len(table) else ():
+        pooled, heads = rows[rows["layer"] == "all"].iloc[0], rows.loc[rows["layer"] != "all", "recall"]
+        row = models.loc[model]
+        sentences.append(
+            f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
+            f"{pooled['recall']:.0%} of its {row['k']} largest scores ({heads.min():.0%} to {heads.max():.0%} "
+            f"by head; {row['k']} keys at random would hold {pooled['at_random']:.0%}), and "
+            f"{pooled['without_keys']:.1%} of {pooled['queries']:,} queries keep no key."
+        )
+    return sentences
+
+
+def span_sentence(findings: Findings, model: str, label: str = "") -> str:
+    """Return a sentence on the dispersion of a model that is compared with no other."""
+    label = label or model
+    delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
+    if math.isnan(delta["p50"]):
+        return f"{label}: its dispersion is not a number."
+    attention = findings.measurements.models.set_index("model").loc[model, "attention"]
+    of = f"{keys['p50']:g} keys at the median" if attention in DENSE else "the keys that it keeps"
+    return (
+        f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
+        f"{delta['p95']:.3g} at the 95th percentile, over {of}."
+    )

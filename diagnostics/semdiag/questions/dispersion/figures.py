@@ -1,0 +1,323 @@
+"""The section ``dispersion`` of a report."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.capturing.attention_call import DENSE, external
+from semdiag.measuring.findings.estimates import Percentiles, known_rows, layer_percentiles, pooled_percentiles
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.panels import (
+    READING,
+    NothingToDrawError,
+    Panel,
+    cumulative_curve,
+    layer_boxes,
+    logarithmic_limits,
+    panels_of,
+    positive_range,
+)
+from semdiag.presenting.drawing.style import (
+    FAINT,
+    AttentionStyle,
+    draw_band,
+    finished,
+    lightened,
+    number_layers,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+    title_with_facts,
+)
+from semdiag.presenting.section import Heading, Section, Shown, percentile_csv
+from semdiag.questions.dispersion.answer import (
+    FEWEST,
+    RATIO_PERCENTILES,
+    dispersion_by_number_of_keys,
+    dispersion_glance,
+    dispersion_in_short,
+    layer_ratios,
+    recall_table,
+)
+
+
+@paper_style
+def dispersion_ratio(findings: Findings) -> Figure:
+    """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
+    ratios = findings(layer_ratios)
+    if not ratios["ratio"].notna().any():
+        raise NothingToDrawError(
+            "No sparse model has a full-attention counterpart of the same task, seed, size, setting and snapshot."
+        )
+    compared = set(ratios["model"])
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in compared for s in p.series)]
+    figure, axes = panel_grid(len(RATIO_PERCENTILES) * len(panels), columns=len(RATIO_PERCENTILES))
+    low, high = ratios[["ratio", "low"]].min().min(), ratios[["ratio", "high"]].max().max()
+    places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
+    for ax, (panel, percentile) in zip(axes, places, strict=True):
+        _scale(ax, min(low, 0.5), max(high, 2.0))
+        _draw(ax, panel, ratios[ratios["percentile"] == percentile])
+        which = "median" if percentile == 50 else f"p{percentile}"
+        ax.set_title(f"{panel.title}: {which}")
+        if percentile == RATIO_PERCENTILES[0]:
+            ax.set_ylabel("δ of sparse / δ of full attention")
+    return finished(
+        figure, "bars: 95% intervals, whole sequences resampled; below 1 = more focused than full attention"
+    )
+
+
+def _scale(ax: Axes, low: float, high: float) -> None:
+    ax.set_yscale("log", base=2)
+    if 0 < low < high < float("inf"):  # of a diverged model neither need hold
+        ax.set_ylim(low / 1.1, high * 1.1)
+    plain_numbers(ax.yaxis)
+    ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
+
+
+def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
+    sparse = [series for series in panel.series if series.attention != "full"]
+    for place, series in enumerate(sparse):
+        rows = ratios[ratios["model"] == series.model].dropna(subset=["ratio"])
+        control = series.attention != "topk"
+        color = lightened(series.style.color, 0.35) if control else series.style.color
+        ax.errorbar(
+            rows["layer"] + (place - (len(sparse) - 1) / 2) * 0.12,
+            rows["ratio"],
+            yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
+            color=color,
+            marker=series.style.marker,
+            markersize=4 if control else 5.5,
+            linestyle=series.style.line,
+            linewidth=0.7 if control else 1.1,
+            elinewidth=1.0,
+            capsize=2,
+            label=series.label + (", control" if control else ""),
+        )
+    number_layers(ax, sorted(ratios["layer"].unique()))
+
+
+@paper_style
+def dispersion_by_keys(findings: Findings) -> Figure:
+    """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled."""
+    curves = findings(dispersion_by_number_of_keys)
+    panels = [
+        p for p in panels_of(findings.measurements.models) if any(len(curves[s.model]) > 1 for s in p.series)
+    ]
+    if not panels:
+        raise NothingToDrawError("Every query has the same number of keys.")
+    figure, axes = panel_grid(len(panels))
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw_dispersion_by_keys(ax, panel, curves)
+    axes[0].set_ylabel("semantic dispersion δ (nats)")
+    return finished(
+        figure,
+        "line: median; dark band: 25–75%, light band: 5–95% of the queries with about this many keys "
+        f"(at least {FEWEST}). A query with one key has δ = 0.",
+    )
+
+
+def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFrame]) -> None:
+    ax.set_xscale("log", base=2)
+    plain_numbers(ax.xaxis)
+    facts = []
+    for series in panel.series:
+        table, style = curves[series.model], series.style
+        if len(table) < 2:
+            continue
+        _band(ax, table, (0.05, 0.95), style, 0.75)
+        _band(ax, table, (0.25, 0.75), style, 0.45)
+        ax.plot(table["keys"], table[0.5], color=style.color, linewidth=style.width, marker=style.marker,
+                markersize=3, label=series.label)  # fmt: skip
+        facts.append(f"{series.label}: {int(table['queries'].sum()):,} queries")
+    title_with_facts(ax, panel.title, facts)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("keys a query may attend to (count)")
+
+
+def _band(ax: Axes, table: pd.DataFrame, ends: tuple[float, float], style: AttentionStyle, white: float) -> None:
+    low, high = ends
+    ax.fill_between(table["keys"], table[low], table[high], color=lightened(style.color, white), linewidth=0)
+
+
+MARKED = (50, 75, 90, 95)
+
+
+@paper_style
+def dispersion_ecdf(findings: Findings) -> Figure:
+    """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked."""
+    panels = panels_of(findings.measurements.models)
+    models = findings.measurements.queries["model"].unique()
+    values = {str(model): known_rows(findings, str(model), "dispersion")["dispersion"] for model in models}
+    if not any(len(cumulative_curve(column)[0]) for column in values.values()):
+        raise NothingToDrawError("No query has a finite dispersion above 0.")
+    figure, axes = panel_grid(len(panels), sharex=True)
+    for ax, panel in zip(axes, panels, strict=True):
+        ax.set_xscale("log")
+        plain_numbers(ax.xaxis)
+        _draw_ecdf(ax, panel, values, findings(pooled_percentiles, "dispersion"))
+        ax.set_title(panel.title)
+        ax.set_xlabel("semantic dispersion δ (nats)")
+    axes[0].set_ylabel("share of queries with δ ≤ x")
+    return finished(figure, "markers: 50th, 75th, 90th and 95th percentile; further left = more focused")
+
+
+def _draw_ecdf(
+    ax: Axes, panel: Panel, values: dict[str, "pd.Series[float]"], pooled: dict[str, Percentiles]
+) -> None:
+    ax.set_ylim(0, 1.02)
+    for share in MARKED:
+        ax.axhline(share / 100, color="#e4e4e4", linewidth=0.6, zorder=0)
+    ax.set_yticks([0, 0.25, *(share / 100 for share in MARKED)])
+    ax.grid(visible=False)
+    for series in panel.series:
+        column = values.get(series.model, pd.Series(dtype=float))
+        x, y = cumulative_curve(column)
+        style = series.style
+        symbol = "δₛ" if series.attention in DENSE else "δₕ"
+        label = f"{symbol}, {series.label}"
+        ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=label)
+        if not len(x):
+            continue
+        ax.plot(x, y, color=style.color, linestyle=style.line, linewidth=style.width)
+        marks = [pooled[series.model][f"p{share}"] for share in MARKED]
+        heights = [share / 100 for share in MARKED]
+        ax.plot(marks, heights, color=style.color, marker=style.marker, linestyle="none", markersize=4)
+
+
+@paper_style
+def dispersion_by_layer(findings: Findings) -> Figure:
+    """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis."""
+    panels = panels_of(findings.measurements.models)
+    tables = findings(layer_percentiles, "dispersion")
+    shown = pd.concat(tables.values()) if tables else pd.DataFrame()
+    low, high = positive_range(shown, "p1", "p100")
+    elsewhere = external(findings.measurements.models).all()
+    figure, axes = panel_grid(len(panels))
+    for ax, panel in zip(axes, panels, strict=True):
+        logarithmic_limits(ax, low, high)
+        layer_boxes(ax, [(s.label, s.style, tables[s.model]) for s in panel.series if s.model in tables])
+        if elsewhere:
+            draw_band(ax, "dispersion")
+        ax.set_title(panel.title)
+    axes[0].set_ylabel("semantic dispersion δ (nats)")
+    grey = ". Grey: median δ of 90% of the heads of two trained language models" if elsewhere else ""
+    return finished(figure, f"{READING}; marker: maximum{grey}")
+
+
+def dispersion_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Return percentiles of δ, its ratios to full attention's if models can be compared, and recall if defined."""
+    tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    if not external(findings.measurements.models).all():
+        tables["dispersion_ratio"] = findings(layer_ratios)
+    if len(recall := findings(recall_table)):
+        tables["recall"] = recall
+    return tables
+
+
+_BY_KEYS = Shown(
+    dispersion_by_keys,
+    "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
+    "logarithmic abscissa, as a median line in two bands: {shown}.",
+    "A range over more scores is wider to begin with: compare queries with the same number of keys. A line that "
+    "is flat says that the width of the scores, not their number, sets δ; in causal models the first queries "
+    "see few keys and pull every pooled percentile down (--min-keys leaves them out).",
+)
+_PAIRED = (
+    "This is a comparison across models: two models, each trained with its own attention on the same data "
+    "and seed, each measured on its own scores. Nothing here says what one of them would do with the "
+    "other's mask."
+)
+_POOLED = (
+    "Percentiles pool the queries of all layers and heads; the 95th percentiles of two models need not come from "
+    "the same layer. The maximum (p100) is one single query, so it is shown but not judged."
+)
+_HEADINGS = (
+    Heading(
+        "focus",
+        "Do the scores of the sparse model span less?",
+        (
+            Shown(
+                dispersion_ecdf,
+                "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve "
+                "per model, percentiles 50, 75, 90 and 95 marked: {shown}.",
+                "Compare the curves at the same height: a curve further left has the smaller dispersion δ, "
+                "the range (largest minus smallest) of the scores a query's softmax mixes. A small δ means "
+                "that the kept keys compete on nearly equal terms: none can take more than e^δ/(e^δ + k − 1) "
+                "of the weight. The paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
+            ),
+            Shown(
+                dispersion_by_layer,
+                "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a "
+                "logarithmic axis, attention kinds side by side: {shown}.",
+                "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse models "
+                "(δₕ, over the kept keys): there the scores spread most. Where an initialisation is shown in a "
+                "panel of its own, compare with it: what is already there before training comes from the mask, "
+                "not from learning.",
+            ),
+            _BY_KEYS,
+        ),
+        (
+            _PAIRED,
+            _POOLED,
+            "A range over a few keys is never larger than the range over all keys of the same row; the "
+            "controls with a fixed mask show how much of the difference that alone can make.",
+        ),
+    ),
+    Heading(
+        "ratio",
+        "How much smaller, layer by layer?",
+        (
+            Shown(
+                dispersion_ratio,
+                "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
+                "95th percentile, with 95% intervals and a line at 1: {shown}.",
+                "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; "
+                "equal steps on the axis are equal factors. The bars are 95% intervals from resampling "
+                "whole sequences: if a bar crosses 1, these inputs do not settle the question for that "
+                "layer.",
+            ),
+        ),
+        (
+            "The intervals are about other inputs of the same kind, not about other seeds or training runs. "
+            "Queries of one sequence depend on each other, therefore sequences are drawn, never single queries.",
+            "Layer n of one model and layer n of another are matched by position; nothing says that they do "
+            "the same work.",
+        ),
+    ),
+)
+_EXTERNAL = (
+    Heading(
+        "spread",
+        "How far apart are the scores?",
+        (
+            Shown(
+                dispersion_by_layer,
+                "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a logarithmic "
+                "axis: "
+                "{shown}.",
+                "δ is the range, largest minus smallest, of the scores that a query's softmax mixes. A small δ "
+                "means that all keys compete on nearly equal terms: none can take more than e^δ/(e^δ + n − 1) of "
+                "the weight of n keys. The paper's bounds on how fast a model learns grow with e^δ.",
+            ),
+            _BY_KEYS,
+        ),
+        (
+            "Percentiles pool the queries of all heads of a layer. The maximum (p100) is one single query.",
+            "Layers are numbered in the order in which they first ran; the table at the end names their modules.",
+            "Nothing is known of this model's training, so nothing here says whether its attention made it learn "
+            "fast or slowly.",
+        ),
+    ),
+)
+
+
+SECTION = Section(
+    name="dispersion",
+    needs=(),
+    headings=_HEADINGS,
+    external=_EXTERNAL,
+    in_short=dispersion_in_short,
+    glance=dispersion_glance,
+    tables=dispersion_tables,
+)

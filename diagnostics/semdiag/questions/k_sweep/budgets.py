@@ -1,0 +1,336 @@
+"""Key budgets by layer and head: the table, and the budgets that keep a share of the attention weight."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, first_samples, samples_of, without_first
+from semdiag.capturing.kept_keys import (
+    Keep,
+    RandomK,
+    Rule,
+    TopK,
+    TopP,
+    Window,
+    allowed_keys,
+    block_scores,
+    ordered,
+    real_first,
+)
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import running
+from semdiag.measuring.table import Table
+from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, measure_of, rerun, upper_change
+from semdiag_models import InputError
+
+BUDGET_TABLE = Table(
+    "budgets",
+    (
+        "One row per budget, layer and head. k: keys, or blocks of keys if block is above 1, that each query "
+        "keeps. Sums over the queries of the samples on which the budget was chosen: all_keys, the keys that they "
+        "have, and kept_keys, those of them that the budget keeps."
+    ),
+    {
+        "model": "str",
+        "budget": "str",
+        **dict.fromkeys(("block", "layer", "head"), "int64"),
+        "module": "str",
+        **dict.fromkeys(("occurrence", "k", "all_keys", "kept_keys"), "int64"),
+    },
+)
+BY_MASS = (0.95, 0.99)  # of the attention weight
+QUERIES = 0.95  # share of a head's queries for which its k must keep that weight
+BLOCKS = (1, 64, 128)
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+_AT_ONCE = 2**22
+GREEDY = "loss"  # name of the budget that keeps the loss
+Place = tuple[str, int]  # module, occurrence
+
+
+@dataclass
+class NeededKeys:
+    """Counts how many of its largest keys, or blocks of keys, each query needs for a share of its weight."""
+
+    min_keys: int = 1  # queries with fewer keys are left out
+    layers: dict[Place, int] = field(default_factory=dict)  # number of each place
+    # by place, block and level: (H, 1 + most) queries that need so many
+    counts: dict[tuple[Place, int, float], NDArray[np.int64]] = field(default_factory=dict)
+    ranked: dict[tuple[Place, int], NDArray[np.int64]] = field(default_factory=dict)
+
+    def add(self, call: AttentionCall) -> None:
+        """Count the queries of a call."""
+        batch, heads, queries, _ = call.q.shape
+        size = max(1, _AT_ONCE // (heads * queries * call.k.shape[2]))
+        for at in range(0, batch, size):
+            self._add(call.part(slice(at, min(at + size, batch))), call)
+
+    def _add(self, part: AttentionCall, call: AttentionCall) -> None:
+        place = call.module, call.occurrence
+        self.layers.setdefault(place, call.layer)
+        allowed = allowed_keys(part)
+        counted = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
+        order = real_first(allowed, call)
+        allowed, scores = ordered(allowed, order), ordered(part.scores(torch.float64), order)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        weights = scores.softmax(-1).masked_fill(~allowed, 0)
+        for block in BLOCKS:
+            falling = block_scores(scores, block).argsort(dim=-1, descending=True, stable=True)
+            ranked = _by_block(allowed.long(), block).gather(-1, falling) * counted[..., None]
+            old = self.ranked.get((place, block), np.zeros((1, 1), np.int64))
+            self.ranked[place, block] = _padded_sum(old, ranked.sum((0, 2)).cpu().numpy())
+            if block > 1 and weights.shape[-1] <= block:
+                continue
+            kept = _by_block(weights, block).gather(-1, falling).cumsum(-1)
+            for level in LEVELS:
+                need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
+                for head in range(need.shape[1]):
+                    counts = torch.bincount(need[:, head][counted[:, head]], minlength=kept.shape[-1] + 1)
+                    self._count((place, block, level), head, need.shape[1], counts.cpu().numpy())
+
+    def _count(self, key: tuple[Place, int, float], head: int, heads: int, counts: NDArray[np.int64]) -> None:
+        old = self.counts.get(key, np.zeros((heads, 1), np.int64))
+        if old.shape[1] < len(counts):
+            old = np.pad(old, ((0, 0), (0, len(counts) - old.shape[1])))
+        old[head, : len(counts)] += counts
+        self.counts[key] = old
+
+    def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
+        """Return the smallest k of each head with which 95% of its queries keep a share of their weight."""
+        ks = {}
+        for place in self.layers:
+            if (place, block, level) in self.counts:
+                shares = self.counts[place, block, level].cumsum(1)
+                enough = shares >= QUERIES * np.maximum(shares[:, -1:], 1)
+                ks[place] = [max(1, int(k)) for k in enough.argmax(1)]
+        return ks
+
+    @property
+    def blocks(self) -> list[int]:
+        """Return the block sizes of which some layer has several."""
+        return [block for block in BLOCKS if any(key[1] == block for key in self.counts)]
+
+    def table(self, model: str, budgets: Mapping[tuple[str, int], Mapping[Place, Sequence[int]]]) -> pd.DataFrame:
+        """Return the table of budgets."""
+        rows: list[dict[str, Any]] = []
+        for (name, block), budget in budgets.items():
+            for place, numbers in budget.items():
+                ranked = self.ranked[place, block]
+                rows += [
+                    {
+                        "model": model,
+                        "budget": name,
+                        "block": block,
+                        "layer": self.layers[place],
+                        "head": head,
+                        "module": place[0],
+                        "occurrence": place[1],
+                        "k": k,
+                        "all_keys": ranked[head].sum(),
+                        "kept_keys": ranked[head, :k].sum(),
+                    }
+                    for head, k in enumerate(numbers)
+                ]
+        return BUDGET_TABLE.of_rows(rows)
+
+
+def budget_name(level: float, block: int = 1) -> str:
+    """Return the name of a budget that keeps a share of the weight: ``mass-95``, ``mass-99-blocks-of-64``."""
+    return f"mass-{100 * level:.0f}" + (f"-blocks-of-{block}" if block > 1 else "")
+
+
+def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
+    """Return a budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
+    return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
+
+
+def _padded_sum(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Add two rows of counts that may differ in length."""
+    width = max(first.shape[1], second.shape[1])
+    wide = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (first, second))
+    return np.add(*wide)
+
+
+def _by_block(weights: torch.Tensor, block: int) -> torch.Tensor:
+    if block == 1:
+        return weights
+    rest = -weights.shape[-1] % block
+    return torch.nn.functional.pad(weights, (0, rest)).view(*weights.shape[:-1], -1, block).sum(-1)
+
+
+_MOST_RUNS = 200  # in the search for a budget
+_LEAST_HALF = 8  # samples in a half; with fewer a mean is too uncertain
+
+
+def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Return the samples for choosing budgets, and those for testing them."""
+    samples = sum(map(samples_of, batches))
+    first = list(first_samples(batches, (samples + 1) // 2))
+    second = without_first(batches, sum(map(samples_of, first)))
+    fewest = min(sum(map(samples_of, half)) for half in (first, second))
+    if fewest < _LEAST_HALF:
+        raise InputError(
+            "Budgets are chosen on one half of the samples and run on the other, each of at least "
+            f"{_LEAST_HALF}. Of {samples} samples one half has {fewest}: give more, or leave out --budget."
+        )
+    return first, second
+
+
+def search(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    labels: Tensor | None,
+    tolerance: float | None,
+    min_keys: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return budgets, and the model's results with them on samples that were not used to choose them."""
+    first, second = halves(batches)
+    head = sum(map(samples_of, first))
+    known, others = (None, None) if labels is None else (labels[:head], labels[head:])
+    needed = NeededKeys(min_keys)
+    with running(loaded, needed.add, device, dtype) as run:
+        for batch in first:
+            run(batch)
+
+    def cost(budget: Mapping[Place, Sequence[int]]) -> float:
+        again = rerun(loaded, first, known, [("budget", -1, rules(budget))], device, dtype)
+        return upper_change(again, "budget", -1)
+
+    limit = tolerance or TOLERANCES[measure_of(rerun(loaded, first, known, [], device, dtype))]
+    named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}
+    for level in BY_MASS:
+        for block in needed.blocks:
+            named[budget_name(level, block), block] = needed.smallest(level, block)
+    best = greedy(needed, cost, limit, _MOST_RUNS)
+    if best is not None:
+        named[GREEDY, 1] = best
+    masks = [(name, -1, rules(budget, block)) for (name, block), budget in named.items()]
+    tests = rerun(loaded, second, others, masks, device, dtype)
+    shifted = tests.assign(sample=tests["sample"] + head)
+    return needed.table(loaded.path, named), shifted[shifted["mask"] != NO_MASK]
+
+
+def greedy(
+    needed: NeededKeys,
+    cost: Callable[[Mapping[Place, Sequence[int]]], float],
+    tolerance: float,
+    most_runs: int,
+    *,
+    margin: bool = True,
+) -> dict[Place, list[int]] | None:
+    """Return a budget with a small total whose cost is within a tolerance."""
+    ladder = [needed.smallest(level) for level in LEVELS]
+    runs, start = 0, None
+    for step, budget in enumerate(ladder):
+        runs += 1
+        if cost(budget) <= tolerance:
+            start = step
+            break
+    if start is None:
+        return None
+    at = {(place, head): start for place, numbers in ladder[0].items() for head in range(len(numbers))}
+
+    def budget_of(steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:
+        return {
+            place: [1 if steps[place, h] < 0 else ladder[steps[place, h]][place][h] for h in range(len(numbers))]
+            for place, numbers in ladder[0].items()
+        }
+
+    def moved(one: tuple[Place, int], by: int) -> dict[tuple[Place, int], int]:
+        """Lower a head to the next share at which it has another k, if there is one."""
+        steps, (place, head) = dict(at), one
+        now = budget_of(at)[place][head]
+        while budget_of(steps)[place][head] == now and steps[one] + by < len(ladder):
+            steps[one] += by
+        return steps
+
+    fixed: set[tuple[Place, int]] = set()
+    while runs < most_runs:
+        now = budget_of(at)
+        free = [one for one in at if one not in fixed and now[one[0]][one[1]] > 1]
+        if not free:
+            break
+        one = max(free, key=lambda one: now[one[0]][one[1]])
+        lower = moved(one, -1)
+        runs += 1
+        if cost(budget_of(lower)) <= tolerance:
+            at = lower
+        else:
+            fixed.add(one)
+    for one in fixed if margin else ():
+        at = moved(one, 1)
+    return budget_of(at)
+
+
+TOP_K, RANDOM = "topk", "random"
+SINKS = 4  # first keys that a window keeps, as in StreamingLLM
+SHARES = 0.8, 0.9, 0.95, 0.99  # shares of the weight that top-p keeps
+# What each kind is, in the order of tables.
+KINDS = {
+    TOP_K: "the k largest scores of each query and head",
+    "topk-group": "the k heaviest keys of each query, the same for all heads that share a key head",
+    "topk-layer": "the k heaviest keys of each query, the same for all heads of a layer",
+    "topk-4-layers": "the k heaviest keys of each query in every fourth layer, kept by the three layers after it",
+    "block-16": "the blocks of 16 keys with the largest mean score, k keys in all",
+    "block-32": "the blocks of 32 keys with the largest mean score, k keys in all",
+    "block-64": "the blocks of 64 keys with the largest mean score, k keys in all",
+    "window": f"the nearest keys and the first {SINKS}, k in all",
+    "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
+    RANDOM: "k keys drawn at random, a control",
+}
+OWN_KINDS = TOP_K, RANDOM  # the kinds of a run without --kinds
+EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM
+
+
+def rule_of(kind: str, k: int, seed: int) -> Rule | None:
+    """Return the rule by which a kind keeps k keys; None if it has none for so few."""
+    if kind == RANDOM:
+        return RandomK(k, seed)
+    if kind == "window":
+        return Window(k, SINKS) if k > SINKS else None
+    if kind.startswith("block-"):
+        block = int(kind.removeprefix("block-"))
+        return TopK(k // block, block=block, by="mean") if k >= block else None
+    shared = {"topk-group": ("group", 1), "topk-layer": ("layer", 1), "topk-4-layers": ("layer", 4)}
+    how, every = shared.get(kind, ("head", 1))
+    return TopK(k, shared=how, every=every)  # type: ignore[arg-type]
+
+
+def masks_of(
+    ks: Sequence[int],
+    seed: int,
+    kinds: Sequence[str] = OWN_KINDS,
+    asked: Sequence[str] = (),
+    remark: Callable[[str, str], None] | None = None,
+) -> list[tuple[str, int, Keep]]:
+    """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent."""
+    masks: list[tuple[str, int, Keep]] = []
+    for kind in KINDS:
+        if kind not in kinds:
+            continue
+        if kind == "topp":
+            masks += [(kind, round(100 * p), TopP(p)) for p in SHARES]
+            continue
+        ruled = [(k, rule_of(kind, k, seed)) for k in ks]
+        if kind in asked and not any(rule for _, rule in ruled):
+            least = next(k for k in range(1, max(ks) + 65) if rule_of(kind, k, seed) is not None)
+            if remark is None:
+                raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
+            text = f"{kind} is left out: it needs k of at least {least}, and {max(ks)} is the largest"
+            remark(text, "k-left-out")
+        masks += [(kind, k, rule) for k, rule in ruled if rule is not None]
+    return masks
+
+
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Refuse a kind that does not exist."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise InputError(f"There is no kind of sparse attention {unknown[0]!r}. Kinds: {', '.join(KINDS)}.")

@@ -1,1 +1,0 @@
-"""What this question measures."""

@@ -1,0 +1,523 @@
+"""A model's output on a batch: a distribution over classes or tokens, or a representation; and its targets."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.adapters.torch_functions import hooked_alone
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, real_tokens
+from semdiag.capturing.inputs import AS_THEY_ARE, tokeniser_of
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.learning import predicted_classes
+from semdiag.mathematics.paper_stability import truncations
+from semdiag.mathematics.score_strips import Scores
+from semdiag.measuring.calls.counted_rows import CountedRows
+from semdiag.measuring.token_tables import TokenTables, token_ids
+from semdiag_models import Encoder, InputError
+
+IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy
+_NAMES = ("labels", "label", "targets", "target")
+_UNREAD = ("start_positions", "end_positions", "next_sentence_label", "class_labels", "mask_labels")
+_NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes whose labels are moved by one
+
+
+def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
+    """Return the labels among a model's inputs and their name; an empty name and None if there are none."""
+    if isinstance(batch, Mapping):
+        named = dict(batch)
+    elif isinstance(batch, tuple | list):
+        try:
+            parameters = [*inspect.signature(module.forward).parameters]
+        except (TypeError, ValueError):
+            return "", None
+        named = dict(zip(parameters, batch, strict=False))
+    else:
+        return "", None
+    return next(((name, named[name]) for name in _NAMES if named.get(name) is not None), ("", None))
+
+
+def unread_labels(batch: Batch) -> list[str]:
+    """Return the names of entries that hold labels of a kind that no comparison reads."""
+    return [name for name in _UNREAD if isinstance(batch, Mapping) and batch.get(name) is not None]
+
+
+def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
+    """Return labels as the targets of logits."""
+    samples, positions, classes = values.shape
+    what = f"{samples} samples of {positions} predictions among {classes} classes"
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise InputError(f"{name} must be whole numbers, to be compared with logits of {what}. Got {kind}.")
+    if labels.shape not in {(samples, positions), *([(samples,)] if positions == 1 else [])}:
+        raise InputError(
+            f"{name} of shape {tuple(labels.shape)} do not fit the model's logits, {what}. Leave them out, or "
+            "give one for each prediction."
+        )
+    targets = labels.to(values.device, torch.int64).reshape(samples, positions)
+    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
+    if len(wrong):
+        raise InputError(
+            f"{name} hold {int(wrong[0])}, and the model's logits know the classes 0 to {classes - 1} "
+            f"({IGNORED} counts nowhere)."
+        )
+    return targets
+
+
+def next_tokens(ids: Tensor, real: Tensor) -> Tensor:
+    """Return the token after each one; nothing after the last, and nothing to or from padding."""
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
+    return targets
+
+
+def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:
+    """Tell whether labels are the tokens themselves, so that each is right one position earlier."""
+    known = type(module).__module__.startswith("transformers.")
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return False
+    if known and type(module).__name__.endswith(_NEXT_TOKEN):
+        return True  # the library moves them itself
+    if not causal or ids is None or labels.shape != ids.shape:
+        return causal and known
+    counted, ids = labels != IGNORED, ids.to(labels.device)
+    if bool((labels == ids)[counted].all()):
+        return True
+    if bool((labels[:, :-1] == ids[:, 1:])[counted[:, :-1]].all()):
+        return False
+    if known:
+        return True
+    raise InputError(
+        f"{name} are neither the tokens of the inputs nor the tokens after them, and the model predicts the next "
+        "token: nothing tells to which position they belong. Leave them out."
+    )
+
+
+def losses_of(output: Any, values: Tensor, targets: Tensor) -> tuple[float, list[float], float] | None:
+    """Return a model's own loss, the mean cross-entropies that it may be, and by how much these may differ."""
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        return None
+    moved = next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+    own, rounding = float(loss), max(1e-3, 4 * torch.finfo(loss.dtype).eps)
+    return own, [_cross_entropy(values, each) for each in (targets, moved)], rounding * max(1.0, abs(own))
+
+
+def _cross_entropy(values: Tensor, targets: Tensor) -> float:
+    """Mean over targets, sample by sample: logits over a vocabulary are large."""
+    kind = torch.float64 if values.dtype == torch.float64 else torch.float32
+    sums = [
+        F.cross_entropy(each.to(kind), own, ignore_index=IGNORED, reduction="sum")
+        for each, own in zip(values, targets, strict=True)
+    ]
+    return float(torch.stack(sums).double().sum() / (targets != IGNORED).sum())
+
+
+_NO_CLASSES = "regression", "multi_label_classification"  # problem types whose logits are not a distribution
+_SAME = 1e-4  # relative to the largest logit: rounding at a position that sees no changed token
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """A model's output on a batch of B samples at P positions each."""
+
+    values: Tensor  # (B, P, C) logits, or (B, P, D) representations
+    distribution: bool  # whether a softmax over the last axis gives a distribution; else these are representations
+    targets: Tensor | None  # (B, P) int64, ``IGNORED`` where unknown; None if all are
+    counted: Tensor  # (B, P) bool, positions that are not padding
+
+    @property
+    def classes(self) -> int:
+        """Of the distribution; 0 of representations."""
+        return self.values.shape[-1] if self.distribution else 0
+
+
+class Reader:
+    """Reads a model's outputs; learns how from its output on a first batch."""
+
+    def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
+        self._module = module
+        ids = token_ids(batch)
+        with TokenTables(ids) as seen:
+            self.output = output = run(batch)
+        values, named = _values(output, batch)
+        headless = not named and _says_headless(module)
+        self._predicted: str | int | None = None  # name or index of the input ids whose next token it predicts
+        for place, tables in () if headless else seen.tables.items():
+            sizes = {len(table) for table in tables}
+            fits = values.ndim == 3 and values.shape[:2] == ids[place].shape and values.shape[2] in sizes
+            if fits and _looks_back(batch, ids[place], values, self._counted(batch, values), min(sizes), run):
+                self._predicted = place
+                break
+        self.causal = self._predicted is not None
+        name, known = given_labels(module, batch) if labels is None else ("labels", labels)
+        plain = known is not None and not headless and not isinstance(output, Mapping)
+        logits = isinstance(module, Encoder) or named or self.causal or plain
+        if known is not None and not logits:
+            raise InputError(
+                f"{name} are given, but {type(module).__name__} returns no logits to compare them with. Leave "
+                f"them out, or name the model with its head{' (without --head none)' * headless}."
+            )
+        self._by_token = logits and self._is_one_a_token(values, known, ids.values())
+        self.reason = self._no_distribution(values, known) if logits else ""
+        self.distribution = logits and not self.reason
+        self.others = "" if self.distribution else _others(output)
+        self.unread = unread_labels(batch)
+        self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
+        self.loss = self._own_loss(output, batch) if self.distribution and labels is None else ""
+
+    def shape(self, output: Any, batch: Batch) -> tuple[int, ...]:
+        """Return the shape of what is read of an output, as :meth:`read` does."""
+        return tuple(_values(output, batch)[0].shape)
+
+    def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
+        """Read the output on a batch."""
+        values, _ = _values(output, batch)
+        if values.ndim != 3:
+            values = values[..., None] if self._by_token else values.reshape(len(values), 1, -1)
+        counted = self._counted(batch, values)
+        if not self.distribution:
+            return Answers(values, False, None, counted)
+        return Answers(values, True, self._targets(batch, values, labels, counted), counted)
+
+    def _is_one_a_token(self, values: Tensor, labels: Any, ids: Iterable[Tensor]) -> bool:
+        """Tell whether logits are one for each token, as of a discriminator, not one for each class."""
+        if values.ndim != 2 or all(values.shape != each.shape for each in ids):
+            return False
+        if isinstance(labels, Tensor) and labels.ndim == 1:
+            return False
+        return getattr(getattr(self._module, "config", None), "num_labels", None) != values.shape[1]
+
+    def _no_distribution(self, values: Tensor, labels: Any) -> str:
+        """Return why a softmax over the last axis of logits is meaningless; empty if it is not."""
+        if values.ndim < 2 or values.shape[-1] == 1:
+            return "there is one alone, of which a softmax is always 1"
+        if values.ndim > 3:
+            return f"they have {values.ndim} axes, and nothing tells which is that of the classes"
+        if self._by_token:
+            return "there is one for each token, not one for each class"
+        if _predicts_pixels(self._module):
+            return "they are pixels"
+        kind = getattr(getattr(self._module, "config", None), "problem_type", None)
+        if kind in _NO_CLASSES and not self.causal:
+            return f"the problem type of the model is {kind}"
+        if isinstance(labels, Tensor) and labels.is_floating_point():
+            return "the labels are floating-point numbers, no classes"
+        return ""
+
+    def _counted(self, batch: Batch, values: Tensor) -> Tensor:
+        real = real_tokens(self._module, batch)
+        for name in ("decoder_attention_mask", *real):
+            if name in real and real[name].shape == values.shape[:2]:
+                return real[name]
+        return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+
+    def _own_loss(self, output: Any, batch: Batch) -> str:
+        """Learn from a model's own loss to which positions labels belong; return how it is another, if it is."""
+        name, given = given_labels(self._module, batch)
+        if given is None:
+            return ""
+        values, _ = _values(output, batch)
+        values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
+        losses = losses_of(output, values, targets_of(given, name, values))
+        if losses is None or not math.isfinite(losses[0]):
+            return ""
+        own, ours, rounding = losses
+        there, earlier = (abs(each - own) for each in ours)
+        if there <= rounding or earlier <= rounding:
+            self._moved = None if there == earlier else earlier < there  # the nearer of two that are near
+            return ""
+        return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {_either(ours)}"
+
+    def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
+        ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
+        name, given = given_labels(self._module, batch) if labels is None else ("labels", labels)
+        if given is not None:
+            targets = targets_of(given, name, values)
+            moved = self._moved
+            if moved is None:
+                moved = moved_by_one(self._module, targets, name, ids, self.causal)
+            if moved:
+                return next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+            return targets
+        return None if ids is None else next_tokens(ids, counted)
+
+
+def difference(after: Tensor, before: Tensor) -> Tensor:
+    """Return after − before; 0 where both are the same infinity."""
+    return (after - before).masked_fill(after == before, 0)
+
+
+def _either(losses: Sequence[float]) -> str:
+    """Name the losses that are known."""
+    named = ("", " (each label one position earlier)")
+    return " or ".join(f"{x:.4g}{at}" for x, at in zip(losses, named, strict=True) if math.isfinite(x))
+
+
+def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
+    """Return the output's tensor, samples first, and whether it is called logits."""
+    compared, named = output if isinstance(output, Tensor) else None, False
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
+        compared, named = output["logits"], True
+    if compared is None:
+        compared = next(iter(_comparable(output).values()), None)
+    if compared is None or not compared.is_floating_point():
+        kind = (
+            type(output).__name__
+            if compared is None
+            else f"tensor of {str(compared.dtype).removeprefix('torch.')}"
+        )
+        raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
+    return _samples_first(compared, batching.samples_of(batch)), named
+
+
+def _comparable(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of an output of several that may be representations, by name or index."""
+    if isinstance(output, Mapping):
+        parts = {str(name): x for name, x in output.items()}
+    else:
+        several = output if isinstance(output, tuple | list) else ()
+        parts = {f"number {place}": x for place, x in enumerate(several, 1)}
+    return {n: x for n, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
+
+
+def _others(output: Any) -> str:
+    first, *rest = [*_comparable(output)] or [""]
+    return f"{first} alone is compared, not {', '.join(rest)}" if rest else ""
+
+
+def _samples_first(values: Tensor, samples: int) -> Tensor:
+    if samples in values.shape[:1]:
+        return values
+    if samples in values.shape[1:2]:  # sequence first
+        return values.transpose(0, 1)
+    raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
+
+
+def _predicts_pixels(module: nn.Module) -> bool:
+    """Return whether a model of transformers fills in parts of an image (ViTMAE, VideoMAE)."""
+    named = type(module).__module__.startswith("transformers.") and type(module).__name__.endswith(
+        "ForPreTraining"
+    )
+    return named and str(getattr(module, "main_input_name", "")).startswith("pixel_values")
+
+
+def _says_headless(module: nn.Module) -> bool:
+    """Return whether a model reports no output embedding, as bodies of transformers do."""
+    try:
+        return module.get_output_embeddings() is None  # type: ignore[operator]
+    except (AttributeError, TypeError, NotImplementedError):
+        return False
+
+
+def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens: int, run: Any) -> bool:
+    """Return whether changing the second half of the longest sample's tokens changes outputs only there."""
+    at = int(real.sum(1).argmax())
+    real = real[at : at + 1]
+    later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))
+    before = real & ~later
+    if not before.any():
+        return False
+    changed = ids.clone()
+    changed[at] = torch.where(later[0], (ids[at] + 1) % tokens, ids[at])
+    other = batching.with_tensor(batch, ids, changed)
+    alone = batching.samples_of(batch) > 1 and not isinstance(batch, tuple | list)
+    try:
+        if alone:  # two forwards of one sample cost less than one of all; their rounding differs
+            values = _values(run(one := _sample(batch, at)), one)[0]
+            output = _values(run(one := _sample(other, at)), one)[0]
+        else:
+            values, output = values[at : at + 1], _values(run(other), other)[0][at : at + 1]
+    except Exception:  # the model may reject these inputs, which are not the user's: then the test is void
+        return False
+    moved = difference(output, values).abs().amax(-1)  # (1, L)
+    sizes = values[real].abs()
+    noise = _SAME * sizes.where(sizes.isfinite(), 0).max()  # logits of what never follows are -inf
+    return bool(moved[before].max() <= noise) and bool(moved[later].max() > noise)
+
+
+def _sample(batch: Batch, at: int) -> Batch:
+    """Return one sample of a batch that can be cut."""
+    return next(islice(batching.each(batch, 1), at, None))
+
+
+_EVERY, _STEP = 8, 4  # outputs are computed at every k up to the first, then at every fourth
+_HALVES = torch.float16, torch.bfloat16
+
+
+def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
+    """Return the k at which outputs are computed: every one up to 8, every fourth, and those that are run."""
+    ks = {k for k in range(1, largest + 1) if k <= _EVERY or k % _STEP == 0}
+    return tuple(sorted({*ks, *(k for k in named if k <= largest), largest}))
+
+
+class Streams:
+    """The residual stream of an encoder of semdiag_models, and the matrices by which its heads write into it."""
+
+    def __init__(self) -> None:
+        self._out: list[nn.Linear] = []
+        self._inputs: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watched(self, module: nn.Module) -> Iterator[None]:
+        """Follow the stream of an encoder that runs inside the context; does nothing for other models."""
+        blocks: list[tuple[nn.Module, nn.Linear]] = []
+        if isinstance(module, Encoder) and hooked_alone(module):
+            blocks = [(block, module.attention(layer).out) for layer, block in enumerate(module.blocks)]
+        with self.followed(blocks):
+            yield
+
+    @contextmanager
+    def followed(self, blocks: Sequence[tuple[nn.Module, nn.Linear]]) -> Iterator[None]:
+        """Follow the stream from block to block."""
+        self._out = [out for _, out in blocks]
+        with ExitStack() as stack:
+            for layer, (block, _) in enumerate(blocks):
+                stack.callback(block.register_forward_pre_hook(self._keep(layer)).remove)
+            yield
+
+    def _keep(self, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._inputs[layer] = inputs[0]
+
+        return hook
+
+    def of(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+        """Return the norms of the stream that attention has been added to, (B, L), and W_o, (H, D, d)."""
+        if not self._out:
+            return None
+        out = self._out[call.layer]
+        added = nn.functional.linear(call.mixed.transpose(1, 2).flatten(2), out.weight, out.bias)
+        matrices = out.weight.T.reshape(call.mixed.shape[1], -1, len(out.weight))
+        return (self._inputs[call.layer] + added).norm(dim=-1), matrices
+
+
+@torch.no_grad()
+def output_changes(
+    rows: CountedRows, ks: Sequence[int], stream: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return what truncation at each k changes in the head output of every row, and the first key's part."""
+    call, stats = rows.call, rows.statistics
+    q, k = ((x.float() if x.dtype in _HALVES else x) for x in (call.q, call.k.contiguous()))
+    masks = call.allowed, call.bias, call.softcap, call.causal, call.first_query, call.queries, rows.places
+    first = rows.keys.to(torch.uint8).argmax(-1)  # (B, H)
+    of_call = truncations(
+        Scores(q, k, call.scale, *masks), call.v, (stats.top, stats.top_keys), stats.log_sum_exp, ks, first,
+        call.sinks, None if stream is None else stream[1],
+    )  # fmt: skip
+    ranked = stats.top_keys == first[..., None, None]
+    rank = torch.where(ranked.any(-1), ranked.to(torch.uint8).argmax(-1), stats.top_keys.shape[-1])
+    changes = {"head_change": of_call.change / of_call.size[..., None], "others": of_call.others}
+    changes["first_rank"] = rank
+    if stream is not None and of_call.projected is not None:
+        size = stream[0][:, None].expand(call.q.shape[:3])
+        size = size if rows.places is None else size.gather(2, rows.places.clamp(min=0))
+        changes["stream_change"] = of_call.projected / size[..., None]
+    return changes
+
+
+_AT_ONCE = 2**19  # entries: they fit the cache, and the log-probabilities of a whole batch are never held
+
+
+def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
+    """Return each position's contribution to its sample's sums, (B, P)."""
+    counted = before.counted
+    none = torch.zeros(counted.shape, dtype=torch.int64, device=counted.device)
+    values = dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
+    if not (before.distribution and after.distribution):
+        return values
+    known = torch.zeros_like(counted) if before.targets is None else before.targets != IGNORED
+    right = none if before.targets is None else before.targets.where(known, 0)
+    parts = []
+    for one, two, own in _strips(before.values, after.values, right):
+        first, second = (x.to(_kind(x)).log_softmax(-1) for x in (one, two))
+        loss = -second.gather(-1, own[:, None])[:, 0].double()
+        choices, others = predicted_classes(first), predicted_classes(second)
+        likely = first.exp()
+        terms = first.sub_(second).mul_(likely)
+        divergence = terms.sum(-1, dtype=torch.float64)
+        if divergence.isnan().any():  # 0 times ∞; any other term of probability 0 is 0 already
+            divergence = terms.masked_fill_(likely == 0, 0).sum(-1, dtype=torch.float64)
+        parts.append((choices, others, divergence, loss))
+    choices, others, divergence, loss = (torch.cat(each).view(counted.shape) for each in zip(*parts, strict=True))
+    values["predictions"] = counted.long()
+    values["changed"] = ((choices != others) & counted).long()
+    values["divergence"] = divergence.masked_fill(~counted, 0)
+    if before.targets is not None:
+        values |= {"targets": known.long(), "correct": ((others == right) & known).long()}
+        values["loss"] = loss.masked_fill(~known, 0)
+    return values
+
+
+def output_change(before: Answers, after: Answers) -> Tensor:
+    """Return the relative change ‖after − before‖ / ‖before‖ without entries that stay infinite: (B,)."""
+    parts = []
+    for one, two in _strips(before.values, after.values):
+        change, size = _norms(two - one, one)
+        if not (change.isfinite().all() and size.isfinite().all()):
+            stays = one.isinf() & (one == two)
+            change, size = _norms(*(x.masked_fill(stays, 0) for x in (difference(two, one), one)))
+        parts.append((change, size))
+    counted = before.counted
+    change, size = (
+        torch.linalg.vector_norm(torch.cat(each).view(counted.shape).masked_fill(~counted, 0), dim=-1)
+        for each in zip(*parts, strict=True)
+    )
+    relative: Tensor = (change / size).masked_fill(change == 0, 0)
+    return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~counted.any(1), math.nan)
+
+
+def _norms(*values: Tensor) -> Iterator[Tensor]:
+    """Yield the norms of rows, in float64."""
+    return (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in values)
+
+
+def _kind(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def _strips(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield a few positions at a time of (B, P, C) and others with the same positions."""
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (values, *others)]
+    size = max(1, _AT_ONCE // max(1, values.shape[-1]))
+    for at in range(0, max(1, len(flat[0])), size):
+        yield tuple(x[at : at + size] for x in flat)
+
+
+SHARE = 0.15
+
+
+def masked_language(
+    loaded: LoadedModel, batches: list[Batch], seed: int, remark: Callable[[str, str], None]
+) -> list[Batch]:
+    """Mask some tokens of a masked-language model's inputs, so that its loss is known."""
+    named = type(loaded.module).__name__.endswith("ForMaskedLM")
+    given = [dict(batch) for batch in batches if isinstance(batch, Mapping)]
+    plain = len(given) == len(batches) and all("input_ids" in each and "labels" not in each for each in given)
+    if loaded.source != "hugging face" or not named or not plain:
+        return batches
+    try:
+        tokenise = tokeniser_of(Path(loaded.path), loaded, AS_THEY_ARE)
+    except InputError:
+        return batches
+    for number, batch in enumerate(given):
+        ids: Tensor = batch["input_ids"]
+        masked = tokenise.mask(ids.cpu(), seed + number, SHARE)
+        if masked is None:
+            return batches
+        batch["input_ids"], batch["labels"] = (x.to(ids.device) for x in masked)
+    remark(
+        f"run with {SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens",
+        "tokens-masked",
+    )
+    return [*given]

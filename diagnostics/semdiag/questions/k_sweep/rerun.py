@@ -1,0 +1,405 @@
+"""A model run again with real masks, sample by sample: loss, divergence of its outputs, changed predictions."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.batches import MASK_NAMES, PADDED, Batch
+from semdiag.capturing.kept_keys import Keep
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.sparsify import sparsify
+from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation
+from semdiag.measuring.findings.resampling import FEWEST
+from semdiag.measuring.table import Table
+from semdiag.measuring.token_tables import token_ids
+from semdiag.questions.k_sweep.outputs import Answers, Reader, output_change, position_terms
+from semdiag_models import InputError
+
+QUARTERS = 4
+QUARTERS_TABLE = Table(
+    "rerun_quarters",
+    (
+        "One row per length, mask, k, sample and quarter of the sample's positions (1 to 4; padding aside) of a "
+        "model that was run with masks. length: tokens of the inputs where --lengths cut them, 0 where they were "
+        "taken as they are. Sums over the quarter: targets, loss (nats), predictions, divergence (nats). kept of "
+        "keys: a quarter of the sample's part of all (NaN without a mask)."
+    ),
+    {
+        "model": "str",
+        "length": "int64",
+        "mask": "str",
+        "k": "int64",
+        **dict.fromkeys(("sample", "quarter"), "int32"),
+        **dict.fromkeys(("targets", "predictions"), "int64"),
+        **dict.fromkeys(("loss", "divergence", "kept", "keys"), "float64"),
+    },
+)
+
+
+def part_of(counted: Tensor, parts: Tensor | int = QUARTERS) -> Tensor:
+    """Return the part of each position (B, P) among its sample's counted positions, 1 to ``parts``; 0: none."""
+    before = counted.long().cumsum(1) - 1
+    among = counted.sum(1, keepdim=True).clamp(min=1)
+    return ((parts * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
+
+
+def chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return into how many parts of at least ``chunk`` positions samples are cut, and sums over each."""
+    if not chunk:
+        return counted.new_ones(len(counted), dtype=torch.int64), {n: x.sum(1)[:, None] for n, x in terms.items()}
+    parts = counted.sum(1).div(chunk, rounding_mode="floor").clamp(min=1)
+    place = part_of(counted, parts[:, None]).clamp(min=1) - 1
+    sums = {n: x.new_zeros(len(x), int(parts.max())).scatter_add_(1, place, x) for n, x in terms.items()}
+    return parts, sums
+
+
+def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield sums over each quarter of the samples' positions."""
+    place = part_of(counted)
+    enough = (counted.sum(1) >= QUARTERS).nonzero()[:, 0].tolist()
+    for quarter in range(1, QUARTERS + 1):
+        sums = {name: x.where(place == quarter, 0).sum(1).tolist() for name, x in terms.items()}
+        for at in enough:
+            yield quarter, at, {name: x[at] for name, x in sums.items()}
+
+
+def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
+    """Cut the tokens of all samples, one behind the other, into pieces of a length."""
+    stream = torch.cat([_real_tokens(batch) for batch in batches])
+    if len(stream) < length:
+        raise InputError(f"--lengths {length}: the inputs hold {len(stream)} tokens in all.")
+    pieces = stream[: len(stream) // length * length].view(-1, length)
+    name = _ids_of(batches[0])[0]
+    parts = [pieces[first : first + size] for first in range(0, len(pieces), size)]
+    return [part if name is None else {name: part} for part in parts]
+
+
+def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
+    """Return a batch's name of ids, ids, and which of them are real."""
+    if isinstance(batch, Tensor):
+        ids = token_ids((batch,))
+        if ids:
+            return None, batch, None
+    elif isinstance(batch, Mapping):
+        ids = token_ids(batch)
+        others = set(batch) - set(ids) - set(MASK_NAMES) - {"token_type_ids"}
+        if len(ids) == 1 and not others:
+            name, values = next(iter(ids.items()))
+            masks = [(mask, batch[mask].bool()) for mask in MASK_NAMES if batch.get(mask) is not None]
+            real = [~given if mask in PADDED else given for mask, given in masks]
+            return str(name), values, real[0] if real else None
+    raise InputError("--lengths cuts texts or token ids alone: leave out labels and other arguments.")
+
+
+def _real_tokens(batch: Batch) -> Tensor:
+    _, ids, real = _ids_of(batch)
+    return ids.flatten() if real is None else ids[real]
+
+
+def check_placed(path: str, again: pd.DataFrame) -> None:
+    """Refuse pieces of other lengths of a model whose outputs have no distribution."""
+    if not again["predictions"].sum():
+        raise InputError(f"--lengths is for models that predict tokens, and of {path} the outputs are compared.")
+
+
+NO_MASK = "none"
+
+
+@dataclass(frozen=True)
+class RerunOrder:
+    """What a rerun was asked, with some of the masks; a process can be sent it."""
+
+    loaded: LoadedModel
+    batches: Sequence[Batch]
+    labels: Tensor | None
+    numbered: Sequence[tuple[int, str, int, Keep]]  # number, name, k and rule of each mask
+    optional: Sequence[str]
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    plain: bool = True  # whether the rows without a mask are wanted
+    state: Tensor | None = None  # of torch's generator at the start; None: as it is
+    chunk: int = 0  # positions of the parts of which samples have a row each; 0: one row a sample
+
+
+Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
+
+
+@dataclass
+class Passes:
+    """What came of running a model with masks: rows of both tables, and what is to be remarked."""
+
+    rows: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
+    quarters: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
+    refused: dict[str, tuple[Place, str]] = field(default_factory=dict)  # the first time, by name, and why
+    padded: bool = False
+    drew: bool = False
+    reader: tuple[str, Sequence[str], str, str] | None = None  # its others, unread, reason and loss
+    state: Tensor = field(default_factory=torch.get_rng_state)  # of torch's generator at the end
+
+
+def carry_out(order: RerunOrder) -> Passes | str:
+    """Carry out an order on one CPU thread, for a process of its own."""
+    torch.set_num_threads(1)
+    if order.state is not None:
+        torch.set_rng_state(order.state)
+    try:
+        return passes(order, lambda samples: None)
+    except InputError as error:
+        return str(error)
+
+
+def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
+    """Run a model without a mask and with each of several."""
+    loaded, labels, passes = order.loaded, order.labels, Passes()
+    with in_evaluation(loaded, order.device, order.dtype) as (module, place, kind):
+
+        def run(batch: Batch) -> Any:
+            numbers.again()
+            return batching.call(module, batch)
+
+        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float], set[int]]:
+            with sparsify(module, keep) as mask:
+                output = run(batch)
+            kept, keys = mask.totals
+            samples = batching.samples_of(batch)
+            return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
+
+        def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
+            quarters = passes.quarters.setdefault(at, [])
+            passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk, quarters.append))
+
+        first, reader = 0, None
+        for number, given in enumerate(order.batches):
+            numbers = RandomNumbers(place)
+            batch, size = batching.moved(given, place, kind), batching.samples_of(given)
+            own = None if labels is None else labels[first : first + size]
+            try:
+                if reader is None:
+                    reader = Reader(module, batch, labels, run)
+                    before, reader.output = reader.read(reader.output, batch, own), None
+                else:
+                    before = reader.read(run(batch), batch, own)
+                plain = loaded.external and bool(before.counted.all())
+                passes.drew = passes.drew or numbers.drawn
+                if order.plain:
+                    add((number, 0), NO_MASK, 0, before, {})
+                after_batch(size)
+                for mask, name, k, keep in order.numbered:
+                    if name in passes.refused:
+                        continue
+                    try:
+                        output, counts, lengths = masked(batch, keep)
+                    except InputError as error:
+                        if name not in order.optional:
+                            raise
+                        passes.refused[name] = (number, mask), str(error)
+                        continue
+                    passes.padded = passes.padded or (plain and before.counted.shape[1] in lengths)
+                    after = reader.read(output, batch, own)
+                    after_batch(size)
+                    add((number, mask), name, k, after, counts)
+            except InputError:
+                raise
+            except Exception as error:  # whatever the model raises
+                message = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."
+                ) from error
+            first += size
+    passes.reader = None if reader is None else (reader.others, reader.unread, reader.reason, reader.loss)
+    passes.state = torch.get_rng_state()
+    return passes
+
+
+def _rows(
+    mask: str,
+    k: int,
+    first: int,
+    before: Answers,
+    after: Answers,
+    counts: dict[str, float],
+    chunk: int,
+    quarters: Callable[[dict[str, Any]], None],
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per sample, or per part of one; those of its quarters are handed out."""
+    counted, terms = before.counted, position_terms(before, after)
+    chunk *= before.distribution
+    parts, sums = chunk_sums(counted, terms, chunk)
+    changes, listed = output_change(before, after).tolist(), {name: x.tolist() for name, x in sums.items()}
+    counts = {"kept": math.nan, "keys": math.nan} | counts
+    for at, many in enumerate(parts.tolist()):
+        place = {"mask": mask, "k": k, "sample": first + at, "chunk": chunk, "classes": before.classes}
+        place |= {"output_change": changes[at]} | {name: count / many for name, count in counts.items()}
+        for part in range(many):
+            yield {**place, "part": part, **{name: x[at][part] for name, x in listed.items()}}
+    if not before.distribution:
+        return
+    parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
+    shares = {name: count / QUARTERS for name, count in counts.items()}
+    for quarter, at, own in quarter_sums(counted, parts):
+        quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
+
+
+RERUN_TABLE = Table(
+    "rerun",
+    (
+        "One row per mask, k and sample of a model that was run with it; of fewer than five samples one per part "
+        "of a sample, of at least chunk tokens each (0: whole samples). mask: none, a kind of sparse attention, "
+        "or a budget's name (k = -1). kept of keys: over all queries, heads and layers of its batch, a sample's "
+        "part (NaN without a mask). Sums over the sample's targets (loss, nats; correct) and over its "
+        "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
+        "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
+        "NaN where the sample has no position."
+    ),
+    {
+        "model": "str",
+        "mask": "str",
+        "k": "int64",
+        **dict.fromkeys(("sample", "part", "chunk"), "int32"),
+        **dict.fromkeys(("targets", "correct", "predictions", "changed", "classes"), "int64"),
+        **dict.fromkeys(("loss", "divergence", "output_change", "kept", "keys"), "float64"),
+    },
+)
+# Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1% of a perplexity);
+# where nothing but outputs is known, 5% of their norm.
+TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
+HARM = 10  # times the tolerance: a sample that changes by more is harmed
+MOST_HARMED = 0.01  # share of the inputs that may be, where a mask is said to do
+LEAST_SAMPLES = 299  # of fewer, if none is harmed, a share above this cannot be excluded: 0.99^299 ≤ 0.05
+CHUNK = 128  # positions of the parts over which intervals are, where there are fewer samples than FEWEST
+Masks = Sequence[tuple[str, int, Keep]]
+
+
+def rerun_ks(largest: int) -> list[int]:
+    """Return the k of reruns of a model: powers of 2, values half-way between them, and the largest."""
+    steps = sorted({1, *(2**n for n in range(31)), *(3 * 2**n for n in range(30))})
+    return [*(k for k in steps if k < largest), largest]
+
+
+def few_ks(keys: int) -> list[int]:
+    """Return the default k of reruns of any model: powers of 2 from a sixteenth to half of its keys."""
+    return [2**n for n in range(31) if keys / 16 <= 2**n <= keys / 2] or [1]
+
+
+def measure_of(again: pd.DataFrame) -> str:
+    """Return the measure for a model's reruns: its loss if targets are known, else divergence or output change."""
+    if again["targets"].sum():
+        return "loss"
+    return "divergence" if again["predictions"].sum() else "output_change"
+
+
+def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
+    """Return the mean change by a mask."""
+    measure = measure_of(again)
+    rows, before = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
+    if measure == "output_change":
+        return measure, float(rows[measure].mean())
+    unit = {"loss": "targets", "divergence": "predictions"}[measure]
+    return measure, float((rows[measure].sum() - before[measure].sum()) / rows[unit].sum())
+
+
+def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
+    """Return the mean change by a mask, and twice its standard error over samples."""
+    measure, mean = mean_change(again, mask, k)
+    rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index(["sample", "part"])
+    before = again[again["mask"] == NO_MASK].set_index(["sample", "part"]).loc[rows.index]
+    unit = {"loss": "targets", "divergence": "predictions"}.get(measure)
+    weights = rows[unit] if unit else pd.Series(1, rows.index)
+    rest = rows[measure] - before[measure] - mean * weights
+    samples = max(2, len(rows))
+    return mean + 2 * math.sqrt(samples / (samples - 1) * float((rest**2).sum())) / float(weights.sum())
+
+
+def rerun(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    labels: Tensor | None,
+    masks: Masks,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    remark: Callable[[str, str], None] = lambda text, code: None,
+    optional: Sequence[str] = (),
+    after_batch: Callable[[int], None] = lambda samples: None,
+    quarters: Callable[[dict[str, Any]], None] = lambda row: None,
+    jobs: int = 1,
+) -> pd.DataFrame:
+    """Run a model without a mask and with each of several, in evaluation mode and without gradients."""
+    samples = sum(map(batching.samples_of, batches))
+    if labels is not None:
+        _check_labels(labels, samples)
+    numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
+    order = RerunOrder(
+        loaded, batches, labels, numbered, optional, device, dtype, chunk=CHUNK * (samples < FEWEST)
+    )
+    passed = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
+    if passed.padded:
+        remark(
+            "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it",
+            "padding-compared",
+        )
+    for name, (_, why) in sorted(passed.refused.items(), key=lambda each: each[1]):
+        remark(f"{name} was not run: {why}", "kind-not-run")
+    if passed.reader:
+        _remark_outputs(passed.reader, passed.drew, remark)
+    for place in sorted(passed.quarters):
+        for row in passed.quarters[place]:
+            quarters(row)
+    every = (row for place in sorted(passed.rows) for row in passed.rows[place])
+    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in every if row["mask"] not in passed.refused)
+
+
+def _divided(order: RerunOrder, jobs: int) -> Passes:
+    """Divide the masks among processes, and put together what came of them."""
+    from semdiag.measuring.survey import run_in_parallel
+    from semdiag_models.sweeps.workers import LocalWorkers  # which needs joblib, as nothing else here does
+
+    workers = LocalWorkers(jobs, carry_out, len(order.numbered), order.loaded.size)
+    shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]
+    state = torch.get_rng_state()
+    orders = [
+        (order.loaded.path, replace(order, numbered=share, plain=not place, state=state))
+        for place, share in enumerate(shares)
+    ]
+    first: Passes
+    first, *others = run_in_parallel(orders, workers)
+    for other in others:
+        first.rows |= other.rows
+        first.quarters |= other.quarters
+        for name, refusal in other.refused.items():
+            first.refused[name] = min(refusal, first.refused.get(name, refusal))
+        first.padded |= other.padded
+    torch.set_rng_state(first.state)
+    return first
+
+
+def _check_labels(labels: Any, samples: int) -> None:
+    """Refuse labels that are no tensor with an entry for each sample."""
+    if not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples:
+        plain = isinstance(labels, Tensor)
+        got = f"shape {tuple(labels.shape)} for {samples} samples" if plain else type(labels).__name__
+        raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
+
+
+def _remark_outputs(
+    reader: tuple[str, Sequence[str], str, str], drew: bool, remark: Callable[[str, str], None]
+) -> None:
+    """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
+    others, unread, reason, loss = reader
+    if drew:
+        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
+    if others:
+        remark(f"of its outputs {others}", "outputs-compared")
+    if unread:
+        text = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
+        remark(text, "labels-unread")
+    if reason:
+        text = f"logits are compared as outputs, not as a distribution: {reason}"
+        remark(text, "logits-as-outputs")
+    if loss:
+        remark(f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits")

@@ -1,0 +1,129 @@
+"""Accuracy and loss against epochs, and when each run had learned its training data."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from semdiag.measuring.findings.findings import RUN, Findings
+from semdiag.measuring.token_tables import TARGET
+from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError, Panel, Series, panels_of
+from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, panel_inches, paper_style
+from semdiag.questions.convergence.answer import arrivals, epochs_to
+
+
+@dataclass(frozen=True)
+class Run:
+    """The history of one training run."""
+
+    series: Series  # the model it led to
+    history: pd.DataFrame  # one row per epoch
+    arrival: int | None  # first epoch with at least 95% training accuracy; None if there was none
+
+    @property
+    def epochs(self) -> int:
+        """Return the number of epochs trained so far."""
+        return int(self.history["epoch"].max())
+
+
+def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
+    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once."""
+    measurements = findings.measurements
+    if "epoch" not in measurements.history:
+        return []
+    histories = {
+        str(model): rows.sort_values("epoch")
+        for model, rows in measurements.history.dropna(subset=["epoch"]).groupby("model", sort=False)
+    }
+    models = measurements.models[measurements.models["model"].isin(list(histories))]
+    length = models["model"].map(lambda model: len(histories[model]))
+    once = models.assign(_length=length).sort_values("_length", ascending=False, kind="stable")
+    once = once.drop_duplicates([*RUN, "attention", "k", "global_tokens"]).sort_index()
+    if once.empty:
+        return []
+    return [
+        (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
+        for panel in panels_of(once, RUN)
+    ]
+
+
+def runs_by_setting(findings: Findings, models: pd.Series, *, seeds_apart: bool) -> list[tuple[str, pd.DataFrame]]:
+    """Group the arrivals of runs by setting."""
+    table = findings(arrivals)
+    table = table[table["model"].isin(models)]
+    if not seeds_apart:
+        return [(str(group), runs) for group, runs in table.groupby("group", sort=False)]
+    return [
+        (f"{group}, seed {seed}", runs) for (group, seed), runs in table.groupby(["group", "seed"], sort=False)
+    ]
+
+
+_NUMBER = 0.3  # inches that the number of an epoch takes
+
+
+@paper_style
+def training_curves(findings: Findings) -> Figure:
+    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy."""
+    groups = training_runs(findings)
+    if not groups:
+        raise NothingToDrawError("No model has a training history.")
+    figure, axes = panel_grid(len(_COLUMNS) * len(groups), height=2.3, sharey=False, columns=len(_COLUMNS))
+    for place, (panel, runs) in enumerate(groups):
+        row = axes[len(_COLUMNS) * place : len(_COLUMNS) * (place + 1)]
+        for ax, (column, name) in zip(row, _COLUMNS.items(), strict=True):
+            for run in runs:
+                _draw_curve(ax, run, column)
+            if "accuracy" in column:
+                ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+                ax.set_ylim(top=1.03)
+            elif decades(ax) > 1:
+                ax.set_yscale("log")
+            ax.set_title(name)
+            ax.set_xlabel("epoch")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _mark_arrivals(row[0], runs)
+        row[0].set_title(f"{panel.title}: {_COLUMNS['train_accuracy']}")
+    return finished(
+        figure,
+        "marker and number on the 95% line: first epoch with that training accuracy; none: it was not reached",
+    )
+
+
+_COLUMNS = {
+    "train_accuracy": "training accuracy",
+    "holdout_accuracy": "held-out accuracy",
+    "train_loss": "training loss (nats)",
+}
+
+
+def _draw_curve(ax: Axes, run: Run, column: str) -> None:
+    if column not in run.history:
+        return
+    chosen = np.unique(np.linspace(0, len(run.history) - 1, min(POINTS, len(run.history))).round().astype(int))
+    rows, style = run.history.iloc[chosen], run.series.style
+    ax.plot(
+        [], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=run.series.label
+    )
+    marker = "." if len(rows) == 1 else ""  # a line through one point is invisible
+    ax.plot(
+        rows["epoch"], rows[column], color=style.color, linestyle=style.line, linewidth=1.3, marker=marker,
+    )  # fmt: skip
+
+
+def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
+    ax.axhline(TARGET, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
+    room = _NUMBER * (ax.get_xlim()[1] - ax.get_xlim()[0]) / panel_inches(ax)
+    last, line = -math.inf, 0
+    for epoch, style in sorted(((r.arrival, r.series.style) for r in runs if r.arrival), key=lambda one: one[0]):
+        line = line + 1 if epoch - last < room else 0  # below the number before, where they would overlap
+        last = epoch
+        ax.plot(epoch, TARGET, marker=style.marker, color=style.color, markersize=6)
+        ax.annotate(
+            f"{epoch}", (epoch, TARGET), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=7,
+            color=style.color, va="top", path_effects=[withStroke(linewidth=2, foreground="white")],
+        )  # fmt: skip

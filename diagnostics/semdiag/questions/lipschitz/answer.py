@@ -1,0 +1,341 @@
+"""Do the empirical Lipschitz estimates stay below the sound bounds, and has top-k the smaller ones?"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from semdiag.measuring.findings.findings import (
+    MODEL_FACTS,
+    Finding,
+    Findings,
+    Pair,
+    Summary,
+    Verdict,
+    compared_pairs,
+    json_object,
+    log10,
+    of_rows,
+    records,
+    verdicts_of,
+)
+from semdiag.measuring.findings.resampling import FEWEST, interval_ends
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.percentiles import percentiles
+from semdiag.presenting.drawing.panels import factors, model_labels
+from semdiag.presenting.question import title
+from semdiag.presenting.section import (
+    NEVER,
+    Column,
+    NumberTable,
+    interval,
+    number,
+    print_verdicts,
+    text,
+    wide_console,
+)
+
+PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
+RESAMPLES = 500
+Array = NDArray[np.float64]
+
+
+def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
+    """Return percentiles of the secants in random planes of all tensors, by radius."""
+    rows: list[dict[str, Any]] = []
+    for model, radius, secants in _circles(findings.measurements):
+        planes = _by_plane(secants)
+        draws = _resampled([planes], seed)
+        shared = {"model": model, "radius": radius, "distance": float(secants["distance"].median())}
+        shared |= {"pairs": len(secants), "planes": len(planes)}
+        for place, percentile in enumerate(PERCENTILES):
+            estimate = float(np.percentile(planes, percentile))
+            low, high = interval_ends(draws[0][:, place], len(planes))
+            rows.append({**shared, "percentile": percentile, "estimate": estimate, "low": low, "high": high})
+    columns = ["model", "radius", "distance", "pairs", "planes", "percentile", "estimate", "low", "high"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame:
+    """Return percentiles of a counterpart's secants over those of its full model, by radius."""
+    planes = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
+    rows: list[dict[str, Any]] = []
+    for radius in sorted({radius for _, radius in planes}):
+        sides = [planes.get((model, radius)) for model in (pair.other, pair.full)]
+        above, below = sides
+        if above is None or below is None or len(above) != len(below):
+            continue
+        other, full = _resampled([above, below], seed)
+        for place, percentile in enumerate(PERCENTILES):
+            once = np.percentile(above, percentile), np.percentile(below, percentile)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratios = other[:, place] / full[:, place]
+                estimate = float(np.divide(*once))
+            low, high = interval_ends(ratios, len(above))
+            row = {"radius": radius, "percentile": percentile, "planes": len(above), "estimate": estimate}
+            rows.append({**row, "low": low, "high": high})
+    return pd.DataFrame(rows, columns=["radius", "percentile", "planes", "estimate", "low", "high"])
+
+
+def _circles(measurements: Measurements) -> Iterator[tuple[str, float, pd.DataFrame]]:
+    table = measurements.loss_secants
+    table = table[(table["group"] == "all") & np.isfinite(table["slope"])]
+    for (model, radius), secants in table.groupby(["model", "radius"], sort=False):
+        yield str(model), float(str(radius)), secants
+
+
+def _by_plane(secants: pd.DataFrame) -> Array:
+    """Return the slopes, (planes, pairs); all planes are cut to the fewest pairs, since rounding loses some."""
+    slopes = [rows["slope"].to_numpy(np.float64) for _, rows in secants.groupby("draw", sort=True)]
+    least = min(len(values) for values in slopes)
+    return np.stack([values[:least] for values in slopes])
+
+
+def _resampled(models: list[Array], seed: int) -> list[Array]:
+    """Return percentiles of each model under the same draws of planes, (resamples, percentiles) each."""
+    rng = np.random.default_rng(seed)
+    planes = len(models[0])
+    draws = rng.integers(planes, size=(RESAMPLES, planes))
+    return [np.percentile(values[draws].reshape(RESAMPLES, -1), PERCENTILES, axis=1).T for values in models]
+
+
+SCOPE = (
+    "Every estimate is a lower one. Bounds hold for these samples at the drawn parameters, including the "
+    "checkpoint."
+)
+GRADIENTS = "gradients of the loss are below the constants at the same parameters"
+SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
+JACOBIANS = "block Jacobians are below λ_X of the same sample"
+AT_POINT = "gradients of queries and keys, and block Jacobians, are below the bounds at the same point"
+ORDERING = "the loss is less steep around this model than around the full one"
+_SLACK = 1e-9
+
+
+def estimate_findings(findings: Findings) -> list[Finding]:
+    """Compare every empirical estimate with the sound bound."""
+    results = []
+    for model in findings.measurements.loss_gradients["model"].unique():
+        measured = findings.measurements.of(model)
+        gradients = measured.loss_gradients
+        scored = gradients[gradients["ln_point"].notna()]
+        slopes = pd.concat([scored["slope"], measured.jacobians["norm"]])
+        near = pd.concat(
+            [scored["ln_point"], measured.jacobians["ln_exact"].fillna(measured.jacobians["ln_point"])]
+        )
+        results.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
+        bounds = gradients.groupby("group")["ln_sound"].max()
+        known = gradients.groupby("group")["holds"].all()
+        results.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
+        groups = measured.loss_secants["group"]
+        results.append(
+            _judged(model, SECANTS, measured.loss_secants["slope"], groups.map(bounds), groups.map(known))
+        )
+        norms = measured.jacobians
+        finite = norms["ln_sound"] < math.inf
+        results.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
+    return results
+
+
+def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, holds: pd.Series) -> Finding:
+    values, bounds = measured.to_numpy(float), log_bound.to_numpy(float)
+    usable = holds.to_numpy(bool) & np.isfinite(values) & ~np.isnan(bounds) & (bounds < math.inf)
+    with np.errstate(divide="ignore"):
+        logs = np.log(np.maximum(values, 0))
+    violated = usable & (logs > bounds + _SLACK)
+    counts = {
+        "holds": int((usable & ~violated).sum()),
+        "violated": int(violated.sum()),
+        "not_met": int((~usable).sum()),
+    }
+    numbers: dict[str, float] = dict(counts)
+    apart = usable & np.isfinite(bounds) & np.isfinite(logs)  # where neither is 0
+    gaps = bounds[apart] - logs[apart]
+    if usable.any():
+        numbers["largest measured"] = float(values[usable].max())
+    if gaps.size:
+        numbers |= {"smallest log10 gap": log10(float(gaps.min())), "largest log10 gap": log10(float(gaps.max()))}
+    note = f"{counts['not_met']} have no bound or are not finite" if counts["not_met"] else ""
+    return Finding(model, claim, "sound", "all", of_rows(**counts, vacuous=0), numbers, note)
+
+
+def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
+    """Judge whether the loss is less steep around a counterpart than around its full model (paper, Fig. 10)."""
+    judged, ratios = [], findings(secant_ratios, pair)
+    for percentile in PERCENTILES:
+        rows = ratios[ratios["percentile"] == percentile]
+        if rows.empty:
+            continue
+        lower, higher = int((rows["high"] < 1).sum()), int((rows["low"] > 1).sum())
+        verdict = Verdict.NOTHING
+        if lower == len(rows):
+            verdict = Verdict.HOLDS
+        elif higher == len(rows):
+            verdict = Verdict.VIOLATED
+        numbers = {"radii": len(rows), "lower": lower, "higher": higher, "planes": int(rows["planes"].min())}
+        numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
+        few = numbers["planes"] < FEWEST
+        note = f"random planes: {numbers['planes']}, too few for an interval" if few else ""
+        judged.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, note, percentile))
+    return judged
+
+
+def lipschitz_findings(findings: Findings) -> list[Finding]:
+    """Return sentences on the estimates of every model, then on the paper's ordering of every pair."""
+    pairs = findings(compared_pairs)
+    return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
+
+
+def lipschitz_summary(findings: Findings) -> Summary:
+    """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss."""
+    measurements = findings.measurements
+    judged, curves = findings(estimate_findings), findings(secant_percentiles)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        measured = measurements.of(row["model"])
+        gradients = measured.loss_gradients.groupby("group", sort=False)
+        groups = [
+            {
+                "group": group,
+                "gradient": percentiles(rows["slope"]),
+                "at_checkpoint": float(rows.loc[rows["draw"] == 0, "slope"].iloc[0]),
+                "largest_secant": measured.loss_secants.loc[
+                    measured.loss_secants["group"] == group, "slope"
+                ].max(),
+                "ln_sound": rows["ln_sound"].max(),
+                "ln_point": rows["ln_point"].max(),
+            }
+            for group, rows in gradients
+        ]
+        result = {key: row[key] for key in MODEL_FACTS} | {
+            "unit": "nats per unit of the parameters",
+            "groups": groups,
+        }
+        result["secants"] = records(curves[curves["model"] == row["model"]].drop(columns="model"))
+        result["blocks"] = [
+            {"layer": layer, "stretch": percentiles(rows["norm"])}
+            | {name: rows[name].max() for name in ("ln_sound", "ln_point", "ln_exact")}
+            for layer, rows in measured.jacobians.groupby("layer", sort=True)
+        ]
+        results.append(result | {"verdicts": verdicts_of(judged, row["model"])})
+    pairs = [
+        {
+            "label": pair.label,
+            "reference": pair.full,
+            "other": pair.other,
+            "ratios": findings(secant_ratios, pair).to_dict("records"),
+            "verdicts": verdicts_of(findings(ordering_findings, pair), pair.label),
+        }
+        for pair in findings(compared_pairs)
+    ]
+    return json_object("lipschitz", findings, scope=SCOPE, results=results, pairs=pairs)
+
+
+_ENDS = (min, "smallest"), (max, "largest")
+_SHOWN_AS_ZERO = 0.05  # decimal logarithms below this are 0.0 when written out
+
+
+def lipschitz_sentences(findings: Findings) -> list[str]:
+    """Say whether every estimate stays below its bound, and whether top-k has the smaller ones."""
+    sentences = []
+    for pair in findings(compared_pairs):
+        judged = findings(ordering_findings, pair)
+        sentences += [f"{pair.label}: {_ordering(judged)}"] if judged else []
+    for model, label in model_labels(findings.measurements.models).items():
+        judged = [f for f in findings(estimate_findings) if f.subject == model]
+        sentences += [f"{label}: {_below_bounds(judged)}"] if judged else []
+    return sentences or ["Nothing is known of the steepness of these models' loss."]
+
+
+def _ordering(judged: Sequence[Finding]) -> str:
+    """Return at how many radii the loss around the counterpart is less steep, percentile by percentile."""
+    answers = {Verdict.HOLDS: "is there", Verdict.VIOLATED: "is reversed"}
+    start = "the paper's ordering (secants smaller than around full attention)"
+    words = {f.verdict for f in judged}
+    verdict = answers.get(judged[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
+    parts = [
+        f"{f.where} smaller at {f.numbers['lower']:.0f}, larger at {f.numbers['higher']:.0f} of "
+        f"{f.numbers['radii']:.0f} radii ({_ratios(f)})"
+        for f in judged
+    ]
+    many = int(judged[0].numbers["planes"])
+    planes = judged[0].note or f"{many} random planes, by 95% intervals"
+    if judged[0].note:
+        low, high = (end(f.numbers[f"{name} ratio"] for f in judged) for end, name in _ENDS)
+        return f"{start} cannot be told: {judged[0].note} (ratios {low:.2g} to {high:.2g}), one training run each."
+    return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
+
+
+def _ratios(finding: Finding) -> str:
+    low, high = finding.numbers["smallest ratio"], finding.numbers["largest ratio"]
+    return "no ratio is a number" if math.isnan(low) else f"ratio {low:.2g} to {high:.2g}"
+
+
+def _below_bounds(judged: Sequence[Finding]) -> str:
+    violated = [f for f in judged if f.verdict is Verdict.VIOLATED]
+    if violated:
+        faults = "; ".join(f"{f.claim}: {f.numbers['violated']:.0f} are not" for f in violated)
+        return f"ERROR OF SEMDIAG, a sound bound is exceeded: {faults}. Please report it."
+    near, judged = _at_point(judged), [f for f in judged if f.claim != AT_POINT]
+    gaps = [f.numbers["smallest log10 gap"] for f in judged if "smallest log10 gap" in f.numbers]
+    checked = sum(int(f.numbers["holds"]) for f in judged)
+    unmet = sum(int(f.numbers["not_met"]) for f in judged)
+    tail = f"; {unmet:,} have no bound" if unmet else ""
+    return f"{near}all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
+
+
+def _at_point(judged: Sequence[Finding]) -> str:
+    """Return how tight the bounds at the checkpoint are, which could have failed."""
+    proven = [f for f in judged if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
+    if not proven:
+        return ""
+    n = proven[0].numbers
+    gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
+    return f"at the checkpoint {n['holds']:.0f} slopes stay below bounds {gaps} times as large; "
+
+
+def _nearest(gaps: Sequence[float]) -> str:
+    """Return the gap of the estimate nearest to its bound, from decimal logarithms; at least 0 up to rounding."""
+    if not gaps:
+        return ""
+    if min(gaps) < _SHOWN_AS_ZERO:
+        return f", the nearest within {10 ** max(min(gaps), 0) - 1:.1%} of it"
+    return f", the nearest by a factor of 10^{min(gaps):.1f}"
+
+
+def _ratio(estimate: float, low: float | None, high: float | None) -> str:
+    return f"{number(estimate)} ({interval(low, high, none='no interval')})"
+
+
+_COLUMNS = (
+    Column("group", "tensors", text), Column("at_checkpoint", "gradient here"),
+    Column("gradient.p50", "gradient p50", drop=2), Column("gradient.p100", "largest gradient"),
+    Column("largest_secant", drop=NEVER),
+    Column("ln_sound", "ln bound", drop=NEVER),
+)  # fmt: skip
+
+
+def print_lipschitz(findings: Findings) -> None:
+    """Print estimates and bounds of every model by group, and the ratios of every pair by radius."""
+    console = wide_console()
+    summary = findings(lipschitz_summary)
+    for result in summary["results"]:
+        console.print(f"\n{title(result)}: Lipschitz estimates of the loss")
+        console.print(NumberTable(_COLUMNS, result["groups"]))
+        print_verdicts(console, (f for f in findings(estimate_findings) if f.subject == result["model"]))
+    for pair in summary["pairs"]:
+        console.print(f"\n{pair['label']}: secants of {pair['other']} over those of {pair['reference']}")
+        console.print(_ratio_cells(pair["ratios"]))
+    console.print(summary["scope"])
+
+
+def _ratio_cells(ratios: list[Summary]) -> NumberTable:
+    """Return a row a radius, a column a percentile."""
+    rows: dict[float, Summary] = {}
+    for one in sorted(ratios, key=lambda one: one["radius"]):
+        rows.setdefault(one["radius"], {"radius": number(one["radius"])})[f"p{one['percentile']}"] = one
+    percentiles = sorted({one["percentile"] for one in ratios})
+    columns = [Column(f"p{p}.estimate p{p}.low p{p}.high", f"p{p}", _ratio) for p in percentiles]
+    return NumberTable([Column("radius", "radius (‖θ‖)", text), *columns], rows.values())

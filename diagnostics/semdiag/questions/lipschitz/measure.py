@@ -1,0 +1,433 @@
+"""Empirical Lipschitz estimates of one model: secants, gradients and Jacobians, beside the bounds."""
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from semdiag.capturing.attention_calls import BlockCall, watch_blocks
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.bounds.block_bounds import log_input_constant
+from semdiag.mathematics.planes import random_direction, random_plane
+from semdiag.mathematics.spectral_norms import log_root_sum_squares, token_jacobian_norm
+from semdiag.measuring.calls.collector import NotAvailableError
+from semdiag.measuring.calls.running import unnamed
+from semdiag.measuring.encoders.network_constants import (
+    blocks_at_points,
+    log_exact_constant,
+    log_point_constant,
+    network_forms,
+)
+from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
+from semdiag.measuring.encoders.weights import MovableEncoder, not_finite, usable_samples
+from semdiag.measuring.percentiles import Probe, Subject
+from semdiag.measuring.table import Table
+from semdiag_models import AttentionCore, Encoder, InputError
+from semdiag_models.attention.dense_attention import plain_selected_attention
+from semdiag_models.training import with_float64
+
+SAMPLES = 20
+_COLUMNS = 2**16  # pairs of tokens whose derivatives are taken, at most: 20 inputs of 57 tokens, one of 256
+# Torch's forward derivatives call something that torch itself deprecates; the words depend on the Python version.
+_TORCH_DEPRECATION = r"`torch\.jit\.script` is (deprecated|not supported in Python 3\.14\+)"
+Row = dict[str, Any]
+
+
+class _PlainCore(AttentionCore):
+    """Attention in operations that have forward derivatives; the same function as the core it replaces."""
+
+    def __init__(self, core: AttentionCore) -> None:
+        super().__init__(core.p, core.everywhere)
+        self.train(core.training)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(*inputs)
+
+    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
+        return plain_selected_attention(q, k, v, scale, selected)
+
+
+def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
+    """Yield every block's largest stretch found by power iteration, by sample."""
+    tokens = tokens[:SAMPLES]
+    forms = network_forms(encoder, trace_inputs(encoder, tokens))
+    points = _points(encoder, tokens)
+    generator = torch.Generator().manual_seed(seed)
+    for layer, (block, x, valid) in enumerate(_block_inputs(encoder, tokens)):
+        start = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+        with plain_attention(block):
+            norms = _stretch(block, x, valid, start)
+        bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
+        for sample, values in enumerate(zip(*norms, bounds.tolist(), *points[layer], strict=True)):
+            yield {
+                "layer": layer,
+                "sample": sample,
+                **dict(zip(("norm", "settled", "ln_sound", "ln_point", "ln_exact"), values, strict=True)),
+            }
+
+
+def _points(encoder: Encoder, tokens: Tensor) -> list[tuple[list[float], list[float]]]:
+    """Return closed form and exact column sum by block and sample; NaN where the exact one costs too much."""
+    bounds: list[tuple[list[float], list[float]]] = [([], []) for _ in encoder.blocks]
+    for sample, ids in enumerate(torch.split(tokens, 1)):
+        calls: list[BlockCall] = []
+        with torch.no_grad(), watch_blocks(encoder, calls.append):
+            encoder(ids)
+        for call in calls:
+            (at,) = blocks_at_points(encoder, call, encoder.valid(ids))
+            affordable = (sample + 1) * call.tokens.shape[1] ** 2 <= _COLUMNS
+            bounds[call.layer][0].append(log_point_constant(at))
+            bounds[call.layer][1].append(log_exact_constant(at) if affordable else math.nan)
+    return bounds
+
+
+@contextmanager
+def plain_attention(block: nn.Module) -> Iterator[None]:
+    """Let a block attend in operations that have forward derivatives, inside the context."""
+    attention: Any = block.attention
+    core = attention.core
+    attention.core = _PlainCore(core)
+    try:
+        yield
+    finally:
+        attention.core = core
+
+
+def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Tensor, Tensor | None]]:
+    inputs_of_blocks: list[tuple[nn.Module, Tensor, Tensor | None]] = []
+
+    def keep(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> None:
+        inputs_of_blocks.append((block, inputs[0].clone(), inputs[1]))
+
+    handles = []
+    try:
+        for block in encoder.blocks:
+            handles.append(block.register_forward_pre_hook(keep))
+        with torch.no_grad():
+            encoder(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs_of_blocks
+
+
+def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:
+    """Return the power iteration on the block's Jacobian; padded tokens neither move nor count."""
+    counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
+
+    def mapped(tokens: Tensor) -> Tensor:
+        moved: Tensor = block(tokens, valid) * counted
+        return moved
+
+    def jvp(tangent: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            for category in (DeprecationWarning, FutureWarning):  # torch's version decides which
+                warnings.filterwarnings("ignore", _TORCH_DEPRECATION, category)
+            moved: Tensor = torch.func.jvp(mapped, (x,), (tangent,))[1]
+        return moved
+
+    back = torch.func.vjp(mapped, x)[1]
+
+    def vjp(cotangent: Tensor) -> Tensor:
+        pulled: Tensor = back(cotangent)[0]
+        return pulled * counted
+
+    norm = token_jacobian_norm(jvp, vjp, start * counted)
+    return norm.value.tolist(), norm.settled.tolist()
+
+
+LINES = 4  # random lines through the checkpoint for each group of tensors
+GROUPS = ("qk", "value-output", "mlp-in", "mlp-out", "embedding", "head")
+Loss = Callable[[Tensor], float]
+
+
+def radii(largest: float, count: int = 7) -> tuple[float, ...]:
+    """Return radii that double up to the largest."""
+    return tuple(largest * 2.0**-power for power in range(count - 1, -1, -1))
+
+
+def plane_secants(
+    moved: MovableEncoder, loss: Loss, sizes: Sequence[float], planes: int, directions: int, seed: int
+) -> Iterator[Row]:
+    """Yield secants between all pairs of the checkpoint and evenly spaced points on circles around it."""
+    generator = torch.Generator().manual_seed(seed)
+    start = loss(moved.origin)
+    angles = 2 * np.pi * np.arange(directions) / directions
+    for draw in range(planes):
+        plane = random_plane(moved.origin, moved.slices(), generator)
+        for radius in sizes:
+            places = radius * np.stack([np.cos(angles), np.sin(angles)], 1)
+            values = np.array([start, *(loss(plane.point(float(x), float(y))) for x, y in places)])
+            places = np.vstack([np.zeros(2), places])
+            pairs = np.array(list(itertools.combinations(range(len(places)), 2)))
+            one, other = pairs.T
+            apart = torch.from_numpy(places[one] - places[other])
+            distances = plane.distances(apart[:, 0], apart[:, 1]).cpu().numpy()
+            changes = np.abs(values[one] - values[other])
+            for distance, change in zip(distances, changes, strict=True):
+                yield _row("all", draw, radius, float(distance), float(change))
+
+
+def line_secants(moved: MovableEncoder, loss: Loss, sizes: Sequence[float], seed: int) -> Iterator[Row]:
+    """Yield secants on random lines along which one group of tensors moves and the others stay."""
+    generator = torch.Generator().manual_seed(seed)
+    start = loss(moved.origin)
+    for group, draw in itertools.product(GROUPS, range(LINES)):
+        direction = random_direction(moved.origin, moved.slices(group), generator)
+        length = float(direction.norm())
+        if length == 0:
+            continue
+        for radius in sizes:
+            ends = [loss(moved.origin + sign * radius * direction) for sign in (1, -1)]
+            for end in ends:
+                yield _row(group, draw, radius, radius * length, abs(end - start))
+            yield _row(group, draw, radius, 2 * radius * length, abs(ends[0] - ends[1]))
+
+
+def _row(group: str, draw: int, radius: float, distance: float, change: float) -> Row:
+    slope = change / distance if distance > 0 else float("nan")
+    return {"group": group, "draw": draw, "radius": radius, "distance": distance, "slope": slope}
+
+
+_TOKENS = 4000  # of one backward pass
+
+
+def ball_gradients(
+    moved: MovableEncoder, tokens: Tensor, labels: Tensor, radius: float, draws: int, seed: int
+) -> Iterator[Row]:
+    """Yield gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it."""
+    generator = torch.Generator().manual_seed(seed)
+    for draw in range(draws + 1):
+        size, point = 0.0, moved.origin
+        if draw:
+            size = radius * (1 - float(torch.rand((), generator=generator, dtype=torch.float64)))
+            direction = random_direction(moved.origin, moved.slices(), generator)
+            point = moved.origin + size * direction
+        moved.move_to(point)
+        distance = float((point - moved.origin).norm())
+        norms = gradient_norms(moved, tokens, labels)
+        forms = network_forms(moved.encoder, trace_inputs(moved.encoder, tokens))
+        bounds = _group_bounds(moved, forms.log_sound) | {"all": float(forms.sound.log_value)}
+        near = {} if draw else {"qk": _point_bound(moved.encoder, tokens, labels)}
+        for group, slope in norms.items():
+            row = {"draw": draw, "radius": size, "distance": distance, "group": group, "slope": slope}
+            row["ln_point"] = near.get(group, math.nan)
+            yield {**row, "ln_sound": bounds[group], "holds": forms.sound.holds}
+
+
+def _point_bound(encoder: Encoder, tokens: Tensor, labels: Tensor) -> float:
+    """Return the bound of the gradient in all queries and keys at the current parameters; b_k has none."""
+    bounds = score_gradient_bounds(encoder, tokens, labels)
+    return float(log_root_sum_squares(torch.tensor(list(bounds.values()), dtype=torch.float64)))
+
+
+def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return the 2-norm of the mean cross-entropy's gradient at the current point, in total and by group."""
+    moved.encoder.zero_grad(set_to_none=True)
+    per_pass = max(1, _TOKENS // tokens.shape[1])
+    for ids, classes in zip(torch.split(tokens, per_pass), torch.split(labels, per_pass), strict=True):
+        loss = F.cross_entropy(moved.encoder(ids), classes, reduction="sum") / len(tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved.encoder.parameters()]
+    gradient_vector = torch.cat([gradient.flatten() for gradient in gradients])
+    moved.encoder.zero_grad(set_to_none=True)
+    squares = {
+        group: sum(float(gradient_vector[part].square().sum()) for part in moved.slices(group)) for group in GROUPS
+    }
+    return {
+        "all": float(gradient_vector.norm()),
+        **{group: math.sqrt(square) for group, square in squares.items()},
+    }
+
+
+def _group_bounds(moved: MovableEncoder, log_sound: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the root of the sum of squares of each group's constants; a weight and its bias may share one."""
+    bounds = {}
+    for group in GROUPS:
+        names = dict.fromkeys(place.bound for place in moved.places if place.group == group)
+        constants = torch.stack([log_sound[name].reshape(()) for name in names])
+        bounds[group] = float(log_root_sum_squares(constants, dim=0))
+    return bounds
+
+
+LOSS_SECANTS = Table(
+    "loss_secants",
+    "One row per pair of parameter settings.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
+    },
+)
+LOSS_GRADIENTS = Table(
+    "loss_gradients",
+    "One row per random parameter setting and group of tensors; ln_point bounds the gradient of queries and keys "
+    "at the checkpoint, NaN elsewhere.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound", "ln_point"), "float64"),
+        "holds": "bool",
+    },
+)
+JACOBIANS = Table(
+    "jacobians",
+    "One row per block and sample: its measured stretch, and bounds over all inputs (ln_sound) and at this one "
+    "(ln_exact: largest column sum of the Jacobian, NaN for long inputs; ln_point: closed form).",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "sample"), "int64"),
+        "norm": "float64",
+        "settled": "bool",
+        **dict.fromkeys(("ln_sound", "ln_point", "ln_exact"), "float64"),
+    },
+)
+
+FEWEST_DRAWS = 5
+TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, JACOBIANS)
+
+
+@dataclass(frozen=True)
+class LipschitzPlan:
+    """What is drawn.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
+    samples: int = 100  # inputs behind every loss
+    planes: int = 8  # random planes, the units of the intervals
+    directions: int = 8  # points on each circle in a plane
+    draws: int = 120  # random parameters at which gradients are taken
+    radius: float = 1.0  # the largest, relative to each tensor's norm
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("planes", 2), ("directions", 2), ("draws", FEWEST_DRAWS)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+        if not 0 < self.radius < math.inf:
+            raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Return the radii of the circles and lines."""
+        return radii(self.radius)
+
+    @property
+    def points(self) -> int:
+        """Return the number of evaluated parameter settings of one model."""
+        circles = self.planes * self.directions + len(GROUPS) * LINES * 2
+        return circles * len(self.sizes) + self.draws + 3
+
+
+def lipschitz(
+    model: LoadedModel | Encoder,
+    tokens: Tensor,
+    labels: Tensor | None,
+    *,
+    plan: LipschitzPlan | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    after_point: Callable[[int], None] = lambda points: None,
+) -> dict[str, pd.DataFrame]:
+    """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
+
+    The model itself is not changed: a copy is moved.
+
+    Source: docs/theory.md#empirical. Deviation: see each part.
+
+    Args:
+        model: from :func:`semdiag.load`, or an encoder of one's own.
+        tokens: (N, L) int64; the first ``plan.samples`` are used.
+        labels: (N,) classes.
+        plan: how much is drawn, and how far.
+        seed: of all draws.
+        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+        after_point: called with 1 after each parameter setting.
+
+    Returns:
+        The tables ``loss_secants`` (:func:`~.secants.plane_secants`,
+        ``line_secants``), ``loss_gradients`` (:func:`~.gradients.ball_gradients`) and ``jacobians``
+        (:func:`~.block_jacobians.block_jacobians`).
+
+    Raises:
+        InputError: if the labels are missing, there is no sample, or a parameter is not a number.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> few = LipschitzPlan(planes=2, directions=2, draws=5)
+        >>> tables = lipschitz(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), plan=few)
+        >>> sorted(tables), bool((tables["loss_gradients"]["slope"] > 0).any())
+        (['jacobians', 'loss_gradients', 'loss_secants'], True)
+    """
+    loaded = unnamed(model)
+    plan = plan or LipschitzPlan()
+    device = with_float64(device)
+    moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
+    broken = not_finite(moved.encoder)
+    if broken:
+        raise InputError(f"{loaded.path} cannot be moved: its tensor {broken[0]} holds a NaN or an infinity.")
+    labels = None if labels is None else labels[: plan.samples]
+    tokens, labels = usable_samples(moved.encoder, tokens[: plan.samples], labels, device)
+
+    def loss(point: Tensor) -> float:
+        moved.move_to(point)
+        after_point(1)
+        return moved.loss_and_accuracy(tokens, labels)[0]
+
+    rows: dict[str, list[Row]] = {"jacobians": list(block_jacobians(moved.encoder, tokens, seed))}
+    secants = plane_secants(moved, loss, plan.sizes, plan.planes, plan.directions, seed)
+    rows["loss_secants"] = [*secants, *line_secants(moved, loss, plan.sizes, seed)]
+    gradients = ball_gradients(moved, tokens, labels, plan.radius, plan.draws, seed)
+    rows["loss_gradients"] = list(_counting(gradients, after_point))
+    return {
+        table.name: table.of_rows({"model": loaded.path, **row} for row in rows[table.name]) for table in TABLES
+    }
+
+
+def _counting(rows: Iterable[Row], after_point: Callable[[int], None]) -> Iterator[Row]:
+    for row in rows:
+        if row["group"] == "all":
+            after_point(1)
+        yield row
+
+
+def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    if subject.model.external:
+        raise NotAvailableError("its loss is not known")
+    return lipschitz(
+        subject.model,
+        subject.tokens,
+        subject.labels,
+        plan=plan,
+        seed=subject.seed,
+        device=subject.device,
+        after_point=subject.after_point,
+    )
+
+
+def _provenance(plan: LipschitzPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"lipschitz_samples": min(plan.samples, samples)}
+
+
+LIPSCHITZ = Probe(
+    "Lipschitz estimates",
+    LipschitzPlan,
+    TABLES,
+    _measure,
+    steps=lambda plan: int(plan.points),
+    provenance=_provenance,
+    reported=lambda options: LipschitzPlan() if options.thorough else None,
+)

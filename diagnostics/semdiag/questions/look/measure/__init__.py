@@ -1,1 +1,0 @@
-"""One input, and what every head makes of it."""

@@ -1,0 +1,93 @@
+"""The section ``mask-precision`` of a report."""
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.table import ALL
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
+from semdiag.presenting.section import Heading, Section, Shown, with_facts
+from semdiag.questions.mask_precision.answer import precision_glance, precision_table
+from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
+from semdiag.questions.mask_stability.panels import MARKERS, judged_models, shades
+
+
+@paper_style
+def masks_in_formats(findings: Findings) -> Figure:
+    """Draw the share of masks that stay the same, a curve for each number format against layers."""
+    models = judged_models(findings, "rounded_masks")
+    table = findings(precision_table)
+    formats = list(table["format"].unique())
+    figure, axes = panel_grid(len(models), height=2.9)
+    for ax, (model, title) in zip(axes, models, strict=True):
+        of_model = table[(table["model"] == model) & (table["layer"] != ALL)]
+        for at, (kind, color) in enumerate(zip(formats, shades(len(formats)), strict=True)):
+            rows = of_model[of_model["format"] == kind]
+            layers = rows["layer"].to_numpy(int)
+            ax.plot(layers, 1 - rows["changed"], color=color, marker=MARKERS[at], markersize=4, label=kind)
+            ax.fill_between(
+                layers, 1 - rows["changed_or_tied"], 1 - rows["changed"], color=color, alpha=0.25, linewidth=0
+            )
+            ax.plot(layers, rows["certified"], color=color, linestyle=":", linewidth=1.3)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("layer")
+        ax.set_ylim(0, 1.03)
+        ax.set_title(title, fontsize=8)
+    axes[0].set_ylabel("share of masks unchanged, S′ = S")
+    return finished(
+        figure,
+        "Queries, keys and scores rounded once, against float64. Bands: down to the share without a tie at the "
+        "boundary; dotted: certified to be unchanged. Heads pooled, without rows that are not covered.",
+    )
+
+
+def precision_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Return the masks by number format and layer, heads pooled."""
+    table = findings(precision_table)
+    if table.empty:
+        return {}
+    layer = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
+    return {"mask_precision": with_facts(findings, table.assign(layer=layer))}
+
+
+_HEADINGS = (
+    Heading(
+        "mask-precision",
+        "Do masks survive a number format?",
+        (
+            Shown(
+                masks_in_formats,
+                "Share of queries whose mask is the same in float64 and with queries, keys and scores rounded to "
+                "a number format, per layer, with the certified share dotted: {shown}.",
+                "The band of a format is due to ties at the boundary, which engines break in their own ways. The "
+                "dotted share is proven: no engine within the error model changes it. Masks above it stay the "
+                "same where sums are added in the order of this computer.",
+            ),
+        ),
+        (
+            "Certified means: no rounding of operands, sum and score can move a kept score below a dropped one, "
+            "or level with it. The proof holds for an error model (docs/theory.md, Scores of rounded queries and "
+            "keys), not for an engine's bugs. A certified mask that changed would be an error of semdiag.",
+            "The error model rounds queries and keys without a scale, adds in float32, multiplies by the scale of "
+            "the scores and rounds once more. 8-bit formats with a scale per tensor or block are other formats. "
+            "Rows whose scores have a bias or a soft-cap, or whose softmax has sinks, are not covered: they are "
+            "counted, and left out of every share.",
+            "Queries and keys are those of a clean forward pass: rounding is not passed on from layer to layer.",
+            "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
+            "its scores. The weight lost is a share of the weight over all allowed keys.",
+        ),
+    ),
+)
+
+
+SECTION = Section(
+    name="mask-precision",
+    needs=("rounded_masks",),
+    headings=_HEADINGS,
+    external=_HEADINGS,
+    in_short=precision_in_short,
+    details=precision_sentences,
+    glance=precision_glance,
+    tables=precision_tables,
+)

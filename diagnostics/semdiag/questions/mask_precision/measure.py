@@ -1,0 +1,318 @@
+"""The probe ``mask-precision``: masks of queries and keys in float64 against those of a number format."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.mask_stability import TopSet, kept_in_common, score_rounding, top_set
+from semdiag.mathematics.rounding import (
+    FORMATS,
+    NumberFormat,
+    number_format,
+    rounded_scores,
+    score_error,
+    survives_rounding,
+)
+from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
+from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.percentiles import Probe, Subject, plan_of
+from semdiag.measuring.table import Table
+from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
+from semdiag.questions.mask_stability.measure import SUPPOSED_K
+from semdiag_models import InputError
+
+_STRIP = 2**21  # scores held at a time (or one query of every sample and head)
+BEYOND = "scores that are no numbers, or beyond float32"
+OTHER_KEYS = "a model that keeps other keys than those with the largest scores"
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedRows:
+    """What F number formats do to each row; (B, H, L), with the formats in front where they differ."""
+
+    counted: Tensor  # bool: queries that keep a key and drop one; below, other queries mean nothing
+    keys: Tensor  # int, how many the query may attend to
+    covered: Tensor  # (F, B, H, L) bool: rows that the error model covers; below, others are false
+    changed: Tensor  # (F, B, H, L) bool: however ties are broken, the k largest rounded scores are of another set
+    tied: Tensor  # (F, B, H, L) bool: the k-th and the next rounded score are equal
+    certified: Tensor  # (F, B, H, L) bool
+    lost: Tensor  # (F, B, H, L) float64, weight of the keys dropped minus that of the keys gained
+    kept: int  # k
+    why: str  # what is not covered, if anything is
+
+
+def rounded_rows(
+    call: AttentionCall, k: int, selection: Selection, formats: Sequence[NumberFormat]
+) -> RoundedRows:
+    """Compare the set of every row, from its scores in float64, with that of its rounded scores."""
+    length = call.k.shape[2]
+    kept = call.selected.shape[-1] if selection.by_model and call.selected is not None else min(k, length)
+    outside = _outside_the_model(call)
+    step = max(1, _STRIP // (call.q.shape[0] * call.q.shape[1] * length))
+    parts = []
+    for start in range(0, call.q.shape[2], step):
+        part = call.part(queries=slice(start, start + step))
+        parts.append(_strip(part, kept, selection, formats, covered=not outside))
+    joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
+    follows, covered = joined.pop("follows"), joined["covered"]
+    reasons = {
+        OTHER_KEYS: not outside and bool((joined["counted"] & ~follows).any()),
+        BEYOND: not outside and bool((joined["counted"] & follows & ~covered).any()),
+    }
+    return RoundedRows(
+        **joined, kept=kept, why=outside or " and ".join(why for why, true in reasons.items() if true)
+    )
+
+
+def _outside_the_model(call: AttentionCall) -> str:
+    """Return what puts a call outside the error model, in words; empty if nothing does."""
+    if call.softcap is not None:
+        return "scores that are capped"
+    if call.sinks is not None:
+        return "a softmax with attention sinks"
+    if call.bias is not None and bool(call.bias.count_nonzero()):
+        return "scores with a bias"
+    return ""
+
+
+def _strip(
+    part: AttentionCall, kept: int, selection: Selection, formats: Sequence[NumberFormat], covered: bool
+) -> dict[str, Tensor]:
+    """Return the attributes of :class:`RoundedRows` for some queries, and whether their sets follow the scores."""
+    keys = part.k.double().repeat_interleave(part.q.shape[1] // part.k.shape[1], 1)
+    q, scale = part.q.double(), selection.sign * part.scale
+    scores = scale * (q @ keys.mT)
+    if part.allowed is not None:
+        scores = scores.masked_fill(~part.allowed, -torch.inf)
+    allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed.expand_as(scores)
+    number = allowed.sum(-1)
+    columns = {"counted": part.counted & (number > kept), "keys": number}
+    if not covered or not columns["counted"].any():
+        nothing = torch.zeros(len(formats), *number.shape, dtype=torch.bool, device=q.device)
+        columns |= {"follows": nothing[0]} | dict.fromkeys(("covered", "changed", "tied", "certified"), nothing)
+        return columns | {"lost": torch.full_like(nothing, torch.nan, dtype=torch.float64)}
+    before = top_set(scores, kept)
+    columns["follows"] = columns["counted"] & _follows(part, keys, scores, selection)
+    by_format: dict[str, list[Tensor]] = {}
+    for kind in formats:
+        error = score_error(q, keys, scale, kind)
+        known = columns["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
+        later = rounded_scores(q, keys, scale, kind).masked_fill(~allowed, -torch.inf)
+        changed = known & (kept_in_common(later[None], before)[0] < kept)
+        of_format = {
+            "covered": known,
+            "changed": changed,
+            "tied": known & (top_set(later, kept).separation == 0),
+            "certified": known & survives_rounding(scores, error, before),
+            "lost": _weight_lost(scores, later, before, changed, selection.sign),
+        }
+        for name, values in of_format.items():
+            by_format.setdefault(name, []).append(values)
+    return columns | {name: torch.stack(values) for name, values in by_format.items()}
+
+
+def _follows(part: AttentionCall, keys: Tensor, scores: Tensor, selection: Selection) -> Tensor:
+    """Return whether the model selects the keys with the largest scores, up to the rounding of its scores."""
+    if not selection.by_model or part.selected is None:
+        return torch.ones_like(part.counted)
+    separation = top_set(scores, part.selected.shape[-1], part.selected).separation
+    room = score_rounding(part.q.double(), keys, part.scale, torch.finfo(part.q.dtype).eps)
+    return separation >= -2 * room
+
+
+def _weight_lost(scores: Tensor, later: Tensor, before: TopSet, changed: Tensor, sign: int) -> Tensor:
+    """Return the weight of the keys dropped minus that of the keys gained: the least that ties allow."""
+    lost = torch.full(changed.shape, torch.nan, dtype=torch.float64, device=scores.device)
+    z, after = scores[changed], later[changed]
+    weights = (sign * z).masked_fill(z == -torch.inf, -torch.inf).softmax(-1)
+    inside = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, before.positions[changed], True)
+    # Among equal rounded scores the keys that were kept come first, then those with the larger score.
+    order = z.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, inside.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True))
+    kept = after.gather(-1, order).argsort(dim=-1, descending=True, stable=True)[:, : before.positions.shape[-1]]
+    kept_later = torch.zeros_like(inside).scatter_(-1, order.gather(-1, kept), True)
+    dropped, gained = ((weights * keys).sum(-1) for keys in (inside & ~kept_later, kept_later & ~inside))
+    lost[changed] = dropped - gained
+    return lost
+
+
+_COUNTS = ("queries", "not_covered", "changed", "tied", "changed_or_tied", "certified", "certified_changed")
+ROUNDED_MASKS = Table(
+    "rounded_masks",
+    "One row per number format, sample, layer and head: how many of its queries drop a key, and how many of these "
+    "the error model does not cover, and why. Of the others, how many have other keys among the k largest scores "
+    "once queries, keys and scores are rounded, however ties are broken (changed); equal k-th and next scores "
+    "(tied); a certified set; a certified set that changed or tied, which is a fault.",
+    {
+        **dict.fromkeys(("model", "format", "why"), "str"),
+        **dict.fromkeys(("sample", "layer", "head", "kept", *_COUNTS), "int32"),
+    },
+)
+LOST_WEIGHTS = Table(
+    "lost_weights",
+    "One row per number format and query whose keys changed: the attention weight over all allowed keys, in "
+    "float64, of the keys dropped minus that of the keys gained (lost).",
+    {
+        **dict.fromkeys(("model", "format"), "str"),
+        **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
+        "lost": "float64",
+    },
+)
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """In which number formats masks are compared with those in float64.
+
+    Raises:
+        InputError: if a format is unknown or is float64, or k is below 1.
+    """
+
+    formats: tuple[str, ...] = ("bfloat16",)  # short names or torch's; stored as torch's, each once
+    k: int = SUPPOSED_K  # of the mask that top-k would choose in a model without a selection of its own
+
+    def __post_init__(self) -> None:
+        names = tuple(dict.fromkeys(number_format(name).name for name in self.formats))
+        coarser = [name for name, kind in FORMATS.items() if kind.digits <= FORMATS["float32"].digits]
+        if not names or not {*names} <= {*coarser}:
+            got = ", ".join(map(str, self.formats)) or "none"
+            raise InputError(f"Masks are compared in {', '.join(coarser)} against float64. Got {got}.")
+        if self.k < 1:
+            raise InputError(f"k must be at least 1. Got {self.k}.")
+        object.__setattr__(self, "formats", names)
+
+
+def mask_precision(
+    model: LoadedModel | nn.Module,
+    inputs: Batch | Iterable[Batch],
+    plan: PrecisionPlan | None = None,
+    *,
+    batch_size: int = 100,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    min_keys: int = 1,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Compare the mask of every query in float64 with that of its rounded query, keys and scores.
+
+    The queries and keys of a clean forward pass are taken as exact: rounding is not passed on from layer to layer.
+    A full-attention model has no mask: the one that top-k would choose from its scores stands in.
+
+    Source: docs/theory.md#rounded-operands. Deviation: not in the paper.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        inputs: what :func:`~semdiag.measuring.measure.measure` takes.
+        plan: the formats, and k of a model without a mask; by default bfloat16.
+        batch_size: samples at a time.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+        min_keys: queries with fewer keys are left out.
+
+    Returns:
+        The tables ``rounded_masks`` and ``lost_weights``; no rows for a mask that does not depend on the input.
+
+    Raises:
+        NotAvailableError: if the scores alone do not say which keys are kept.
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
+        >>> masks, lost = mask_precision(encoder, torch.tensor([[0, 1, 1, 0]]))
+        >>> masks[["format", "kept", "queries", "not_covered", "certified_changed"]].values.tolist()
+        [['bfloat16', 2, 4, 0, 0]]
+    """
+    plan = plan_of(PrecisionPlan, plan)
+    loaded = unnamed(model)
+    kind = "full" if loaded.external else loaded.encoder.config.attention
+    selection = selection_of(kind)
+    if selection is None:
+        return ROUNDED_MASKS.empty(), LOST_WEIGHTS.empty()
+    if not selection.ranked:
+        raise NotAvailableError(f"the scores alone do not say which keys {kind} attention keeps")
+    collected = _Collector(loaded.path, plan, selection, min_keys)
+    with running(loaded, collected.add, device, dtype) as run:
+        for batch in split(inputs, batch_size):
+            collected.numbers.start(samples_of(batch))
+            run(batch)
+    return ROUNDED_MASKS.of_parts(collected.masks), LOST_WEIGHTS.of_parts(collected.lost)
+
+
+@dataclass
+class _Collector:
+    """Collects the rows of both tables, call by call."""
+
+    model: str
+    plan: PrecisionPlan
+    selection: Selection
+    min_keys: int
+    numbers: SampleNumbers = field(default_factory=SampleNumbers)
+    masks: list[pd.DataFrame] = field(default_factory=list)
+    lost: list[pd.DataFrame] = field(default_factory=list)
+
+    def add(self, call: AttentionCall) -> None:
+        """Reduce one attention call."""
+        formats = [number_format(name) for name in self.plan.formats]
+        rows = rounded_rows(call, self.plan.k, self.selection, formats)
+        samples = self.numbers.of(len(call.q))
+        self.masks.append(self._counts(rows, samples, call.layer))
+        enough = rows.keys >= self.min_keys
+        places = (rows.changed & enough).nonzero()
+        which, sample, head, query = places.cpu().numpy().T
+        columns = {"sample": samples[sample], "head": head, "query": query, "layer": call.layer}
+        names = np.array(self.plan.formats)[which]
+        lost = rows.lost[tuple(places.T)].cpu().numpy()
+        self.lost.append(pd.DataFrame({**columns, "format": names, "lost": lost, "model": self.model}))
+
+    def _counts(self, rows: RoundedRows, samples: NDArray[np.int32], layer: int) -> pd.DataFrame:
+        enough = rows.keys >= self.min_keys
+        counted = (rows.counted & enough).expand_as(rows.covered)
+        both = rows.changed | rows.tied
+        of_rows = {
+            "queries": counted, "not_covered": counted & ~rows.covered, "changed": rows.changed, "tied": rows.tied,
+            "changed_or_tied": both, "certified": rows.certified, "certified_changed": rows.certified & both,
+        }  # fmt: skip
+        counts = {name: (values & enough).sum(-1).flatten().cpu().numpy() for name, values in of_rows.items()}
+        at = np.indices(rows.covered.shape[:3]).reshape(3, -1)
+        places = {"sample": samples[at[1]], "head": at[2], "layer": layer, "kept": rows.kept, "model": self.model}
+        table = pd.DataFrame({**places, **counts, "format": np.array(self.plan.formats)[at[0]]})
+        return table.assign(why=np.where(table["not_covered"] > 0, rows.why, ""))[table["queries"] > 0]
+
+
+def _measure(subject: Subject, plan: PrecisionPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    masks, lost = mask_precision(
+        subject.model,
+        subject.first[0],
+        plan,
+        batch_size=subject.batch_size,
+        device=subject.device,
+        dtype=subject.dtype,
+        min_keys=prepared or 1,
+    )
+    return {"rounded_masks": masks, "lost_weights": lost}
+
+
+def _provenance(plan: PrecisionPlan, samples: int, few: int) -> dict[str, Any]:
+    return {
+        "mask_formats": list(plan.formats),
+        "mask_k": plan.k,
+        "probe_samples": few,
+    }
+
+
+MASK_PRECISION = Probe(
+    "mask precision",
+    PrecisionPlan,
+    (ROUNDED_MASKS, LOST_WEIGHTS),
+    _measure,
+    prepare=lambda plan, conditions: conditions.min_keys,
+    provenance=_provenance,
+)

@@ -1,0 +1,383 @@
+"""Do masks survive input noise? Every query's set S against that of noisy copies of the same input."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.batches import Batch, moved, repeated, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.learning import predicted_classes
+from semdiag.mathematics.mask_stability import predicted_agreement
+from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.percentiles import Probe, ReportOptions, Subject, plan_of
+from semdiag.measuring.rounding import Reach, noisy_embeddings
+from semdiag.measuring.table import Table
+from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
+from semdiag.questions.stability.measure import NOISE, check_levels, noise_of_samples, noisy_copies, token_size
+from semdiag_models import InputError
+
+MASKS = Table(
+    "masks",
+    "One row per noise level and query that drops a key.",
+    {
+        "model": "str",
+        "level": "float64",
+        **dict.fromkeys(("sample", "layer", "head", "query", "kept", "draws"), "int32"),
+        "separation": "float64",
+        **dict.fromkeys(("agreement", "exact", "certified"), "float32"),
+        "certified_changed": "int32",
+        **dict.fromkeys(("predicted", "swing_sd", "response"), "float32"),
+    },
+)
+NOISE_EFFECTS = Table(
+    "noise_effects",
+    "One row per noise level and sample: what the noise does to the output.",
+    {
+        "model": "str",
+        "level": "float64",
+        "sample": "int32",
+        **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
+    },
+)
+
+
+class MaskSums:
+    """Sums over the draws of changes of masks, layer by layer."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[dict[str, Tensor]]] = {}  # by layer, one entry per batch
+        self._swings: dict[int, Tensor] = {}  # by layer: (3, levels, heads) count, Σ, Σ²
+
+    def add(self, layer: int, changes: RowChanges) -> None:
+        """Add one attention call."""
+        self._rows.setdefault(layer, []).append(
+            {
+                "counted": changes.counted,
+                "separation": changes.separation,
+                "agreement": changes.common.sum(0, dtype=torch.int32),
+                "changed": changes.changed.sum(0, dtype=torch.int32),
+                "certified": changes.certified.sum(0, dtype=torch.int32),
+                "certified_changed": (changes.changed & changes.certified).sum(0, dtype=torch.int32),
+                "response": changes.response,
+                "kept": changes.kept,
+            }
+        )
+        sums = _swing_sums(changes)
+        self._swings[layer] = self._swings[layer] + sums if layer in self._swings else sums
+
+    def leave_out(self, layers: Collection[int]) -> None:
+        """Drop the sums of these layers."""
+        for layer in layers:
+            del self._rows[layer]
+
+    def table(self, model: str, levels: Sequence[float], draws: int) -> pd.DataFrame:
+        """Return the table ``masks``."""
+        parts = []
+        for layer, batches in sorted(self._rows.items()):
+            most = max(b["counted"].shape[-1] for b in batches)  # rows that pad a shorter batch do not count
+            joined = {
+                name: torch.cat([F.pad(b[name], (0, most - b[name].shape[-1])) for b in batches], -3).cpu()
+                for name in batches[0]
+            }
+            count, total, squares = self._swings[layer].cpu()
+            spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()  # (levels, heads)
+            counted = joined["counted"]
+            sample, head, query = (where.to(torch.int32).numpy() for where in counted.nonzero(as_tuple=True))
+            separation, kept = joined["separation"][counted].double(), joined["kept"][counted]
+            for at, level in enumerate(levels):
+                sums = {name: values[at][counted].double() for name, values in joined.items() if values.ndim == 4}
+                sd = spread[at][torch.from_numpy(head).long()]
+                columns = {
+                    "sample": sample, "layer": np.int32(layer), "head": head, "query": query, "level": level,
+                    "kept": kept.to(torch.int32), "draws": np.int32(draws), "separation": separation,
+                    "agreement": sums["agreement"] / (draws * kept), "exact": 1 - sums["changed"] / draws,
+                    "certified": sums["certified"] / draws, "certified_changed": sums["certified_changed"],
+                    "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": sums["response"],
+                }  # fmt: skip
+                parts.append(pd.DataFrame({"model": model, **columns}))
+        return MASKS.of_parts(parts)
+
+
+def _swing_sums(changes: RowChanges) -> Tensor:
+    """Return count, sum and sum of squares of the counted rows' swings, per level and head: (3, N, H)."""
+    counted = changes.counted
+    swing = changes.swing.where(counted, 0.0).double()
+    draws, levels = swing.shape[:2]
+    count = (draws * counted.sum((0, 2))).expand(levels, -1)
+    return torch.stack([count.double(), swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])
+
+
+def effects_table(
+    model: str, outputs: Sequence[Mapping[str, Tensor]], levels: Sequence[float], labels: Tensor | None
+) -> pd.DataFrame:
+    """Return the table ``noise_effects``."""
+    if not outputs:
+        return NOISE_EFFECTS.empty()
+    change, flipped, before, after = (torch.cat([part[name] for part in outputs], -1) for name in outputs[0])
+    count = len(before)
+    truth = torch.full((count,), torch.nan) if labels is None else labels[:count].cpu().double()
+    known = 1.0 if labels is not None else float("nan")
+    parts = []
+    for at, level in enumerate(levels):
+        columns = {
+            "level": level,
+            "sample": np.arange(count, dtype=np.int32),
+            "logit_change": change[at],
+            "flipped": flipped[at],
+            "correct_before": (before == truth).double() * known,
+            "correct_after": (after[:, at] == truth).double().mean(0) * known,
+        }
+        parts.append(pd.DataFrame({"model": model, **columns}))
+    return NOISE_EFFECTS.of_parts(parts)
+
+
+DRAWS = 5
+_REPORT_DRAWS = 3  # enough for a first look
+SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
+
+
+@dataclass(frozen=True)
+class NoisePlan:
+    """Which noise is added, and how often.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
+    levels: tuple[float, ...] = (NOISE,)  # standard deviations
+    draws: int = DRAWS
+    absolute: bool = False  # whether the levels are absolute; else relative to each token's RMS
+    block: int = 0  # the block at whose input the noise enters; 0: the embedded tokens
+    k: int = SUPPOSED_K  # of the mask that a full-attention model would choose
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_levels(self.levels)
+        for name, least in (("draws", 1), ("block", 0), ("k", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+
+
+def mask_stability(
+    model: LoadedModel | nn.Module,
+    tokens: Batch | Iterable[Batch],
+    labels: Tensor | None = None,
+    plan: NoisePlan | None = None,
+    *,
+    batch_size: int = 100,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    min_keys: int = 1,
+    after_batch: Callable[[int], None] = lambda samples: None,
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Compare the mask of every query with the masks of noisy copies of the same input.
+
+    Gaussian noise enters at the embedded tokens or at one block's input, and everything downstream follows. Clean
+    samples and all their copies share a forward pass; the noise differs between levels in its size alone.
+    A full-attention model has no mask: the one that top-k would choose from its scores stands in. The model
+    itself is not changed: a copy is moved, converted and put into evaluation mode.
+
+    Source: docs/theory.md#mask-stability. Deviation: not in the paper. In float32 the certificate leaves
+    room for the rounding of the scores, so that a certified row that changes its mask is an error.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module. In an external model noise enters behind the embedding of
+            tokens, and attention that it does not reach has no rows.
+        tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
+        labels: (N,) classes, for the accuracy; None if unknown.
+        plan: levels, draws, place and seed of the noise; by default 1% of each embedded token's RMS, 5 draws.
+        batch_size: samples at a time, noisy copies included.
+        device: where to run.
+        dtype: of the model and of the scores: float32 or float64.
+        min_keys: queries with fewer keys are left out.
+        after_batch: called with the number of clean samples of each finished batch.
+        note: called with what is not available, why, and in which module (may be empty).
+
+    Returns:
+        The tables ``masks`` (one row per noise level and query that drops a key: kept k, separation Δ,
+        agreement E|S ∩ S'|/|S|, exact share of draws with S = S', certified share, certified_changed count,
+        predicted probability, swing_sd its standard deviation of dz_(k) − dz_(k+1) per layer and head,
+        response ‖p − p'‖₁ of the first draw) and ``noise_effects`` (one row per level and sample:
+        logit_change relative to ‖logits‖₂, flipped share, correct before, share correct after). No rows of
+        ``masks`` for a mask that does not depend on the input.
+
+    Raises:
+        InputError: if the kind of attention is not known, or the model has no such block.
+        NotAvailableError: if an attention does not keep the samples apart (heads or windows in its batch axis), or
+            has sinks, or noise cannot enter or reaches none.
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
+        >>> masks, effects = mask_stability(encoder, torch.tensor([[0, 1, 1, 0]]), plan=NoisePlan((1e-9,)))
+        >>> masks[["query", "kept", "agreement"]].values.tolist()[0], len(effects)
+        ([0.0, 2.0, 1.0], 1)
+    """
+    plan = plan_of(NoisePlan, plan)
+    loaded = unnamed(model)
+    copies = len(plan.levels) * plan.draws
+    cut = split(tokens, max(1, round(batch_size / (1 + copies))))
+    if loaded.external:
+        return _external(loaded, cut, plan, device, dtype, min_keys, after_batch, note), NOISE_EFFECTS.empty()
+    _check(loaded, plan)
+    config = loaded.encoder.config
+    runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
+    probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block], min_keys)
+    with torch.inference_mode(), watch_attention(runner, probe.add):
+        for batch in cut:
+            probe.run(torch.as_tensor(batch).to(device, torch.int64))
+            after_batch(len(batch))
+    masks = probe.sums.table(loaded.path, plan.levels, plan.draws)
+    return masks, effects_table(loaded.path, probe.outputs, plan.levels, labels)
+
+
+def _external(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    plan: NoisePlan,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    min_keys: int,
+    after_batch: Callable[[int], None],
+    note: Callable[[str, str, str], None],
+) -> pd.DataFrame:
+    """Return the table ``masks`` of an external model."""
+    _check(loaded, plan)
+    probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module, min_keys)
+    reach = Reach()
+
+    def add(call: AttentionCall) -> None:
+        probe.add(call)
+        reach.look(call, probe.samples)
+
+    with running(loaded, add, device, dtype) as run:
+        for batch in batches:
+            probe.samples = samples_of(batch)
+            copies = moved(repeated(batch, 1 + plan.draws * len(plan.levels)), run.device, run.dtype)
+            with noisy_embeddings(run.module, copies, probe.samples, probe.add_noise):
+                run(copies)
+            run.alike()
+            after_batch(probe.samples)
+    probe.sums.leave_out(reach.left_out(MASK_STABILITY.name, note))
+    return probe.sums.table(loaded.path, plan.levels, plan.draws)
+
+
+@dataclass
+class _Probe:
+    """Runs any model over clean and noisy inputs, with noise at the input of ``place``; sums over the draws."""
+
+    plan: NoisePlan
+    selection: Selection | None
+    model: nn.Module
+    place: nn.Module
+    min_keys: int
+    samples: int = 0
+    sums: MaskSums = field(default_factory=MaskSums)
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def __post_init__(self) -> None:
+        self.seeds = torch.Generator().manual_seed(self.plan.seed)
+        self.generators: list[list[torch.Generator]] = []  # by place, one for each draw
+
+    def run(self, tokens: Tensor) -> None:
+        """Pass clean samples and all their copies through the model, at once."""
+        self.samples = len(tokens)
+        copies = self.plan.draws * len(self.plan.levels)
+        with noisy_copies(self.place, self.samples, self.add_noise):
+            output = self.model(tokens.repeat(1 + copies, 1))
+        self.outputs.append(self.compare(output))
+
+    def add_noise(self, copies: Tensor, place: int = 0) -> None:
+        """Add noise to copies (D·N·b, L, d) of b inputs; levels differ in its size alone."""
+        if place == len(self.generators):
+            seeds = torch.randint(2**62, (self.plan.draws,), generator=self.seeds)
+            self.generators.append([torch.Generator().manual_seed(int(seed)) for seed in seeds])
+        copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
+        size = 1.0 if self.plan.absolute else token_size(copies[0, 0])
+        for draw, generator in enumerate(self.generators[place]):
+            drawn = noise_of_samples(copies.shape[2:], generator, copies.dtype).to(copies.device) * size
+            for at, level in enumerate(self.plan.levels):
+                copies[draw, at].add_(drawn, alpha=level)
+
+    def add(self, call: AttentionCall) -> None:
+        """Reduce one attention call to sums over the draws."""
+        if self.selection is None:
+            return
+        draws, levels = self.plan.draws, len(self.plan.levels)
+        changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
+        self.sums.add(call.layer, replace(changes, counted=changes.counted & (changes.keys >= self.min_keys)))
+
+    def compare(self, logits: Tensor) -> dict[str, Tensor]:
+        """Return the effect of the noise on outputs, (levels, b), and clean predictions (b,)."""
+        clean = logits[: self.samples].double()
+        noisy = logits[self.samples :].view(self.plan.draws, -1, *clean.shape).double()
+        before, after = predicted_classes(clean), predicted_classes(noisy)
+        return {
+            "logit_change": ((noisy - clean).norm(dim=-1) / clean.norm(dim=-1)).mean(0).cpu(),
+            "flipped": (after != before).double().mean(0).cpu(),
+            "before": before.cpu(),
+            "after": after.cpu(),
+        }
+
+
+def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    inputs, labels = subject.first
+    if subject.model.external:  # a batch with all its noisy copies is as large as any other
+        copies = len(plan.levels) * plan.draws
+        size = max(1, subject.batch_size // (1 + copies))
+        inputs = [
+            piece
+            for batch in inputs
+            for piece in ([batch] if isinstance(batch, tuple | list) else split(batch, size))
+        ]
+    masks, effects = mask_stability(
+        subject.model,
+        inputs,
+        labels,
+        plan,
+        batch_size=subject.batch_size,
+        device=subject.device,
+        dtype=subject.dtype,
+        min_keys=prepared or 1,
+        note=subject.note,
+    )
+    return {"masks": masks, "noise_effects": effects}
+
+
+def _check(model: LoadedModel, plan: NoisePlan, prepared: Any = None) -> None:
+    """Refuse a block that the model does not have."""
+    if model.external and plan.block:
+        raise InputError(f"Noise can enter {model.path} behind its embedding only. Got block {plan.block}.")
+    if not model.external and plan.block >= model.encoder.config.blocks:
+        last = model.encoder.config.blocks - 1
+        raise InputError(f"Noise can enter at blocks 0 to {last} of {model.path}. Got {plan.block}.")
+
+
+def _provenance(plan: NoisePlan, samples: int, few: int) -> dict[str, Any]:
+    return {"mask_noise": asdict(plan), "probe_samples": few}
+
+
+def _reported(options: ReportOptions) -> NoisePlan:
+    return NoisePlan(options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed)
+
+
+MASK_STABILITY = Probe(
+    "mask stability",
+    NoisePlan,
+    (MASKS, NOISE_EFFECTS),
+    _measure,
+    prepare=lambda plan, conditions: conditions.min_keys,
+    check=_check,
+    provenance=_provenance,
+    reported=_reported,
+)

@@ -1,0 +1,129 @@
+"""The section ``overlap`` of a report: its figure, sentences and tables."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from semdiag.capturing.attention_call import DENSE
+from semdiag.measuring.findings.findings import Findings, interval_words
+from semdiag.measuring.table import ALL
+from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
+from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
+from semdiag.presenting.section import Heading, Section, Shown, answers_with_facts, measured_glance
+from semdiag.questions.overlap.answer import overlap_table
+
+_WRITTEN = 14  # layers up to which the cells bear their numbers
+
+
+@paper_style
+def mask_overlap(findings: Findings) -> Figure:
+    """Draw the mean Jaccard index of kept keys for every two layers, and for successive queries."""
+    table = findings(overlap_table)
+    compared = {*table["model"]}
+    labels = {m: label for m, label in model_labels(findings.measurements.models).items() if m in compared}
+    if not labels:
+        raise NothingToDrawError("No masks were compared.")
+    layers = sorted({*table["layer"], *table["other_layer"]} - {ALL})
+    figure, axes = panel_grid(len(labels), height=1.5 + 0.26 * min(len(layers), 24), sharey=False)
+    for ax, (model, label) in zip(axes, labels.items(), strict=True):
+        of_model = table[table["model"] == model]
+        cells = np.full((len(layers), len(layers) + 2), np.nan)
+        for row in of_model[of_model["layer"] != ALL].to_dict("records"):
+            at, to = layers.index(row["layer"]), layers.index(row["other_layer"])
+            if row["what"] == "previous":
+                cells[at, -1] = row["jaccard"]
+            else:
+                cells[at, to] = cells[to, at] = row["jaccard"]
+        image = ax.imshow(cells, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for (at, to), value in np.ndenumerate(cells) if len(layers) <= _WRITTEN else ():
+            if np.isfinite(value):
+                ink = "black" if value > 0.55 else "white"
+                ax.text(to, at, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink)
+        step = max(1, len(layers) // 12)
+        shown = range(0, len(layers), step)
+        ax.set_xticks([*shown, len(layers) + 1], [*(str(layers[at]) for at in shown), "prev."])
+        ax.set_yticks(list(shown), [str(layers[at]) for at in shown])
+        ax.set_xlabel("layer; prev.: the query before")
+        chance = of_model.loc[of_model["layer"] == ALL, "chance"]
+        ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=8)
+        ax.grid(visible=False)
+    axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=axes, shrink=0.8).set_label("Jaccard index of kept keys", fontsize=8)
+    note_below(
+        figure, "mean over queries that drop a key, samples, pairs of heads; diagonal: two heads of a layer."
+    )
+    return figure
+
+
+_BETWEEN = {
+    "layers": "two layers",
+    "heads": "two heads of a layer",
+    "previous": "a query and the one before it",
+}
+
+
+def _interval(row: Mapping[Any, Any]) -> str:
+    if math.isnan(row["low"] + row["high"]):
+        return interval_words(row["low"], row["high"], samples=row["samples"])
+    return f"{row['low']:.3f} to {row['high']:.3f}"
+
+
+def overlap_sentences(findings: Findings) -> list[str]:
+    """Return a sentence for each model on how much the masks of layers, heads and successive queries overlap."""
+    table, models = findings(overlap_table), findings.measurements.models
+    kinds = dict(zip(models["model"], models["attention"], strict=True))
+    sentences = []
+    for model, label in model_labels(models).items():
+        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
+        parts = [
+            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} ({_interval(row)}; at random "
+            f"{row['chance']:.3f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
+            for row in rows.to_dict("records")
+        ]
+        k = findings.measurements.provenance.get("overlap_k")
+        supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
+        sentences.append(
+            f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
+            if parts
+            else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
+        )
+    return sentences
+
+
+_HEADINGS = (
+    Heading(
+        "overlap",
+        "Do layers keep the same keys?",
+        (
+            Shown(
+                mask_overlap,
+                "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the "
+                "diagonal, and beside it for successive queries: {shown}.",
+                "A bright cell is a pair of layers that could share one selection: for the same query they keep "
+                "the same keys. The column on the right tells how much of a query's selection the next one could "
+                "reuse. Compare with the value that random sets of the same size have, in the panel's title.",
+            ),
+        ),
+        (
+            "A model that keeps every key has no masks: those that top-k would choose from its scores are "
+            "compared, and its output does not depend on them. Queries with too few keys to drop one are left "
+            "out.",
+            "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do "
+            "not depend on the input overlap by construction.",
+            "Intervals resample sequences; they are about other inputs of the same kind.",
+        ),
+    ),
+)
+
+SECTION = Section(
+    name="overlap",
+    needs=("overlap",),
+    glance=measured_glance("overlap"),
+    headings=_HEADINGS,
+    external=_HEADINGS,
+    details=overlap_sentences,
+    tables=answers_with_facts(overlap=overlap_table),
+)

@@ -1,0 +1,425 @@
+"""Tables of ``semdiag selections``: of one file, of two, of a model."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
+from semdiag.measuring.counted import counted
+from semdiag.measuring.findings.findings import Summary, json_ready, schema
+from semdiag.measuring.percentiles import percentiles
+from semdiag.presenting.section import (
+    NEVER,
+    Column,
+    NumberTable,
+    count,
+    four_decimals,
+    number,
+    plain,
+    rough_percent,
+    say_sentences,
+    text,
+    wide_console,
+)
+from semdiag.questions.selections.check import CheckedSelection
+from semdiag.questions.selections.compare import (
+    BUG,
+    NUMERIC,
+    SAME,
+    UNEXPLAINED,
+    ComparedSelections,
+    OwnSelection,
+    OwnSelections,
+)
+
+
+def comparison_sentences(answer: Summary) -> list[str]:
+    """Return how two selections differ, the verdict first, from the JSON of their comparison."""
+    changed, rows = answer["changed"], answer["rows"]
+    sentences = [_verdict(answer)] if changed else [f"The keys of all {rows:,} rows are the same."]
+    if changed:
+        share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g}%)"
+        worst = answer["worst"]
+        place = f"token {worst['token']}, layer {worst['layer']}"
+        place += f", head {worst['head']}" if answer["heads"] > 1 else ""
+        first = f"layer {answer['first_layer']} is the first with a difference"
+        sentences.append(f"{share}; {first}; mean overlap {answer['overlap']:.4f}.")
+        sentences.append(f"Worst row: {place}, overlap {number(worst['overlap'])} ({worst['class']}).")
+    moved = answer["displacement"]
+    if moved["largest"]:
+        mean, largest = number(moved["mean"]), number(moved["largest"])
+        sentences.append(
+            f"Keys that both chose stand {mean} places apart on average, {largest} in the farthest row."
+        )
+    lost = answer["lost"]
+    if changed and lost["of"]:
+        worst_lost = number(lost["largest"])
+        sentences.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} on average, {worst_lost} at most.")
+    guessed = sorted({name for name in answer["layouts"] if "," in name})
+    if guessed and not answer["layout_named"]:
+        sentences.append(f"The dimensions before k are read as {' and '.join(guessed)}; --layout names others.")
+    return sentences + ignored_sentences(answer) + _repeats(answer)
+
+
+def ignored_sentences(answer: Summary) -> list[str]:
+    """Return which arrays were not looked at, and a hint at the format where another may explain more."""
+    sentences = [f"Ignored: {', '.join(answer['ignored'])}."] if answer["ignored"] else []
+    wrong = answer["classes"]["bug"] if "classes" in answer else answer["counts"]["wrong"]
+    if wrong and not answer["format_named"]:
+        sentences.append(f"Scores are taken for {answer['format']}; name the engine's precision with --format.")
+    return sentences
+
+
+def _repeats(answer: Summary) -> list[str]:
+    """Return sentences on rows that name a key twice."""
+    return [
+        f"{many} rows of {answer[which]} name a key twice: semdiag selections {answer[which]}"
+        for which, many in answer["repeats"].items()
+        if many
+    ]
+
+
+def _verdict(answer: Summary) -> str:
+    """Return a sentence on what the differences are."""
+    classes = answer["classes"]
+    if classes["unexplained"]:
+        return "Whether rounding explains the differences is unknown: neither file has scores."
+    share = f"Rounding explains {classes['numeric']:,} of {answer['changed']:,} differences"
+    if not classes["bug"]:
+        return f"{share}."
+    words = f"{share}. It does not explain {classes['bug']:,}"
+    if answer["by_own_scores"] is None:
+        return f"{words}: a bug, or scores that differed already, which those of both files would tell."
+    words += ": a bug, or scores that differed already."
+    return f"{words} In {answer['by_own_scores']:,} of these each engine chose the top-k of its own scores."
+
+
+def own_sentences(answer: Summary) -> list[str]:
+    """Return sentences on a model's own selections, the verdict first, from their JSON."""
+    rows, form = answer["selections"], answer["format"]
+    sentences = [
+        f"{answer['faults']:,} of {answer['rows']:,} rows are faulty.",
+        f"Certified: rounding each score once to {form} cannot change the choice. A model that computes in {form} "
+        "throughout has scores that may differ by more.",
+    ]
+    if any(row["margin_of"] == "logits" for row in rows):
+        sentences.append(
+            "Where a softmax or sigmoid made the scores, margin and certificate are those of its logits."
+        )
+    idle = [row["module"] for row in rows if row["inactive"]]
+    if idle:
+        sentences.append(f"Selection inactive, as no row has more than k to choose from: {_named(idle)}.")
+    padded = {row["padded"] for row in rows}
+    if max(padded):
+        sentences.append(f"Left out: {'up to ' * (len(padded) > 1)}{max(padded):,} padded rows of each selection.")
+    unknown = [row["module"] for row in rows if not row["padding_known"]]
+    if unknown:
+        sentences.append(f"All rows count, as it is unknown which are padding: {_named(unknown)}.")
+    others = [f"{other['module'] or 'the model'} {tuple(other['shape'])}" for other in answer["others"]]
+    if others:
+        sentences.append(f"Not measured, as their rows are not tokens: {_named(others)}.")
+    for row in rows:
+        faulty = {name: number for name, number in row["counts"].items() if number and name not in _IN_ORDER}
+        if faulty:
+            kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
+            sentences.append(f"{row['module']} has faulty rows: {kinds}.")
+    return sentences
+
+
+_IN_ORDER = ("exact", "legal_tie", "within_rounding", "within_error")
+
+
+def _named(names: list[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+_MEANING = {
+    "exact": "the only top-k",
+    "legal_tie": "a key left out equals the worst chosen",
+    "within_rounding": "a key left out is larger, by rounding",
+    "within_error": "a key left out is larger, within the error of the scores",
+    "wrong": "a key left out is larger",
+    "missing": "too few keys",
+    "duplicate": "a key twice",
+    "padding": "a key of padding or another document",
+    "future": "a key after the query",
+    "out_of_range": "an index that is no key",
+    "not_judged": "no fault in the keys, scores unknown",
+}
+
+
+def _place(row: Sequence[int]) -> str:
+    """Return the indices of a row, one for each dimension."""
+    return ",".join(map(str, row))
+
+
+def _of(chosen: int, choices: int) -> str:
+    return f"{chosen} of {choices}"
+
+
+_CLASSES = (
+    Column("class", form=text), Column("means", "which means", text), Column("rows", form=count, drop=NEVER),
+    Column("worst.row", "worst row", _place, drop=NEVER), Column("worst.separation", "separation"),
+    Column("worst.separation_ulps", "in units"),
+)  # fmt: skip
+_LAYERS = (
+    Column("layer", form=plain, drop=NEVER), Column("rows", form=count),
+    Column("overlap", form=four_decimals, drop=NEVER), Column("changed", "differ", count),
+    Column("first", "differ first", count),
+    *(Column(name, form=count, drop=NEVER) for name in ("numeric", "bug", "unexplained")),
+    Column("lost", "weight lost"),
+)  # fmt: skip
+_MARGINS = (
+    Column("margin_median", "margin", drop=NEVER),
+    Column("margin_p5", "p5", drop=NEVER),
+    Column("certified_share", "certified", rough_percent, drop=NEVER),
+)
+_EXPERTS = (
+    Column("module", "experts of", text), Column("k choices", "chosen", _of),
+    Column("groups", form=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
+    Column("rows", form=count, drop=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
+    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, drop=1),
+    Column("load.unused", "unused", plain),
+)  # fmt: skip
+_KEYS = (
+    Column("module", "keys of", text),
+    Column("k choices kind", "chosen", lambda k, of, kind: _of(k, of) + " blocks" * (kind == "blocks")),
+    Column("rows", form=count, drop=2), Column("deciding", form=count), *_MARGINS,
+    Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", rough_percent),
+    Column("future", drop=NEVER), Column("padding", drop=NEVER),
+)  # fmt: skip
+
+
+def print_check(summary: Summary) -> None:
+    """Print the counts of a checked selection, its worst row and the verdict."""
+    (result,) = summary["results"]
+    console = wide_console()
+    keys = "" if result["keys"] is None else f" of {result['keys']:,} keys"
+    rows = counted(result["rows"], "row").replace(str(result["rows"]), f"{result['rows']:,}")
+    say_sentences([f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty."])
+    console.print(f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}")
+    counts = {**result["counts"], "not_judged": result["not_judged"]}
+    classes = [
+        {"class": name, "means": meaning, "rows": counts[name], "worst": result["worst_of_class"][name]}
+        for name, meaning in _MEANING.items()
+        if counts[name]
+    ]
+    console.print(NumberTable(_CLASSES, classes))
+    console.print(_worst(result))
+    if result["not_checked"]:
+        console.print(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
+    if result["counts"]["out_of_range"]:
+        console.print("Indices that are no key may be slots of a paged cache: give positions in the sequence.")
+    for sentence in ignored_sentences(result):
+        console.print(sentence)
+
+
+def print_comparison(summary: Summary) -> None:
+    """Print how far two selections agree, by layer, and what their differences are."""
+    (result,) = summary["results"]
+    console = wide_console()
+    layers = counted(result["layers"][-1]["layer"] + 1, "layer")
+    heads = "" if result["heads"] == 1 else f" × {result['heads']:,} heads"
+    verdict, *more = comparison_sentences(result)
+    say_sentences([verdict])
+    size = f"{result['tokens']:,} tokens × {layers}{heads}, k = {result['k']:,}"
+    console.print(f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}")
+    left_out = {"numeric", "bug"} if result["classes"]["unexplained"] else {"unexplained"}
+    left_out |= set() if result["lost"]["of"] else {"lost"}
+    console.print(NumberTable([one for one in _LAYERS if one.name not in left_out], result["layers"]))
+    for sentence in more:
+        console.print(sentence)
+
+
+def print_own(summary: Summary) -> None:
+    """Print a model's own selections: of experts, and of keys."""
+    (result,) = summary["results"]
+    console = wide_console()
+    rows = result["selections"]
+    verdict, *more = own_sentences(result)
+    say_sentences([verdict])
+    console.print(f"\n{result['model']}: {counted(len(rows), 'selection')}, certified for {result['format']}")
+    if experts := [row for row in rows if row["kind"] == "experts"]:
+        console.print(NumberTable(_EXPERTS, experts))
+    if others := [row for row in rows if row["kind"] != "experts"]:
+        console.print(NumberTable(_KEYS, others))
+    for sentence in more:
+        console.print(sentence)
+
+
+def _worst(result: Summary) -> str:
+    """Return a sentence on the worst row."""
+    worst = result["worst"]
+    begin = f"Worst: row {_place(worst['row'])}, {worst['class']}"
+    if worst["worst_chosen"] is None or worst["kth"] is None:
+        return f"{begin}."
+    scores = f"worst chosen score {number(worst['worst_chosen'], 6)}, k-th score {number(worst['kth'], 6)}"
+    gap = f"gap {number(worst['gap'])}, {number(worst['gap_ulps'])} units of the last place of {result['format']}"
+    return f"{begin}: {scores}, {gap}."
+
+
+def own_summary(measured: OwnSelections, model: str, format: str, provenance: dict[str, Any]) -> Summary:
+    """Return what ``--json`` prints of a model's own selections."""
+    rows = [_row(entry) for entry in measured.selections]
+    faults = sum(row["faults"] for row in rows)
+    entry = {
+        "model": model,
+        "format": format,
+        "selections": rows,
+        "rows": sum(row["rows"] for row in rows),
+        "faults": faults,
+        "passed": not faults,
+        "others": [
+            {"module": module, "shape": list(shape), "times": times}
+            for (module, shape), times in measured.others.items()
+        ],
+    }
+    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+
+
+def _row(entry: OwnSelection) -> dict[str, Any]:
+    """Return one selection in plain numbers."""
+    parts = entry.parts
+    first, margin = parts[0], torch.cat([part.margin for part in parts])
+    deciding = margin < torch.inf
+    certified = int((torch.cat([part.certified for part in parts]) & deciding).sum())
+    spread, number = percentiles(margin[deciding].numpy()), int(deciding.sum())
+    counts = sum((part.counts for part in parts), Counter[str]())
+    keys, later = first.kind == "keys", first.kind == "keys" and first.causal
+    return {
+        "module": entry.module,
+        "layer": entry.layer,
+        "kind": first.kind,
+        "choices": max(part.choices for part in parts),
+        "k": max(part.k for part in parts),
+        "groups": None if first.groups is None else {"of": first.groups[0], "chosen": first.groups[1]},
+        "margin_of": "logits" if first.logits else "scores",
+        "rows": len(margin),
+        "padded": sum(part.padded for part in parts),
+        "padding_known": not any(part.unmatched for part in parts),
+        "deciding": number,
+        "inactive": not number,
+        "margin_median": spread["p50"],
+        "margin_p5": spread["p5"],
+        "ties": int((margin == 0).sum()),
+        "certified": certified,
+        "certified_share": certified / number if number else None,
+        "counts": {name: counts[name] for name in CLASSES},
+        "faults": sum(counts[name] for name in FAULTS),
+        "future": counts["future"] if later else None,
+        "padding": counts["padding"] if keys else None,
+        "first_kept_share": sum(part.first_kept for part in parts) / number if keys and number else None,
+        "load": _load(entry, len(margin)),
+    }
+
+
+def _load(entry: OwnSelection, rows: int) -> dict[str, Any] | None:
+    """Return the share of the tokens that chooses each expert; None if unknown."""
+    loads = [part.load for part in entry.parts if part.load is not None]
+    if len(loads) < len(entry.parts) or not rows:
+        return None
+    shares = (torch.stack(loads).sum(0).double() / rows).tolist()
+    return {
+        "largest": max(shares),
+        "smallest": min(shares),
+        "even": entry.parts[0].k / len(shares),
+        "unused": shares.count(0.0),
+        "shares": shares,
+    }
+
+
+def comparison_summary(
+    compared: ComparedSelections, file: str, against: str, provenance: dict[str, Any]
+) -> Summary:
+    """Return what ``--json`` prints of two selections."""
+    rows, layers = compared.rows, layer_table(compared.rows)
+    diverged = layers.loc[layers["changed"] > 0, "layer"]
+    classes = rows["class"].value_counts()
+    entry = {
+        "file": file,
+        "against": against,
+        "tokens": compared.tokens,
+        "heads": int(rows["head"].max()) + 1,
+        "k": compared.k,
+        "format": compared.format,
+        "rows": len(rows),
+        "overlap": float(rows["overlap"].mean()),
+        "changed": int((rows["overlap"] < 1).sum()),
+        "displacement": {"mean": float(rows["displacement"].mean()), "largest": float(rows["displacement"].max())},
+        "classes": {str(name): int(number) for name, number in classes.items()},
+        "by_own_scores": compared.by_own_scores,
+        "layouts": list(compared.layouts),
+        "ignored": list(compared.ignored),
+        "first_layer": None if diverged.empty else int(diverged.iloc[0]),
+        "lost": {
+            "of": compared.weight_of,
+            "mean": float(rows["lost"].mean()),
+            "largest": float(rows["lost"].max()),
+        },
+        "worst": _worst_compare(rows),
+        "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
+        "layers": layers.to_dict("records"),
+        "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
+    }
+    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+
+
+def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each layer."""
+    differs = rows["overlap"] < 1
+    first = rows[differs].groupby("token")["layer"].min().value_counts()
+    table = pd.DataFrame({"layer": rows["layer"], "rows": 1, "overlap": rows["overlap"], "changed": differs})
+    for name in (NUMERIC, BUG, UNEXPLAINED):
+        table[name] = rows["class"] == name
+    table["lost"] = rows["lost"]
+    how = {"rows": "sum", "overlap": "mean", "changed": "sum", NUMERIC: "sum", BUG: "sum", UNEXPLAINED: "sum"}
+    layers = table.groupby("layer", as_index=False).agg({**how, "lost": "mean"})
+    counts = layers["layer"].map(first).fillna(0).astype("int64")
+    layers.insert(4, "first", counts)
+    return layers
+
+
+def _worst_compare(rows: pd.DataFrame) -> dict[str, Any]:
+    """Return the row with the smallest overlap; of several, the first that rounding does not explain."""
+    explained = rows["class"].isin((SAME, NUMERIC)).to_numpy()
+    row = rows.iloc[int(np.lexsort((explained, rows["overlap"].to_numpy()))[0])]
+    place = {name: int(row[name]) for name in ("token", "layer", "head")}
+    return {**place, "overlap": float(row["overlap"]), "class": str(row["class"]), "lost": float(row["lost"])}
+
+
+_NUMBERS = ("worst_chosen", "kth", "gap", "gap_ulps", "left_out", "separation", "separation_ulps")
+
+
+def check_summary(checked: CheckedSelection, file: str, provenance: dict[str, Any]) -> Summary:
+    """Return what ``--json`` prints of a checked selection."""
+    entry = {
+        "file": file,
+        "rows": len(checked.rows),
+        "not_checked": checked.not_checked,
+        "not_judged": checked.not_judged,
+        "k": checked.k,
+        "keys": checked.keys,
+        "format": checked.format,
+        "counts": checked.counts,
+        "faults": checked.faults,
+        "passed": not checked.faults,
+        "worst": _numbers(checked.worst),
+        "worst_of_class": {name: _numbers(checked.worst_of(name)) for name in _present(checked)},
+    }
+    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+
+
+def _present(checked: CheckedSelection) -> list[str]:
+    """Return the classes that have rows."""
+    return [*(name for name, number in checked.counts.items() if number), *[NOT_JUDGED] * (checked.not_judged > 0)]
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in plain numbers: its place, class, scores and distances."""
+    place = [int(value) for name, value in row.items() if name.startswith("dim_")]
+    return {"row": place, "class": str(row["class"]), **{name: float(row[name]) for name in _NUMBERS}}

@@ -1,1 +1,0 @@
-"""The answers on selections, as the object that ``--json`` prints."""

@@ -1,0 +1,378 @@
+"""What one selection of a model chose: experts or keys, row by row."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from semdiag.capturing.batches import Batch, entries, real_tokens, samples_of
+from semdiag.capturing.recording import outside_all_modes
+from semdiag.mathematics.rounding import NumberFormat, number_format
+from semdiag.mathematics.selections import GRAVITY, AllowedKeys, judge_rows, margins
+from semdiag.questions.selections.check import flat_rows
+
+_ATEN = torch.ops.aten
+_LARGEST_LOGITS = 3  # axes: those of routers have two or three, those of attention four
+
+
+@dataclass(eq=False)
+class Selected:
+    """One selection, as it ran."""
+
+    scores: Tensor  # (..., n), as given to the selection; negated if it takes the smallest
+    order: Tensor  # (..., n), scores in the same order: the logits of a softmax or a sigmoid that made the scores
+    indices: Tensor  # (..., k)
+    positions: bool = False  # whether the indices are positions in a table of other indices, which are the choices
+
+    @property
+    def by_logits(self) -> bool:
+        """Return whether the order is that of logits."""
+        return self.order is not self.scores
+
+
+Consume = Callable[[str, nn.Module, list[Selected]], None]
+
+
+@contextmanager
+def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
+    """Call ``consume`` with a module's name, the module and its selections, in order, after each of its forwards."""
+    names = {module: name for name, module in model.named_modules()}
+    watch = _Watch()
+
+    def before(module: nn.Module, inputs: object) -> None:
+        if module in names:
+            watch.frames.append([])
+
+    def after(module: nn.Module, inputs: object, output: object) -> None:
+        if module in names and watch.frames:
+            selected = watch.frames.pop()
+            watch.forget()
+            if selected:
+                with outside_all_modes(selected[0].scores.device.type):
+                    consume(names[module], module, selected)
+
+    started = register_module_forward_pre_hook(before)
+    ended = register_module_forward_hook(after, always_call=True)
+    try:
+        with watch:
+            yield
+    finally:
+        started.remove()
+        ended.remove()
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation below Python."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.frames: list[list[Selected]] = []
+        self._logits: tuple[Tensor, Tensor] | None = None  # the last softmax or sigmoid: its result and its input
+        self._sorted: tuple[Tensor, Tensor] | None = None  # the last sorting: its indices, and scores
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; note it if it may be part of a selection."""
+        result = func(*args, **(kwargs or {}))
+        handle = _HANDLERS.get(func)
+        if handle is not None and self.frames:
+            handle(self, result, *args, **(kwargs or {}))
+        return result
+
+    def forget(self) -> None:
+        """Release the tensors of the module that has ended."""
+        self._logits = self._sorted = None
+
+    def _add(self, scores: Tensor, indices: Tensor, largest: bool) -> None:
+        if not scores.is_floating_point() or not indices.numel():
+            return
+        kept = (scores if largest else -scores).detach().clone()  # the model may change them in place
+        known = self._logits is not None and self._logits[0] is scores and largest
+        order = self._logits[1].detach().clone() if known and self._logits is not None else kept
+        self.frames[-1].append(Selected(kept, order, indices))
+
+    def topk(
+        self, result: Any, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> None:
+        if _last(scores, dim):
+            self._add(scores, result[1], largest)
+
+    def argmax(self, result: Tensor, scores: Tensor, dim: int | None = None, keepdim: bool = False) -> None:
+        if dim is not None and _last(scores, dim):
+            self._add(scores, result if keepdim else result[..., None], True)
+
+    def sort(
+        self, result: Any, scores: Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None
+    ) -> None:
+        if _last(scores, dim) and scores.is_floating_point():
+            self._sorted = result[1], scores if descending else -scores
+
+    def sliced(
+        self,
+        result: Tensor,
+        of: Tensor,
+        dim: int = 0,
+        start: int | None = None,
+        end: int | None = None,
+        step: int = 1,
+    ) -> None:
+        if self._sorted is None or of is not self._sorted[0] or not _last(of, dim) or step != 1:
+            return
+        begin, stop, _ = slice(start, end).indices(of.shape[-1])
+        if begin == 0:
+            self._add(self._sorted[1], result, True)
+        elif stop == of.shape[-1]:
+            self._add(self._sorted[1], result, False)
+
+    def gather(self, result: Tensor, table: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> None:
+        if not table.is_floating_point():
+            for selected in self.frames[-1]:
+                selected.positions |= selected.indices is index
+
+    def softmax(self, result: Tensor, logits: Tensor, dim: int, half_to_float: bool = False) -> None:
+        if _last(logits, dim) and logits.ndim <= _LARGEST_LOGITS:
+            self._logits = result, logits
+
+    def sigmoid(self, result: Tensor, logits: Tensor) -> None:
+        if logits.ndim <= _LARGEST_LOGITS:
+            self._logits = result, logits
+
+
+def _last(scores: Tensor, dim: int) -> bool:
+    """Return whether a dimension is the last one."""
+    return scores.ndim > 0 and dim % scores.ndim == scores.ndim - 1
+
+
+_HANDLERS: dict[Any, Callable[..., None]] = {
+    _ATEN.topk.default: _Watch.topk,
+    _ATEN.argmax.default: _Watch.argmax,
+    _ATEN.sort.default: _Watch.sort,
+    _ATEN.sort.stable: _Watch.sort,
+    _ATEN.slice.Tensor: _Watch.sliced,
+    _ATEN.gather.default: _Watch.gather,
+    _ATEN._softmax.default: _Watch.softmax,
+    _ATEN.sigmoid.default: _Watch.sigmoid,
+}
+
+
+def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]]:
+    """Return the selections of a module that decide, each with the selection of groups before it."""
+    pairs: list[tuple[Selected, Selected | None]] = []
+    for last in selected:
+        group = next((early for early, _ in reversed(pairs) if _chooses_groups(early, last)), None)
+        if group is not None:
+            pairs = [pair for pair in pairs if pair[0] is not group and not _scores_groups(pair[0], group)]
+        pairs.append((last, group))
+    return pairs
+
+
+def outside(group: Selected, choices: int) -> Tensor:
+    """Return which choices lie in groups that were not chosen, bool (rows, choices)."""
+    dropped = torch.ones_like(flat_rows(group.scores), dtype=torch.bool)
+    dropped.scatter_(1, flat_rows(group.indices).long(), False)
+    return dropped.repeat_interleave(choices // dropped.shape[1], 1)
+
+
+def _chooses_groups(early: Selected, last: Selected) -> bool:
+    """Return whether the later selection chooses in groups that the earlier one left, all others masked alike."""
+    groups, choices = early.scores.shape[-1], last.scores.shape[-1]
+    if groups >= choices or choices % groups or early.scores.numel() * choices != last.scores.numel() * groups:
+        return False
+    dropped, scores = outside(early, choices), flat_rows(last.scores)
+    masked = (scores == scores.amin(1, keepdim=True)) | ~dropped
+    return bool(masked.all()) and not bool(dropped.gather(1, flat_rows(last.indices).long()).any())
+
+
+def _scores_groups(early: Selected, group: Selected) -> bool:
+    """Return whether a selection was made inside each of the groups."""
+    return early.scores.shape[:-1].numel() == group.scores.numel()
+
+
+_OF_EXPERTS = ("rout", "gate", "expert", "moe")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a batch."""
+
+    samples: int  # their number
+    lengths: frozenset[int]  # of its sequences of token ids; empty if there are none
+    real: dict[str, Tensor]  # (samples, length) bool by argument, false for padding
+
+
+def tokens_of(model: nn.Module, batch: Batch) -> Tokens:
+    """Return the tokens of a batch of a model."""
+    tensors = [value for _, value in entries(batch) if isinstance(value, Tensor) and value.ndim == 2]
+    lengths = frozenset(value.shape[1] for value in tensors if not value.is_floating_point())
+    return Tokens(samples_of(batch), lengths, real_tokens(model, batch))
+
+
+def causal_modules(model: nn.Module) -> frozenset[str]:
+    """Return the names of the modules inside one that says that it is causal."""
+    return frozenset(
+        name if not inner else f"{name}.{inner}" if name else inner
+        for name, module in model.named_modules()
+        if getattr(module, "is_causal", False) is True
+        for inner, _ in module.named_modules()
+    )
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """What a selection chose for the tokens of a batch."""
+
+    kind: str  # ``experts``; ``keys``, the tokens themselves; ``blocks`` of keys
+    choices: int  # n
+    k: int  # how many are chosen
+    groups: tuple[int, int] | None  # how many groups there are, and how many of them are chosen first
+    logits: bool  # whether margins are those of logits
+    margin: Tensor  # float64 (rows,), +inf where there is nothing to decide
+    certified: Tensor  # bool (rows,)
+    counts: Counter[str]  # rows by class, see ``check_selection``
+    padded: int  # number of rows of padding, which are left out
+    load: Tensor | None  # (n,) how many rows chose each expert; None: unknown
+    first_kept: int  # number of rows that had to leave out a key and kept the first one
+    causal: bool  # whether keys after the query are known to be forbidden
+    unmatched: bool  # whether some tokens are padding, but their rows are unknown
+
+
+def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
+    """Return what a selection chooses, from the shape of its scores; empty if its rows are not tokens."""
+    rows = torch.Size(shape[:-1]).numel()
+    flat = len(shape) == 2
+    length = rows // tokens.samples if flat else shape[-2] if len(shape) > 2 else 0
+    known = length in tokens.lengths if tokens.lengths else length > 1  # a single row is the whole sample
+    if not length or rows % tokens.samples or not known:
+        return ""
+    if flat or shape[0] != tokens.samples:
+        return "experts" if flat else ""
+    named = any(word in text for word in _OF_EXPERTS) and "index" not in text
+    if shape[-1] == length:
+        return "experts" if named and len(shape) == 3 else "keys"
+    return "blocks" if "index" in text or len(shape) > 3 else "experts"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a selection stands."""
+
+    text: str  # names of the module and its class, in lower case
+    kind: str  # of :func:`kind_of`
+    causal: bool  # whether keys after the query are forbidden
+    tokens: Tokens  # of the batch
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What a selection could choose and chose, row by row."""
+
+    kind: str  # of :func:`kind_of`
+    shape: tuple[int, ...]  # of the rows: samples, other axes, tokens
+    indices: Tensor  # int64 (rows, k), -1 where nothing could be chosen
+    order: Tensor  # (rows, n) scores in whose order it chose, -inf for forbidden choices
+    real: Tensor  # bool (rows,), false for padding
+    first: Tensor  # int64 (rows,), the first key that is not padding; 0 for experts
+
+    @property
+    def available(self) -> Tensor:
+        """Return which choices no mask forbids, bool (rows, n); groups that were not chosen are forbidden."""
+        return self.order > torch.finfo(self.order.dtype).min / 2
+
+    @property
+    def kept(self) -> Tensor:
+        """Return which available choices were chosen, bool (rows, n)."""
+        marked = torch.zeros(len(self.order), self.order.shape[1] + 1, dtype=torch.bool)
+        marked.scatter_(1, self.indices.where(self.indices >= 0, self.order.shape[1]), True)
+        return marked[:, :-1] & self.available
+
+
+def own_rows(
+    place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
+) -> tuple[OwnRows, Choices]:
+    """Return what a selection chose for all real tokens together, and token by token."""
+    k, n, keys = chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys"
+    choices, allowed, unmatched = choices_of(place, chosen, group)
+    indices, order, counts = choices.indices, choices.order, choices.real
+    format_of_scores = number_format(str(chosen.scores.dtype))
+    grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, format_of_scores)[0]
+    margin, certified = margins(order[counts], k, into)
+    if group is not None:
+        of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
+        margin, certified = torch.minimum(margin, of_groups), certified & sure
+    hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
+    experts = place.kind == "experts" and not chosen.positions
+    rows = OwnRows(
+        place.kind, n, k, _groups(group), chosen.by_logits, margin, certified,
+        counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
+        padded=int((~counts).sum()),
+        load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,
+        first_kept=int(hit.sum()) if keys else 0,
+        causal=place.causal,
+        unmatched=unmatched,
+    )  # fmt: skip
+    return rows, choices
+
+
+def choices_of(place: Place, chosen: Selected, group: Selected | None) -> tuple[Choices, AllowedKeys, bool]:
+    """Return what a selection could choose and chose."""
+    n, keys = chosen.scores.shape[-1], place.kind == "keys"
+    flat, samples = chosen.scores.ndim == 2, place.tokens.samples
+    shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
+    real, unmatched = _real(place, shape[-1])
+    allowed = _allowed(shape, n, real, keys, place.causal)
+    indices = flat_rows(chosen.indices).cpu().long()
+    indices = _without_fillers(indices, allowed) if keys else indices
+    order = _of_allowed(flat_rows(chosen.order).cpu(), allowed)
+    if group is not None:
+        order = order.masked_fill(outside(group, n).cpu(), -torch.inf)
+    return Choices(place.kind, shape, indices, order, allowed.counts, allowed.first), allowed, unmatched
+
+
+def _groups(group: Selected | None) -> tuple[int, int] | None:
+    """Return how many groups there are and how many are chosen; None if all are."""
+    sizes = None if group is None else (group.scores.shape[-1], group.indices.shape[-1])
+    return sizes if sizes is not None and sizes[1] < sizes[0] else None
+
+
+def _real(place: Place, length: int) -> tuple[Tensor | None, bool]:
+    """Return which tokens of a selection's rows are real (None: all), and whether that is unknown."""
+    tokens, decodes = place.tokens, "decoder" in place.text
+    fitting = {name: mask for name, mask in tokens.real.items() if tuple(mask.shape) == (tokens.samples, length)}
+    names = [name for name in fitting if name.startswith("decoder") == decodes] or list(fitting)
+    if names:
+        return fitting[names[0]].cpu(), False
+    return None, any(not bool(mask.all()) for mask in tokens.real.values())
+
+
+def _allowed(shape: tuple[int, ...], n: int, real: Tensor | None, keys: bool, causal: bool) -> AllowedKeys:
+    """Return the choices of each row: every expert; keys that are not padding and not after the query."""
+    axes = (shape[0], *(1 for _ in shape[1:-1]))
+    counts = torch.ones(shape, dtype=torch.bool) if real is None else real.view(*axes, shape[-1]).expand(shape)
+    first, end, position = torch.zeros(shape, dtype=torch.int64), torch.full(shape, n), None
+    if keys and real is not None:
+        marked = real.view(*axes, 1, n).int()
+        first = marked.argmax(-1).expand(shape)
+        end = (n - marked.flip(-1).argmax(-1)).expand(shape)
+    if keys and causal:
+        position = torch.arange(n).expand(shape)
+        end = torch.maximum(first, torch.minimum(end, position + 1))
+        position = position.flatten()
+    return AllowedKeys(first.flatten(), end.flatten(), position, counts.flatten())
+
+
+def _without_fillers(indices: Tensor, allowed: AllowedKeys) -> Tensor:
+    """Return indices with -1 for forbidden keys of rows that chose all others: a top-k must return k keys."""
+    inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
+    full = inside.sum(1) >= allowed.end - allowed.first
+    return indices.masked_fill(full[:, None] & ~inside, -1)
+
+
+def _of_allowed(order: Tensor, allowed: AllowedKeys) -> Tensor:
+    """Return scores, -inf where a row may not choose."""
+    at = torch.arange(order.shape[1])
+    return order.masked_fill((at < allowed.first[:, None]) | (at >= allowed.end[:, None]), -torch.inf)

@@ -1,1 +1,0 @@
-"""The figure of a model's own selections."""

@@ -1,1 +1,0 @@
-"""Selections as given: checked against their scores, and compared with each other."""

@@ -1,0 +1,330 @@
+"""What input noise does to the softmax rows of a model: secants, response, changed sets."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_call import FIXED_MASKS, HEAVY_HITTERS
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.batches import Batch, first_samples, moved, repeated, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.mask_stability import same_set_stability, weight_change_bound
+from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_heavy_hitter_stability
+from semdiag.mathematics.softmax_stability import (
+    fixed_mask_row_stability,
+    fixed_mask_stability,
+    heavy_hitter_row_stability,
+    heavy_hitter_stability,
+    local_stability_of_weight,
+    log_odds_of_largest,
+    score_change,
+    score_range_change,
+    weight_change,
+)
+from semdiag.measuring.calls.capture import longest_call
+from semdiag.measuring.calls.collector import ScoredRows, check_rows, scored_rows
+from semdiag.measuring.calls.running import running
+from semdiag.measuring.percentiles import Probe, Subject
+from semdiag.measuring.rounding import Reach, noisy_embeddings
+from semdiag.measuring.table import Table
+from semdiag_models import Encoder, InputError
+from semdiag_models.training import with_float64
+
+
+def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
+    """Add secants and the logarithms of every form of ξ to the table ``secants`` of one model."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        secant = secants["weight_change"] / secants["score_change"].where(secants["score_change"] > 0)
+    known = np.isfinite(secants["dispersion"]) & secants["separation"].notna()
+    usable = secants[known]
+    delta, gap, kept = (
+        torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "separation", "kept")
+    )
+    fixed = np.isposinf(secants["separation"]) | (attention in FIXED_MASKS)
+    columns: dict[str, Any] = {"secant": secant, "fixed_set": fixed}
+    for name, values in _constants(attention, delta, gap, kept).items():
+        column = np.full(len(secants), np.nan)
+        column[known.to_numpy()] = values.numpy()
+        columns[name] = pd.Series(column, index=secants.index)
+    columns["ln_pair"], columns["ln_row"] = _of_pairs(secants, columns["ln_sound"], columns["ln_row"])
+    return secants.assign(**columns)
+
+
+def _of_pairs(secants: pd.DataFrame, ln_sound: pd.Series, ln_row: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """Return both constants of each pair: from the change of scores if the set is the same, else of all rows."""
+    same = secants["same_set"].to_numpy(bool) & np.isfinite(secants["dispersion"].to_numpy(np.float64))
+    spread, odds, largest = (
+        torch.tensor(secants[name].to_numpy(np.float64))
+        for name in ("score_change_range", "log_odds", "score_change_max")
+    )
+    xi = same_set_stability(odds, spread).log_value.numpy()
+    row = torch.where(largest > 0, torch.log(weight_change_bound(spread) / largest), 0.0).numpy()
+    return ln_sound.where(~same, xi), ln_row.where(~same, row)
+
+
+def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    if attention in FIXED_MASKS:
+        bounds = {
+            "ln_sound": fixed_mask_stability(delta, kept),
+            "ln_paper": paper_fixed_mask_stability(delta, kept),
+            "ln_row": fixed_mask_row_stability(delta, kept),
+        }
+    elif attention in HEAVY_HITTERS:
+        bounds = {
+            "ln_sound": heavy_hitter_stability(delta, gap, kept),
+            "ln_paper": paper_heavy_hitter_stability(delta, gap, kept),
+            "ln_row": heavy_hitter_row_stability(delta, gap, kept),
+        }
+    else:
+        return dict.fromkeys(("ln_sound", "ln_paper", "ln_row"), torch.full_like(delta, torch.nan))
+    return {name: bound.log_value for name, bound in bounds.items()}
+
+
+def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
+    """Return the local ξ_loc of each query, from its largest attention weight."""
+    if "largest_weight" not in queries:
+        return pd.Series(np.nan, index=queries.index)
+    largest = torch.tensor(queries["largest_weight"].to_numpy(np.float64))
+    return pd.Series(local_stability_of_weight(largest).numpy(), index=queries.index)
+
+
+def row_changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
+    """Compare each clean row with its noisy one."""
+    # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
+    kept_clean, kept_noisy = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
+    pair = clean.scores, noisy.scores, kept_clean, kept_noisy
+    return {
+        "kept": clean.kept,
+        "weight_change": weight_change(*pair),
+        "score_change": score_change(*pair),
+        "score_change_max": score_change(*pair, order=float("inf")),
+        "score_change_range": score_range_change(*pair),
+        "log_odds": (log_odds_of_largest(clean.scores, kept_clean) + log_odds_of_largest(noisy.scores, kept_noisy))
+        / 2,
+        "same_set": (clean.selected == noisy.selected).all(-1),
+        "dispersion": clean.dispersion.maximum(noisy.dispersion),
+        "separation": clean.separation.minimum(noisy.separation),
+    }
+
+
+SECANTS = Table(
+    "secants",
+    "One row per query, noise level and clean-noisy pair; score_change is in the 1-norm, score_change_max the "
+    "largest, score_change_range largest minus smallest; log_odds: of the largest weight, mean of both rows.",
+    {
+        "model": "str",
+        **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
+        "level": "float64",
+        "kept": "int32",
+        **dict.fromkeys(("weight_change", "score_change", "score_change_max"), "float64"),
+        **dict.fromkeys(("score_change_range", "log_odds"), "float64"),
+        "same_set": "bool",
+        **dict.fromkeys(("dispersion", "separation"), "float64"),
+    },
+)
+
+SAMPLES = 50
+NOISE = 0.01  # of each embedded token's root mean square
+_SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
+_HEADS = 16  # assumed for external models, for the size of a pass
+
+
+def measure_secants(
+    encoder: Encoder,
+    tokens: Tensor,
+    *,
+    model: str = "model",
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    min_keys: int = 1,
+) -> pd.DataFrame:
+    """Compare every softmax row of clean inputs with that of noisy copies of the same inputs."""
+    check_levels(levels)
+    device = with_float64(device)
+    runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
+    tokens = tokens[:samples].to(device, torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    shape = (len(tokens), length, encoder.config.width)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    per_pass = max(1, _SCORES // (2 * encoder.config.heads * length**2))
+    parts = []
+    for level in levels:
+        for start in range(0, len(tokens), per_pass):
+            part = slice(start, start + per_pass)
+            parts += [
+                {"sample": columns.pop("sample") + start, "level": level, **columns}
+                for columns in _pass(runner, tokens[part], level * noise[part], min_keys)
+            ]
+    return SECANTS.of_parts(pd.DataFrame({"model": model, **columns}) for columns in parts)
+
+
+def external_secants(
+    loaded: LoadedModel,
+    batches: Iterable[Batch],
+    *,
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    min_keys: int = 1,
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
+) -> pd.DataFrame:
+    """Measure the same as :func:`measure_secants` for an external model: noise enters behind its embedding."""
+    check_levels(levels)
+    device = with_float64(device)
+    parts: list[dict[str, Any]] = []
+    collected, reach = _Collector([], 0, min_keys), Reach()
+
+    def add(call: AttentionCall) -> None:
+        collected.add(call)
+        reach.look(call, collected.samples)
+
+    few = list(first_samples(batches, samples))
+    at_once = max(1, _SCORES // (2 * _HEADS * math.prod(longest_call(loaded, few, device, torch.float64))))
+    with running(loaded, add, device, torch.float64) as run:
+        for level in levels:
+            # One for each place where noise enters, so that the noise does not depend on the size of batches.
+            generators: dict[int, torch.Generator] = {}
+            done = 0
+
+            def add_noise(
+                copies: Tensor,
+                place: int,
+                level: float = level,
+                generators: dict[int, torch.Generator] = generators,
+            ) -> None:
+                generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
+                drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
+                copies += level * token_size(copies) * drawn
+
+            for batch in few:
+                for part in _small(batch, at_once):
+                    collected.samples = size = samples_of(part)
+                    copies = moved(repeated(part, 2), run.device, run.dtype)
+                    with noisy_embeddings(run.module, copies, size, add_noise):
+                        run(copies)
+                    run.alike()
+                    for columns in collected.parts:
+                        parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
+                    collected.parts.clear()
+                    done += size
+    secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+    return secants[~secants["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
+
+
+def _small(batch: Batch, at_once: int) -> list[Batch]:
+    """Return a batch in parts of ``at_once`` samples; a tuple of arguments is not split."""
+    return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
+
+
+def check_levels(levels: Sequence[float]) -> None:
+    """Check noise levels."""
+    wrong = [level for level in levels if not 0 < level < float("inf")]
+    if wrong:
+        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
+
+
+@contextmanager
+def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
+    """Add noise to the embedded tokens of the second half of each batch, inside the context."""
+
+    def add_noise(copies: Tensor) -> None:
+        copies += token_size(copies) * noise
+
+    with noisy_copies(encoder.blocks[0], len(noise), add_noise):
+        yield
+
+
+@contextmanager
+def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], None]) -> Iterator[None]:
+    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module."""
+
+    def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        noisy = inputs[0].clone()  # the original may be needed elsewhere
+        add_noise(noisy[samples:])
+        return noisy, *inputs[1:]
+
+    handle = place.register_forward_pre_hook(perturb)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def noise_of_samples(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Draw standard normal numbers sample by sample, so that batching does not change them."""
+    return torch.stack([torch.randn(shape[1:], generator=generator, dtype=dtype) for _ in range(shape[0])])
+
+
+def token_size(tokens: Tensor) -> Tensor:
+    """Return the root mean square of each token's vector: (..., d) -> (..., 1)."""
+    return tokens.square().mean(-1, keepdim=True).sqrt()
+
+
+@dataclass
+class _Collector:
+    """Reduces each attention call over [clean; noisy] to columns of numbers."""
+
+    parts: list[dict[str, np.ndarray]]
+    samples: int  # clean ones of the running batch
+    min_keys: int
+
+    def add(self, call: AttentionCall) -> None:
+        check_rows(call, 2 * self.samples)
+        clean, noisy = scored_rows(call).halves()
+        counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= self.min_keys)
+        sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
+        columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
+        columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
+        self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
+
+
+def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> list[dict[str, np.ndarray]]:
+    collected = _Collector([], len(tokens), min_keys)
+    with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
+        encoder(torch.cat([tokens, tokens]))
+    return collected.parts
+
+
+@dataclass(frozen=True)
+class SecantsPlan:
+    """Which noise is added."""
+
+    levels: tuple[float, ...] = (NOISE,)  # relative to each token's root mean square
+
+    def __post_init__(self) -> None:
+        check_levels(self.levels)
+
+
+def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
+    how |= {"min_keys": prepared or 1}
+    if subject.model.external:
+        return {"secants": external_secants(subject.model, subject.batches, note=subject.note, **how)}
+    return {"secants": measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)}
+
+
+def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)}
+
+
+SOFTMAX_SECANTS = Probe(
+    "secants",
+    SecantsPlan,
+    (SECANTS,),
+    _measure,
+    prepare=lambda plan, conditions: conditions.min_keys,
+    provenance=_provenance,
+    reported=lambda options: SecantsPlan(options.noise),
+)

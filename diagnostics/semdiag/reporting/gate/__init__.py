@@ -1,1 +1,0 @@
-"""The judgements of ``semdiag check``."""
