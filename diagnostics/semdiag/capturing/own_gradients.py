@@ -99,7 +99,7 @@ class _Function(torch.autograd.Function):
     seen: "list[str | None]"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         _Function.seen.append(own_backward())
         return x.clone()
 
@@ -140,7 +140,7 @@ def _backward_passes() -> bool:
     """Return whether a backward pass is recognised, and nothing else."""
     seen, x = [in_backward()], torch.zeros(1, device="cpu", requires_grad=True)
     y = x.clone()
-    y.register_hook(lambda grad: seen.append(in_backward()))
+    y.register_hook(lambda grad: seen.append(in_backward()))  # type: ignore[no-untyped-call, func-returns-value]
     torch.autograd.grad(y.sum(), x)
     return [*seen, in_backward()] == [False, True, False]
 
@@ -148,7 +148,12 @@ def _backward_passes() -> bool:
 def _transforms() -> bool:
     """Return whether tensors under torch.func transforms are recognised, and no others."""
     x, seen = torch.zeros(1, device="cpu"), []
-    torch.vmap(lambda row: (seen.append(in_transform(row)), row)[1])(x)
+
+    def row_seen(row: Tensor) -> Tensor:
+        seen.append(in_transform(row))
+        return row
+
+    torch.vmap(row_seen)(x)
     return [*seen, in_transform(x)] == [True, False]
 
 
@@ -203,8 +208,9 @@ def _composites() -> bool:
 
 
 @cache
-def _library() -> torch.library.Library:
-    library = torch.library.Library("semdiag", "FRAGMENT")  # kept: without it, the operator is gone
+def _library() -> Any:
+    """Return what holds an operator of ours; without it, the operator is gone."""
+    library: Any = torch.library.Library("semdiag", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("identity(Tensor x) -> Tensor")
     library.impl("identity", lambda x: x.clone(), "CPU")
     return library
@@ -250,15 +256,16 @@ def _modes() -> bool:
 
     before, lower, upper = state(), _Kinds(), _Kinds()
     function_lower, function_upper = _Names(), _Names()
-    for mode in (lower, upper, function_lower, function_upper):
+    modes: tuple[Any, ...] = (lower, upper, function_lower, function_upper)
+    for mode in modes:
         mode.__enter__()
     below, seen = modes_here(), (upper.kinds, function_upper.names)
     take_off_dispatch(lower)
     take_off(function_lower)
     torch.zeros(1, device="cpu").exp()
     removed = modes_here() == [mode for mode in below if mode not in (lower, function_lower)]
-    function_upper.__exit__(None, None, None)
-    upper.__exit__(None, None, None)
+    for mode in (modes[3], modes[1]):
+        mode.__exit__(None, None, None)
     return removed and all(seen) and not lower.kinds and not function_lower.names and state() == before
 
 
@@ -327,7 +334,7 @@ _OLDER = "a class that looks up its attention without AttentionInterface.get_int
 def broken_parts(model: nn.Module) -> list[str]:
     """Return the private parts that behave otherwise than semdiag knows, of those that concern a model."""
     broken = [*_failed((*_TORCH,), str(torch.__version__))]
-    classes = {type(part) for part in model.modules()}
+    classes: set[Any] = {type(part) for part in model.modules()}
     if any(kind.__module__.startswith("transformers.") for each in classes for kind in each.__mro__):
         version = getattr(sys.modules.get("transformers"), "__version__", "")
         broken += _failed((*_TRANSFORMERS,), f"{torch.__version__} {version}")
@@ -377,7 +384,7 @@ def works(probe: Callable[[], bool]) -> bool:
 
 
 @cache
-def _looks_up(kind: type) -> bool:
+def _looks_up(kind: Any) -> bool:
     """Return whether a class that names transformers' attention functions looks them up where we see it."""
     code = getattr(inspect.unwrap(getattr(kind, "forward", _interface)), "__code__", None)
     names = () if code is None else code.co_names

@@ -232,10 +232,10 @@ class Recorder(threading.local):
 
     def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
         """Fill in a call's place, and count it; keys of width 0 become zeros of width 1."""
-        place = {"module": module, "layer": self.audit.layer(module), "occurrence": calls[module]}
+        layer, occurrence = self.audit.layer(module), calls[module]
         calls[module] += 1
         q, k = (x if x.shape[3] else x.new_zeros(()).expand(*x.shape[:3], 1) for x in (call.q, call.k))
-        return replace(call, q=q, k=k, **place)
+        return replace(call, q=q, k=k, module=module, layer=layer, occurrence=occurrence)
 
     def skip(self, operation: str, reason: str, module: str | None = None) -> None:
         """Note an operation that looks like attention and is not captured."""

@@ -24,7 +24,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
         return x
     if x.device.type != "cpu":
         return F.dropout(x, p)
-    dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
+    dropped: Tensor = _Dropout.apply(x, p)
     return dropped
 
 
@@ -56,7 +56,7 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: 
     offset = torch.arange(batch * heads, device=q.device).mul_(length).view(batch, heads, 1, 1)
     index = (selected.clamp(min=0) + offset).view(-1, selected.shape[-1])  # (B·H·L, K) rows of the flat keys
     rows = tuple(t.reshape(-1, width).contiguous() for t in (q, k, v))
-    mixed: Tensor = _Selected.apply(*rows, index, (selected < 0).view(index.shape), scale, dropout)  # type: ignore[no-untyped-call]
+    mixed: Tensor = _Selected.apply(*rows, index, (selected < 0).view(index.shape), scale, dropout)
     return mixed.view(batch, heads, length, width)
 
 
@@ -154,7 +154,7 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tenso
 
 
 def _strip_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
-    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, p)  # type: ignore[no-untyped-call]
+    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, p)
     return mixed
 
 

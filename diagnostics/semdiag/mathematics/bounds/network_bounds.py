@@ -256,7 +256,8 @@ def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """
     # One product over the keys: that of three factors at once would hold queries × keys × m numbers.
     products = (left[..., :, None] * right[..., None, :]).flatten(-2)
-    together = (weights @ products).unflatten(-1, (left.shape[-1], right.shape[-1]))
+    mixed = weights @ products
+    together = mixed.reshape(*mixed.shape[:-1], left.shape[-1], right.shape[-1])
     return together - torch.einsum("...im,...in->...imn", weights @ left, weights @ right)
 
 

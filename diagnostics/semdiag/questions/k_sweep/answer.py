@@ -1,7 +1,7 @@
 """Is sparse attention enough, and with which k? Plausible, not without loss, or cannot tell."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,7 +71,7 @@ def _sums(
     output = measure == "output_change"
     sums = own[measure] if output else own[measure] - before[measure]
     counts = own[measure].notna() if output else own["targets" if measure == "loss" else "predictions"]
-    return sums.to_numpy(np.float64), counts.to_numpy(np.float64)
+    return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
 
 
 def change_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], tolerance: float) -> Interval:
@@ -342,7 +342,7 @@ def _by_weight(findings: Findings, model: str, mass: pd.DataFrame, ran: bool) ->
     return SparseVerdict(Answer.OPEN, sentence, k, mass=kept, queries=queries, left_out=left_out)
 
 
-def _judged(top: list[Row], again: pd.DataFrame, limit: float, unit: Unit) -> tuple[Answer, Row, str]:
+def _judged(top: Sequence[Row], again: pd.DataFrame, limit: float, unit: Unit) -> tuple[Answer, Row, str]:
     """Return the answer of reruns, the row that decides, and the words of both; k in ascending order."""
     stays = _from(top, lambda row: within(row, limit))
     safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
@@ -391,7 +391,7 @@ def _judged(top: list[Row], again: pd.DataFrame, limit: float, unit: Unit) -> tu
     return answer, row, words + f"; {more}" * bool(more)
 
 
-def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
+def _from(top: Sequence[Row], holds: Callable[[Row], bool]) -> Row | None:
     """Return the row of the smallest k from which on the condition holds; None if it fails for the largest."""
     smallest = None
     for row in reversed(top):
@@ -406,7 +406,7 @@ def _samples_needed(row: Row, limit: float) -> int | None:
     half, distance = (row["high"] - row["low"]) / 2, abs(limit - row["change"])
     if not (half > 0 and distance > 0):
         return LEAST_SAMPLES if math.isnan(half) else None
-    return max(LEAST_SAMPLES, math.ceil(row["units"] * (half / distance) ** 2))
+    return max(LEAST_SAMPLES, math.ceil(float(row["units"]) * float(half / distance) ** 2))
 
 
 def sparse_glance(findings: Findings) -> Glance:

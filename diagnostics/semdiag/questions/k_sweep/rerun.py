@@ -240,9 +240,9 @@ def _rows(
             yield {**place, "part": part, **{name: x[at][part] for name, x in listed.items()}}
     if not before.distribution:
         return
-    parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
+    summed = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
     shares = {name: count / QUARTERS for name, count in counts.items()}
-    for quarter, at, own in quarter_sums(counted, parts):
+    for quarter, at, own in quarter_sums(counted, summed):
         quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
 
 

@@ -74,13 +74,13 @@ class TopScores:
                 sample = numbers[:, None].expand_as(own)
                 stratum = torch.arange(own.shape[1], device=own.device).expand_as(own) // PER_STRATUM
                 part |= {"sample": sample[own], "stratum": stratum[own]}
-            held = {name: values.contiguous().cpu().numpy() for name, values in part.items()}
+            held: dict[str, NDArray[Any]] = {n: values.contiguous().cpu().numpy() for n, values in part.items()}
             place = call.layer, head
             dice = self.dice.setdefault(
                 place, (_dice(self.draws.seed, *place, 0), _dice(self.draws.seed, *place, 1))
             )
             for name, like, rng in zip(("luck", "luck_of_key"), ("keys", "load"), dice, strict=True):
-                held[name] = rng.random(held[like].shape[-1], dtype=np.float32)
+                held[name] = rng.random((held[like].shape[-1],), dtype=np.float32)
             held = self._thinned(held)
             self.held += sum(values.size for values in held.values())
             self.parts.setdefault(place, []).append(held)
