@@ -363,7 +363,7 @@ class TrainingConfig(Record):
 
     @property
     def task_label(self) -> str:
-        """Name of what is learned, in one word: ``even-pairs``, ``listops-50-100-depth-5``, ``text-war-1f03ac``."""
+        """What is learned, in one word: ``even-pairs``, ``listops-50-100-depth-5``, ``text-war-1f03ac``."""
         variant = self.text or self.listops
         return self.task if variant is None else f"{self.task}-{variant.label}"
 

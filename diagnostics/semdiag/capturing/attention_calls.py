@@ -41,8 +41,8 @@ from semdiag.capturing.recording import (
     put_below,
     put_below_dispatch,
     put_on,
+    take_off,
 )
-from semdiag.capturing.recording import take_off as take_off_attention_calls
 from semdiag_models import AttentionCore, Encoder, InputError
 
 _TABLES = (
@@ -89,10 +89,10 @@ class Hooks:
 
     def remove(self) -> None:
         """Remove the registered hooks."""
-        take_off(self._module, self._before, self._after)
+        take_off_hooks(self._module, self._before, self._after)
 
 
-def take_off(module: nn.Module | None, *hooks: object) -> None:
+def take_off_hooks(module: nn.Module | None, *hooks: object) -> None:
     """Remove hooks from a module (None: from all modules), where they are registered."""
     owner, prefix = (of_all_modules, "_global") if module is None else (module, "")
     tables = [getattr(owner, prefix + name, None) or {} for name in _TABLES]
@@ -101,8 +101,6 @@ def take_off(module: nn.Module | None, *hooks: object) -> None:
         for number in numbers:
             table.pop(number, None)
 
-
-take_off_hooks = take_off
 
 _NATIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")
@@ -220,9 +218,7 @@ class _Hooks:
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
             recorder.covered += 1
-            recorder.without_watch.append(
-                (module, take_off_attention_calls(self._here.watch))
-            )  # under a mode it refuses them
+            recorder.without_watch.append((module, take_off(self._here.watch)))  # under a mode it refuses them
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:

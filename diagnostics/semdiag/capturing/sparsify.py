@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_calls import take_off, watch_attention
+from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.kept_keys import (
     Keep,
@@ -223,7 +223,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(OWN_GRADIENTS.held())
         stack.enter_context(padding.watched())
-        stack.callback(take_off, None, before, after)
+        stack.callback(take_off_hooks, None, before, after)
         register_module_forward_pre_hook(before)
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
         register_module_forward_hook(after)

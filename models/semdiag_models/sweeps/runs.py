@@ -343,7 +343,7 @@ def result(
         recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
         if status == "done" and records is not None:
-            _record_runs(records, run, saved, recorded)
+            _write_finished_record(records, run, saved, recorded)
     except InputError as error:
         status, problem = "failed", str(error)
     history = {} if saved is None else saved.history
@@ -375,7 +375,7 @@ def result(
     )
 
 
-def _record_runs(
+def _write_finished_record(
     records: Path, run: SweepRun, saved: Checkpoint | None, recorded: dict[str, list[float]] | None
 ) -> None:
     """Write the record of a finished run, unless an existing one has as many epochs."""
@@ -390,7 +390,7 @@ _COSTLY = (
 )  # fmt: skip
 _HELD_OUT = 25  # number of further samples to evaluate
 _COLD = 20.0  # seconds: anything faster is timed again, without warm-up costs
-_WHOLE, _LARGEST_ESTIMATES = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
+_WHOLE, _LARGEST_BLOCK = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
 
 
 @dataclass(frozen=True)
@@ -473,11 +473,11 @@ def time_epoch(run: SweepRun, device: str) -> float:
     model, times, on_cpu = run.model, 1, where.type == "cpu"
     if training_memory(model, few, on_cpu) > _WHOLE:
         model, times = replace(model, blocks=1), model.blocks
-    if (needed := training_memory(model, few, on_cpu)) > _LARGEST_ESTIMATES:
+    if (needed := training_memory(model, few, on_cpu)) > _LARGEST_BLOCK:
         raise InputError(
             f"{run.name} cannot be timed: one block in training takes more than {needed / 2**30:,.1f} GiB of "
-            f"memory, and a dry run takes up to {_LARGEST_ESTIMATES / 2**30:.0f}. Make it smaller, or train it without "
-            "--dry-run."
+            f"memory, and a dry run takes up to {_LARGEST_BLOCK / 2**30:.0f}. Make it smaller, or train it "
+            "without --dry-run."
         )
     before = random_state(where)
     try:
@@ -493,12 +493,12 @@ def time_epoch(run: SweepRun, device: str) -> float:
     return times * (steps * step + (training.train_samples + training.holdout_samples) * sample)
 
 
-SCHEMA_RESULTS = "semdiag.sweep/1"
+RESULTS_SCHEMA = "semdiag.sweep/1"
 
 
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
     """Return the results as plain values for JSON."""
-    return {"schema": SCHEMA_RESULTS, "provenance": provenance, "results": [row.to_dict() for row in rows]}
+    return {"schema": RESULTS_SCHEMA, "provenance": provenance, "results": [row.to_dict() for row in rows]}
 
 
 def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:

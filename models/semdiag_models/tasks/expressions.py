@@ -164,7 +164,7 @@ def draw_expressions(
         row = row.repeat(2)
     below = np.zeros(0, dtype=np.int64)
     for value, leaf, operator in reversed(levels):
-        value[~leaf] = _apply_bracket_expressions(operator, below[0::2], below[1::2], symbols)
+        value[~leaf] = _apply_arithmetic(operator, below[0::2], below[1::2], symbols)
         below = value
     return tokens, below
 
@@ -188,9 +188,7 @@ def _write_leaves(
     return np.where(negative, -digit, digit) % MODULUS
 
 
-def _apply_bracket_expressions(
-    operator: Integers, left: Integers, right: Integers, symbols: tuple[str, ...]
-) -> Integers:
+def _apply_arithmetic(operator: Integers, left: Integers, right: Integers, symbols: tuple[str, ...]) -> Integers:
     """Return values of ``left operator right`` modulo 5, elementwise; operators other than + and - multiply."""
     plus, minus = operator == symbols.index("+"), operator == symbols.index("-")
     return np.where(plus, left + right, np.where(minus, left - right, left * right)) % MODULUS
