@@ -1,4 +1,4 @@
-"""Inspect a file of torch.save before torch reads it: zip members, and what its pickle would build."""
+"""Inspection of a file of torch.save before torch reads it: its zip members, and the objects of its pickle."""
 
 import io
 import pickletools
@@ -6,21 +6,21 @@ import zipfile
 from typing import Any, BinaryIO
 
 _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
-_LONGEST_NAME = 300  # characters of a member, and of a global
-_DEEPEST = 50  # levels of nested containers
+_LONGEST_NAME = 300  # largest number of characters of a member's or a global's name
+_DEEPEST = 50  # largest number of levels of nested containers
 _SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.load(OLD, weights_only=True), NEW)"
 
 
 class DamagedError(Exception):
-    """Raised for a file that torch.save did not write; the message is a phrase that says why."""
+    """Raised for a file that torch.save did not write; the message is a phrase that gives the reason."""
 
 
 class CodeError(Exception):
-    """Raised for a file that contains code; the message names it."""
+    """Raised for a file that contains code, which the message names."""
 
 
 def check_archive(file: BinaryIO) -> str | None:
-    """Refuse what would break torch's reader: compressed members, deep nesting, storages larger than their member."""
+    """Refuse what breaks torch's reader: compressed members, deep nesting, storages larger than their member."""
     try:
         with zipfile.ZipFile(file) as archive:
             wrong = _check_members(archive, file)

@@ -19,12 +19,12 @@ from semdiag_models.encoder import Encoder
 from semdiag_models.optimization import OptimizerState
 from semdiag_models.reading import InputError, open_file, require_memory, write_bytes
 
-_DEEPEST = 50  # levels of nested containers
-_SHARED = 10**6  # values in shared containers, counted at each occurrence
+_DEEPEST = 50  # largest number of levels of nested containers
+_SHARED = 10**6  # largest number of values in shared containers, counted at each occurrence
 
 
 class OddTensorError(Exception):
-    """Raised for a kind of tensor that is not read; the message names it."""
+    """Raised for a kind of tensor that is not read, which the message names."""
 
 
 def check_plain(content: Any) -> None:
@@ -36,8 +36,8 @@ class _Follower:
     """Traverses each container once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int] | None] = {}  # by container; None while it is being traversed
-        self._seen = 0  # values, each once
+        self._known: dict[int, tuple[int, int] | None] = {}  # counts by container; None during its traversal
+        self._seen = 0  # number of values, each counted once
 
     def follow(self, content: Any, depth: int) -> tuple[int, int]:
         """Return the number of values, counting shared ones at each occurrence, and the nesting depth."""
@@ -78,18 +78,18 @@ FORMAT = "semdiag/1"
 class Checkpoint:
     """One snapshot of one run."""
 
-    model: ModelConfig  # the architecture
+    model: ModelConfig  # architecture
     training: TrainingConfig  # data and optimisation of the run
     state: dict[str, Tensor]  # parameters by name
-    epoch: int  # finished epochs; 0 is the initialisation
+    epoch: int  # number of finished epochs; 0 is the initialisation
     # one list per column (``epoch``, ``train_accuracy``, …), one entry per finished epoch
     history: dict[str, list[float]]
     # states of the random generators after that epoch, by device; empty in snapshots that cannot be resumed from
     rng: dict[str, Tensor] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)  # versions, command, device, threads
-    # the optimiser's state, by parameter and quantity
+    # state of the optimiser, by parameter and quantity
     optimizer_state: OptimizerState = field(default_factory=dict)
-    recorded_weights: str = field(default="", compare=False)  # the hash of the parameters as recorded in the file
+    recorded_weights: str = field(default="", compare=False)  # hash of the parameters as recorded in the file
 
     def build(self) -> Encoder:
         """Return the encoder with these parameters, in evaluation mode."""
@@ -165,7 +165,7 @@ def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
         try:
             wrong = check_archive(file)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # on pickle protocols: the file is read or refused
+                warnings.simplefilter("ignore")  # about pickle protocols: the file is read or refused
                 content = torch.load(file, map_location="cpu", weights_only=True)
             check_plain(content)
             return content, wrong, digest
@@ -282,7 +282,7 @@ def _check_entries(path: Path, content: dict[str, Any]) -> None:
 
 def _check_size(path: Path, model: ModelConfig, state: dict[str, Any]) -> None:
     """Refuse parameters that do not fit a configuration, and a model that does not fit into memory."""
-    if model.blocks > len(state):  # check before making so many
+    if model.blocks > len(state):  # checked before so many blocks are made
         raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
     with torch.device("meta"):
         skeleton = Encoder(model)

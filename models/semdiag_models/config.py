@@ -1,4 +1,4 @@
-"""The architecture of a model: a frozen record, stored in every checkpoint."""
+"""Records that every checkpoint stores: the architecture of a model, and the data and optimisation of a run."""
 
 import hashlib
 import math
@@ -12,7 +12,8 @@ from typing import Any, Self
 from semdiag_models.attention.selection import ATTENTIONS, DRAWN, LOCAL
 from semdiag_models.reading import InputError, unknown_name
 
-LARGEST_SIZE = 100_000  # of any size in a model: a checkpoint's numbers are used before it is built
+# largest size of any part of a model: a checkpoint's numbers are used before the model is built
+LARGEST_SIZE = 100_000
 
 
 class Record:
@@ -47,11 +48,11 @@ class Record:
 
 def _type_name(annotation: object) -> str:
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return re.sub(r"semdiag_models\.\w+\.", "", name)  # a record's, without its module
+    return re.sub(r"semdiag_models\.\w+\.", "", name)  # the name of a record without its module
 
 
 def _fits(value: object, annotation: str) -> bool:
-    """Return whether a plain value may stand in a field annotated like this."""
+    """Return whether a plain value fits a field with this annotation."""
     if "tuple" in annotation:
         kind = str if "str" in annotation else int
         return isinstance(value, list | tuple) and all(type(item) is kind for item in value)
@@ -80,7 +81,7 @@ POOLINGS = {
     "mean": "the mean over all tokens that are not PAD",
     "cls": "the output of a learnt token in front of the input",
 }
-_OF_ONE_KIND: dict[str, tuple[str, float, float]] = {  # the kind of attention, and the allowed range
+_OF_ONE_KIND: dict[str, tuple[str, float, float]] = {  # kind of attention, and allowed range
     "hash_rounds": ("lsh", 1, 100),
     "hash_bits": ("lsh", 1, 30),
     "hashes": ("lsh", 0, 0),
@@ -104,32 +105,32 @@ _LEAST_DROPOUT = 1e-9  # gaps between drops must fit 64 bits
 class ModelConfig(Record):
     """Architecture of the encoder."""
 
-    vocabulary_size: int  # token ids of inputs, including PAD (the last one)
+    vocabulary_size: int  # number of token ids of inputs, including PAD (the last one)
     classes: int
-    length: int  # tokens of the longest input
-    attention: str = "full"  # a key of ATTENTIONS
-    k: int | None = None  # keys kept per query; None for full attention
+    length: int  # number of tokens of the longest input
+    attention: str = "full"  # key of ATTENTIONS
+    k: int | None = None  # number of kept keys per query; None for full attention
     blocks: int = 5
-    width: int = 64  # d, of the residual stream
+    width: int = 64  # width d of the residual stream
     mlp_width: int = 64
     heads: int = 1
-    head_width: int = 64  # of queries, keys and values; scores are divided by its square root
-    activation: str = "relu"  # one of ACTIVATIONS
-    dropout: float = 0.01  # probability, wherever the paper uses dropout
+    head_width: int = 64  # width of queries, keys and values; scores are divided by its square root
+    activation: str = "relu"  # key of ACTIVATIONS
+    dropout: float = 0.01  # probability of dropout, wherever the paper uses it
     inverse_temperature: float = 1.0  # factor on the scores
-    first_norm_eps: float = 1e-5  # of the first attention norm; the paper's released code has 0 there
-    pad_as_token: bool = False  # PAD is attended to and pooled, as in the paper's runs
-    global_tokens: int = 0  # g learned tokens after the input, which attend to all and to which all attend
-    norm: str = "pre"  # a key of NORMS
-    pooling: str = "mean"  # a key of POOLINGS
+    first_norm_eps: float = 1e-5  # eps of the first attention norm; the paper's released code has 0 there
+    pad_as_token: bool = False  # whether PAD is attended to and pooled, as in the paper's runs
+    global_tokens: int = 0  # number of learned tokens after the input, which attend to all and to which all attend
+    norm: str = "pre"  # key of NORMS
+    pooling: str = "mean"  # key of POOLINGS
     cls_as_key: bool = True  # False as in the paper's code under masks: CLS sees all, but no other token sees CLS
-    selection_seed: int = 0  # of random keys, hash functions, first centroids
-    hash_rounds: int = 1  # for lsh: a query keeps the k keys of its bucket in every round
-    hash_bits: int | None = None  # for lsh, bits per hash; None means two to four buckets for every k tokens
-    hashes: str = "shared"  # of lsh, a key of HASHES
-    clusters: int | None = None  # for routing; None means one for every k tokens
-    centroid_decay: float = 0.999  # for routing: weight of the old centroid in a training step
-    score_gradient: str = "exact"  # for topk, a key of SCORE_GRADIENTS: how scores get gradients
+    selection_seed: int = 0  # random seed for random keys, hash functions, first centroids
+    hash_rounds: int = 1  # rounds of lsh; a query keeps the k keys of its bucket in every round
+    hash_bits: int | None = None  # bits per hash of lsh; None means two to four buckets for every k tokens
+    hashes: str = "shared"  # key of HASHES, for lsh
+    clusters: int | None = None  # number of clusters of routing; None means one for every k tokens
+    centroid_decay: float = 0.999  # weight of the old centroid in a training step of routing
+    score_gradient: str = "exact"  # key of SCORE_GRADIENTS, for topk: how scores get gradients
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
@@ -273,19 +274,20 @@ PRECISIONS = {
     "bf16": "linear layers in 16 bits; parameters, attention, norms, loss and optimiser in float32",
 }
 FROZEN = {"qk": "query and key projections, W_q and W_k, with their biases"}
-_LARGEST_DATA = 10**9  # tokens of a run's samples, 8 GB
+_LARGEST_DATA = 10**9  # largest number of tokens in a run's samples, 8 GB
 
 
 @dataclass(frozen=True)
 class TextSource(Record):
-    """The text of a language-modelling run, and how it is cut into pieces."""
+    """Text of a language-modelling run, with its tokenizer."""
 
-    file: str  # as the user named it
-    sha256: str  # of the file
+    file: str  # path as the user gave it
+    sha256: str  # hash of the file
     tokenizer: str  # unigram or bpe
-    vocabulary: int  # pieces
-    model: str = field(repr=False)  # SentencePiece's own, in base64
-    holdout_file: str | None = None  # None: the last tenth of the lines of the first file is held out
+    vocabulary: int  # number of pieces
+    model: str = field(repr=False)  # SentencePiece's model in base64
+    # path of the held-out text; None means the last tenth of the lines of the first file
+    holdout_file: str | None = None
     holdout_sha256: str | None = None
 
     def __post_init__(self) -> None:
@@ -294,7 +296,7 @@ class TextSource(Record):
 
     @property
     def label(self) -> str:
-        """The file's name and six digits that tell texts, tokenizers and vocabularies apart."""
+        """File name and six digits that distinguish texts, tokenizers and vocabularies."""
         known = f"{self.sha256} {self.holdout_sha256} {self.model}"
         name = re.sub(r"[^\w.-]+", "-", PurePath(self.file).stem)[:40]
         return f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:6]}"
@@ -302,17 +304,17 @@ class TextSource(Record):
 
 @dataclass(frozen=True)
 class ListOpsTrees(Record):
-    """Another law of trees than the paper's for the task listops, checked by the task."""
+    """Law of trees for the task listops other than the paper's, which the task checks."""
 
-    shortest: int = 501  # tokens of a sample
+    shortest: int = 501  # smallest number of tokens of a sample
     longest: int = 599
-    max_depth: int = 10  # counted from 1 at the root
-    min_arity: int = 2  # arguments of an operator
+    max_depth: int = 10  # largest depth, counted from 1 at the root
+    min_arity: int = 2  # smallest number of arguments of an operator
     max_arity: int = 10
 
     @property
     def label(self) -> str:
-        """All that tells such laws apart, in one word."""
+        """Everything that distinguishes such laws, in one word."""
         label = f"{self.shortest}-{self.longest}-depth-{self.max_depth}"
         arities = (self.min_arity, self.max_arity)
         return label if arities == (2, 10) else f"{label}-arity-{self.min_arity}-{self.max_arity}"
@@ -323,9 +325,9 @@ class TrainingConfig(Record):
     """Data and optimisation of one run."""
 
     task: str
-    length: int  # tokens per sample
+    length: int  # number of tokens per sample
     epochs: int
-    seed: int = 153476998  # of data, initialisation, dropout and batch order; the paper's first seed
+    seed: int = 153476998  # random seed for data, initialisation, dropout and batch order; the paper's first seed
     train_samples: int = 5000
     holdout_samples: int = 2000
     batch_size: int = 25
@@ -333,18 +335,21 @@ class TrainingConfig(Record):
     learning_rate_decay: float = 0.9995  # factor per epoch
     gradient_clip: float = 0.5  # largest 2-norm of the whole gradient
     snapshots: tuple[int, ...] = ()  # epochs kept as files of their own, besides 0, best and last
-    text: TextSource | None = None  # of the task text, and of no other
-    listops: ListOpsTrees | None = None  # of the task listops; None: the paper's
+    text: TextSource | None = None  # text of the task text, and of no other task
+    listops: ListOpsTrees | None = None  # trees of the task listops; None means the paper's
 
-    optimizer: str = "sgd"  # a key of OPTIMIZERS
-    weight_decay: float | None = None  # None: torch's default, 0.01 for adamw and 0 for the others
-    until: float | None = None  # training accuracy in (0, 1] after which no further epoch is begun
-    precision: str = "float32"  # of the training steps, a key of PRECISIONS; evaluation is in float32
-    compiled: bool = False  # the steps go through torch.compile
+    optimizer: str = "sgd"  # key of OPTIMIZERS
+    # weight decay; None means torch's default, 0.01 for adamw and 0 for the others
+    weight_decay: float | None = None
+    until: float | None = None  # training accuracy in (0, 1] after which no further epoch begins
+    precision: str = "float32"  # key of PRECISIONS, for the training steps; evaluation is in float32
+    compiled: bool = False  # whether the steps go through torch.compile
     query_key_scale: float = 1.0  # factor on W_q, W_k and their biases at the initialisation
-    fresh_samples: bool = False  # every epoch draws training samples of its own: the loss cannot fall by memory
-    frozen: tuple[str, ...] = ()  # keys of FROZEN: parameters that stay as they were initialised
-    least_length: int | None = None  # each sample's length is drawn from least_length … length; None: it is length
+    # whether every epoch draws training samples of its own, so that the loss cannot fall by memory
+    fresh_samples: bool = False
+    frozen: tuple[str, ...] = ()  # keys of FROZEN: parameters that stay at their initialisation
+    # smallest length of a sample, drawn from least_length … length; None means that it is length
+    least_length: int | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -371,7 +376,7 @@ class TrainingConfig(Record):
         self._check_steps()
 
     def _check_task(self) -> None:
-        """Refuse a source of samples that does not go with the task."""
+        """Refuse a source of samples that does not belong to the task."""
         if (self.task == "text") != (self.text is not None):
             raise InputError(
                 f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
@@ -414,7 +419,7 @@ class TrainingConfig(Record):
             raise InputError(f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
 
     def _check_steps(self) -> None:
-        """Refuse what the steps of the optimiser cannot take."""
+        """Refuse settings that the steps of the optimiser cannot use."""
         for name in ("learning_rate", "learning_rate_decay", "gradient_clip"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive. Got {name}={getattr(self, name)}.")

@@ -1,4 +1,4 @@
-"""The compact encoder: embedding, blocks, pooling, linear head."""
+"""The compact encoder: attention, blocks, embedding, pooling, linear head."""
 
 import math
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         self.core = AttentionCore(config.dropout, config.everywhere, config.score_gradient == "straight-through")
         self.core.apart = not config.cls_as_key  # only the first query attends to the first token
         self.out = nn.Linear(inner, config.width)
-        centroids = None  # for routing attention: state, not a parameter; every training step moves them
+        centroids = None  # state of routing attention, not a parameter; every training step moves it
         if config.clusters is not None:
             size = (config.heads, config.clusters, config.head_width)
             centroids = first_centroids(config.selection_seed, layer, size)
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         return attended
 
     def mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """Attend and put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
+        """Attend, and put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
         split = qkv.view(*qkv.shape[:2], 3, self.heads, self.head_width)
         q, k, v = split.permute(2, 0, 3, 1, 4)
         return self.attend(q, k, v, valid).transpose(1, 2).flatten(2)
@@ -183,14 +183,14 @@ class Encoder(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def attention(self, layer: int) -> Attention:
-        """Return the attention of a block, from 0."""
+        """Return the attention of a block, counted from 0."""
         block = self.blocks[layer]
         assert isinstance(block, Block)
         return block.attention
 
     @torch.no_grad()
     def scale_queries_and_keys(self, factor: float) -> None:
-        """Multiply W_q, W_k and their biases; this multiplies scores and δ by the square of the factor."""
+        """Multiply W_q, W_k and their biases, which multiplies scores and δ by the square of the factor."""
         for i in range(self.config.blocks):
             layer = self.attention(i)
             for parameter in (layer.qkv.weight, layer.qkv.bias):

@@ -1,4 +1,4 @@
-"""Optimisers, their state in a checkpoint, what they do not move, and the precision of training steps."""
+"""Optimisers and their state, frozen parameters, the precision of training steps, and parameters in one buffer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

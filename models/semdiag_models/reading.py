@@ -1,4 +1,4 @@
-"""The only way to open files: regular files, no larger than expected for their kind."""
+"""Files: atomic writing, safe text for terminals and spreadsheets, reading of regular files of limited size."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let an error of the system name the file that is written: it names the temporary one, or none at all."""
+    """Let an error of the system name the file that is written, not the temporary file or none."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk, where the system can."""
+    """Write a folder's names to the disk, where the system can."""
     with suppress(OSError):  # some systems open no folders, some file systems sync none
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -70,7 +70,7 @@ def visible_json(text: str) -> str:
 
 
 def csv_cell(text: str) -> str:
-    r"""Return a text for a cell of a CSV file: never a formula, without control characters."""
+    """Return a text for a cell of a CSV file: never a formula, without control characters."""
     text = visible(text)
     return f"'{text}" if _COMPUTED.match(text) and not _is_number(text) else text
 
@@ -89,7 +89,7 @@ def _is_number(text: str) -> bool:
 
 
 class InputError(ValueError):
-    """Raised if a user's request cannot be done; the message says what, why, and what would work.
+    """Raised if a user's request cannot be done; the message gives what, why, and what would work.
 
     The command line prints the message as one line and exits with code 2.
     """
@@ -107,11 +107,11 @@ MEBIBYTE = 2**20
 LARGEST_TEXT = 2**30  # bytes, for a text to train or measure on
 LARGEST_JSON = 64 * MEBIBYTE  # for a configuration, a summary, a baseline
 LARGEST_TOML = MEBIBYTE
-MEMORY_SHARE = 0.25  # share of the machine's memory: no honest file needs more
+MEMORY_SHARE = 0.25  # largest share of the machine's memory: no honest file needs more
 _PACKED = 100  # largest credible compression ratio: real token ids, pixels and numbers deflate less
-_LARGEST_PACKED = 2**28  # bytes up to which it does not matter
-_DEEPEST = 50  # levels of nested tables
-_LARGEST_NUMBER = 10**300  # fits a floating-point number
+_LARGEST_PACKED = 2**28  # bytes up to which the ratio does not matter
+_DEEPEST = 50  # largest number of levels of nested tables
+_LARGEST_NUMBER = 10**300  # largest number that fits a floating-point number
 
 
 def open_file(path: Path, largest: int | None = None) -> BufferedReader:
@@ -143,7 +143,7 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
 
 
 def _made_up(descriptor: int, size: int) -> bool:
-    """Return whether the system makes the content up while one reads, perhaps without end, as in /proc."""
+    """Return whether the system generates the content while one reads, perhaps without end, as in /proc."""
     if size:
         return False
     try:
@@ -153,7 +153,7 @@ def _made_up(descriptor: int, size: int) -> bool:
 
 
 def check_packed(path: Path, size: int, packed: int) -> None:
-    """Refuse what unpacks to more than memory, or to far more than any honest content is packed into."""
+    """Refuse content that unpacks to more than memory, or to far more than any honest content."""
     require_memory(size, f"{path}, unpacked,")
     if size > max(_LARGEST_PACKED, _PACKED * packed):
         raise InputError(
@@ -163,7 +163,7 @@ def check_packed(path: Path, size: int, packed: int) -> None:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Read a regular file whole."""
+    """Read a whole regular file."""
     with open_file(path, largest) as file:
         return file.read(largest)
 
@@ -181,7 +181,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """Read a TOML file; return its content and its text."""
+    """Return a TOML file's content and text."""
     content = read_bytes(path, LARGEST_TOML)
     try:
         text = content.decode("utf-8")
@@ -216,7 +216,7 @@ def memory_share() -> int:
 
 
 def require_memory(size: int, what: str, largest: float = MEMORY_SHARE) -> None:
-    """Refuse what would not fit, before any of it is allocated."""
+    """Refuse sizes that do not fit, before any memory is allocated."""
     if size > largest * _memory():
         than = "more than" if largest == 1 else "more than a quarter of"
         raise InputError(
@@ -240,7 +240,7 @@ def _memory() -> int:
 
 
 class RunLock:
-    """An operating system's lock on a file in the folder: it ends with the process, however that ends."""
+    """An operating system's lock on a file in the folder, which ends with the process, however that ends."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
         from filelock import FileLock, Timeout  # not needed for reading

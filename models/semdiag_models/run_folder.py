@@ -1,4 +1,4 @@
-"""A run's folder: snapshots, history, and resuming."""
+"""A run's folder: snapshots, history, resuming, and the runs of several seeds at a time."""
 
 import csv
 import hashlib
@@ -46,7 +46,7 @@ def open_run(
                 "another folder with --out."
             )
         saved = _saved(last, model, training) if resume else None
-        begun_so = saved is not None and saved.training.compiled  # such a run may go on
+        begun_so = saved is not None and saved.training.compiled  # such a run may continue
         if training.compiled and device.type == "cpu" and not begun_so:
             raise InputError("A compiled step is 1.4 to 7 times slower on a CPU. Leave out --compile.")
         trainer = Trainer(model, training, device)
@@ -137,14 +137,15 @@ def start_run(
         after_epoch(progress)
 
     for half_written in [*folder.glob(".*.pt.*"), *folder.glob(".history.csv.tmp")]:
-        half_written.unlink()  # left by a killed process
+        half_written.unlink()  # from a process that was killed
     if trainer.epoch == 0:
         save("last", "epoch-0")  # first, so that the folder can be resumed if the process dies here
         later = (path for path in folder.glob("epoch-*.pt") if path.name != "epoch-0.pt")
         for old in [*later, folder / "best.pt", folder / "history.csv"]:
             old.unlink(missing_ok=True)  # from the overwritten run
     else:
-        _write_history(folder / "history.csv", trainer.history)  # the process may have died before writing it
+        # the process may have died before it wrote the history
+        _write_history(folder / "history.csv", trainer.history)
     return finish_epoch
 
 
@@ -196,11 +197,11 @@ def _write_history(path: Path, history: dict[str, list[float]]) -> None:
 
 @dataclass
 class SeedRun:
-    """One seed's run."""
+    """Run of one seed."""
 
     folder: Path
     trainer: Trainer
-    state: RandomState  # of the generators, from which the trainer continues
+    state: RandomState  # states of the generators from which the trainer continues
 
 
 def open_seed_runs(
@@ -213,7 +214,7 @@ def open_seed_runs(
     resume: bool,
     overwrite: bool,
 ) -> list[SeedRun]:
-    """Prepare a folder and a trainer for every seed, or none."""
+    """Return a folder and a trainer for every seed, or nothing."""
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
     check_together(training)

@@ -1,4 +1,4 @@
-"""Hand-derived loss and gradients of a training step, for one encoder or several of the same size at once."""
+"""Data and random states of a run, and hand-derived training steps for one encoder or several of the same size."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +92,7 @@ def restore_random_state(states: RandomState) -> None:
 
 @contextmanager
 def drawing_from(states: list[RandomState] | None, part: int, device: torch.device) -> Iterator[None]:
-    """Draw, inside, from one of several states, which advances; the global generators are restored."""
+    """Draw, in the context, from one of several states, which advances; the global generators are restored."""
     if states is None:
         yield
         return
@@ -108,7 +108,7 @@ def drawing_from(states: list[RandomState] | None, part: int, device: torch.devi
 Backward = Callable[[Tensor], Tensor]
 Operation = Callable[[Tensor], tuple[Tensor, Backward]]
 
-ALIKE = (  # fields that determine sizes and everything but attention
+ALIKE = (  # fields that determine sizes, and everything but attention
     *("vocabulary_size", "classes", "length", "blocks", "width", "mlp_width", "heads", "head_width", "activation"),
     *("dropout", "first_norm_eps", "pad_as_token", "global_tokens", "norm", "pooling"),
 )
@@ -137,8 +137,9 @@ class Stack(FlatParameters):
         self.config = c = first.config
         self._states = states
         self._short = c.length + c.extra_tokens <= SHORT  # else attention draws its own drops
-        self._drops: dict[str, Tensor] = {}  # by place, flat positions among the elements of all encoders
-        self._weight_drops: list[list[Tensor]] = []  # by block and encoder, among the encoder's attention weights
+        self._drops: dict[str, Tensor] = {}  # flat positions among the elements of all encoders, by place
+        # positions among an encoder's attention weights, by block and encoder
+        self._weight_drops: list[list[Tensor]] = []
         self._table, self._d_table = self.views("embedding.weight")
         blocks = [operation for i in range(c.blocks) for operation in self._block(i)]
         self._network = self._chain(self._drop("embedded"), *blocks, self._pool, self._linear("head"))
@@ -146,7 +147,7 @@ class Stack(FlatParameters):
         torch.empty(2**25 - 2**14, dtype=torch.uint8)
 
     def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
-        """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode."""
+        """Classify without dropout, like :meth:`Encoder.forward` in evaluation mode."""
         with self._undifferentiated():
             return self._run(tokens, padded, training=False)[0]
 
@@ -159,11 +160,11 @@ class Stack(FlatParameters):
             return -log_p.gather(-1, labels[..., None]).mean((1, 2))
 
     def _undifferentiated(self) -> AbstractContextManager[object]:
-        """Turn autograd off, inside, and also its bookkeeping if no part of the step needs it."""
+        """Turn autograd off in the context, and also its bookkeeping if no part of the step needs it."""
         return torch.inference_mode() if self._short else torch.no_grad()
 
     def _run(self, tokens: Tensor, padded: bool | None, *, training: bool) -> tuple[Tensor, Backward]:
-        """Return logits (S, B, classes), and what differentiates all parameters."""
+        """Return logits (S, B, classes), and the function that differentiates all parameters."""
         first, (stack, batch, given) = self.encoders[0], tokens.shape
         for encoder in self.encoders:
             if encoder.training != training:
@@ -193,13 +194,13 @@ class Stack(FlatParameters):
         return [self._residual(*attention), first, self._residual(*mlp), second]
 
     def _chain(self, *operations: Operation) -> Operation:
-        """Return operations as one."""
+        """Return several operations as one."""
 
         def chain(x: Tensor) -> tuple[Tensor, Backward]:
             steps: list[Backward] = []
             for operation in operations:
                 x, step = operation(x)
-                if self._training:  # else what it has saved is freed
+                if self._training:  # else the memory of its saved tensors is freed
                     steps.append(step)
 
             def backward(grad: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ class Stack(FlatParameters):
         return lambda x: (drop(x, out=x), drop) if place in self._drops else (x, lambda grad: grad)
 
     def _draw(self, rows: int) -> None:
-        """Draw all dropped elements of a step."""
+        """Draw all elements that a step drops."""
         self._drops, self._weight_drops = {}, []
         if rows == 0:
             return
@@ -295,7 +296,7 @@ class Stack(FlatParameters):
         for i in range(c.blocks):
             own = {"attended": rows * c.width, "hidden": rows * c.mlp_width, "mlp": rows * c.width}
             sizes |= {f"{place} {i}": size for place, size in own.items()}
-        weights = [rows * c.heads * self._length] * (c.blocks if self._short else 0)  # come last
+        weights = [rows * c.heads * self._length] * (c.blocks if self._short else 0)  # last in the order
         ends = list(accumulate([*sizes.values(), *weights]))
         by_encoder = []
         for e in range(len(self.encoders)):
@@ -310,7 +311,7 @@ class Stack(FlatParameters):
         self._weight_drops = [list(parts) for parts in by_place[len(sizes) :]]
 
     def _embed(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Backward]:
-        """Return scaled embeddings plus positions, and what stores the gradient of the table."""
+        """Return scaled embeddings plus positions, and the function that stores the gradient of the table."""
         width, vocabulary = self.config.width, self._table.shape[-2]
         own = torch.arange(0, len(self.encoders) * vocabulary, vocabulary, device=ids.device)
         rows = (ids.view(len(own), -1) + own[:, None]).flatten()  # in the concatenated tables of all encoders

@@ -1,4 +1,4 @@
-"""The trainer: a finite data set, epoch by epoch, as the paper ran it."""
+"""The trainer: a finite data set, epoch by epoch, as in the paper; its memory, and the devices it runs on."""
 
 import math
 import platform
@@ -43,7 +43,7 @@ from semdiag_models.tasks import task_of
 def train_epoch(
     trainers: "Sequence[Trainer]", states: list[RandomState] | None, after_batch: "Callable[[Trainer], None]"
 ) -> list[float]:
-    """Train an epoch, of one trainer or several at once."""
+    """Train an epoch of one trainer, or of several at a time."""
     first = trainers[0]
     stack = first.stack if states is None and first.stack else Stack([t.encoder for t in trainers], states)
     stack.load()
@@ -129,7 +129,7 @@ def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool =
     batch = min(training.batch_size, training.train_samples)
     per_token = 2 * model.width + 4 * model.heads * model.head_width + model.mlp_width
     needed += _FLOAT * batch * length * model.blocks * per_token
-    if by_hand and length <= SHORT:  # the weights of every block, and scores in two orders
+    if by_hand and length <= SHORT:  # weights of every block, and scores in two orders
         return needed + _FLOAT * batch * model.heads * length**2 * (model.blocks + 2)
     return needed + _square(model, length)
 
@@ -156,11 +156,11 @@ HISTORY_COLUMNS = (
 )
 
 
-_ENTRIES = 2**25  # of an activation in evaluation, 128 MB
+_ENTRIES = 2**25  # largest number of elements of an activation in evaluation, 128 MB
 
 
 class DivergedError(RuntimeError):
-    """The training loss is no longer a number; of several runs at once, ``members`` says in which."""
+    """Raised if the training loss is no longer a number; of several runs, ``members`` lists the diverged ones."""
 
     def __init__(self, message: str, members: tuple[int, ...] = (0,)) -> None:
         super().__init__(message)
@@ -169,10 +169,10 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """What the trainer reports after each epoch: a row of the history."""
+    """Report of the trainer after each epoch: a row of the history."""
 
     row: dict[str, float]
-    best: bool  # highest held-out accuracy so far
+    best: bool  # whether this is the highest held-out accuracy so far
 
 
 class Trainer:
@@ -199,18 +199,18 @@ class Trainer:
         self.encoder.scale_queries_and_keys(training.query_key_scale)
         self.optimizer = make_optimizer(self.encoder.parameters(), training)
         self._forward = compile_steps(self.encoder, device) if training.compiled else self.encoder
-        self.lock: RunLock | None = None  # of the run's folder, if it has one
+        self.lock: RunLock | None = None  # lock of the run's folder, if it has one
         self.epoch = 0
         self.history: dict[str, list[float]] = {name: [] for name in HISTORY_COLUMNS}
 
     def release(self) -> None:
-        """Let go of the run's folder."""
+        """Release the run's folder."""
         if self.lock is not None:
             self.lock.release()
 
     @cached_property
     def stack(self) -> Stack | None:
-        """What derives the steps by hand; None where torch does: on accelerators, compiled, and in bf16."""
+        """Hand-derived steps; None where torch derives them: on accelerators, compiled, and in bf16."""
         training, by_hand = self.training, self.device.type == "cpu"
         return (
             Stack([self.encoder])
@@ -220,12 +220,12 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Step size of the epoch to come."""
+        """Step size of the next epoch."""
         return self.training.learning_rate * self.training.learning_rate_decay**self.epoch
 
     @property
     def converged(self) -> bool:
-        """Whether the last epoch reached the training accuracy to stop at."""
+        """Whether the last epoch reached the training accuracy at which to stop."""
         until, reached = self.training.until, self.history["train_accuracy"][-1:]
         return until is not None and bool(reached) and reached[0] >= until
 
@@ -235,14 +235,14 @@ class Trainer:
         return self.epoch >= self.training.epochs or self.converged
 
     def run(self, after_epoch: Callable[[Progress], None], after_batch: Callable[[], None] = lambda: None) -> None:
-        """Train to the configured number of epochs, or to the training accuracy to stop at."""
+        """Train to the configured number of epochs, or to the training accuracy at which to stop."""
         while not self.finished:
             start = time.perf_counter()
             self.check_loss(self._train_epoch(after_batch))
             after_epoch(self.close_epoch(start))
 
     def begin_epoch(self) -> None:
-        """Draw the samples of the epoch to come, if every epoch has its own."""
+        """Draw the samples of the next epoch, if every epoch has its own."""
         if self.training.fresh_samples:
             split = draw_fresh(self.training, self.epoch, self.config.length, self.config.pad_id)
             self.padded = self._any_pads(split, self.holdout_split)
@@ -257,7 +257,7 @@ class Trainer:
         """Evaluate after an epoch of steps and write it into the history."""
         train_loss, train_accuracy = self.evaluate(self.train_split)
         holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
-        self.check_loss(train_loss + holdout_loss)  # the last step may have been one too far
+        self.check_loss(train_loss + holdout_loss)  # the last step may have diverged
         best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
         learning_rate = self.learning_rate
         self.epoch += 1
@@ -276,7 +276,7 @@ class Trainer:
         return Progress(row, best)
 
     def check_loss(self, total: float) -> None:
-        """Refuse to go on from a sum of losses that is not a number."""
+        """Refuse to continue after a sum of losses that is not a number."""
         if not math.isfinite(total):
             raise DivergedError(
                 f"The training loss became {total} in epoch {self.epoch + 1} at learning rate "
@@ -297,7 +297,7 @@ class Trainer:
             for batch in torch.split(order, self.training.batch_size):
                 total += self._step(batch, frozen)
                 after_batch()
-        return float(total)  # the one moment in an epoch at which the device is waited for
+        return float(total)  # the only wait for the device in an epoch
 
     def _step(self, batch: Tensor, frozen: Frozen) -> Tensor:
         parameters = list(self.encoder.parameters())
@@ -375,7 +375,7 @@ def train_together(
         raise DivergedError(" ".join(diverged.values()), tuple(diverged))
 
 
-BEST = "cuda", "mps", "cpu"  # of which auto takes the first that is there
+BEST = "cuda", "mps", "cpu"  # devices in the order in which auto prefers them
 
 
 def find_device(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""One call of one attention layer."""
+"""One call of one attention layer, and the kinds of masks that its queries may have."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
@@ -33,27 +33,27 @@ class AttentionCall:
         scale: factor on q kᵀ, temperature included.
         allowed: bool, four axes, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all. If
             ``causal`` is set, it need not contain the causal rule.
-        queries: (B, Lq) bool, false for padded queries; None means all count.
-        selected: (B, H, Lq, S) int64 positions of the keys the model selects, -1 for none; None means all allowed.
-        mixed: what the layer returned (B, H, Lq, Dv).
+        queries: (B, Lq) bool, false for padded queries; None means that all count.
+        selected: (B, H, Lq, S) int64, positions of selected keys, -1 for none; None means all allowed keys.
+        mixed: output of the attention (B, H, Lq, Dv).
         bias: float, four axes, broadcastable to (B, H, Lq, Lk), finite, added to the scores after scale and
             soft-cap; None means none. Entries that forbid a key (-inf, the dtype's lowest number) are in
             ``allowed`` instead.
         softcap: scores are limited to (-softcap, softcap) by tanh; None means they are not.
-        sinks: (H,) one more logit per head in the softmax's denominator, without a value; None means none.
+        sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
         causal: whether keys after the query's own position are forbidden, beyond what ``allowed`` says.
         first_query: position of query 0 among the keys; above 0 where earlier keys come from a cache.
-        keys_before: tokens before key 0, which a cache with a window has dropped: query i is token
+        keys_before: number of tokens before key 0, which a cache with a window has dropped: query i is token
             ``keys_before + first_query + i``.
-        occurrence: number of earlier calls of the same module in this forward pass of the model; a generation
-            step is a forward pass.
-        mechanism: which adapter saw the call.
-        forbidding: the finite constant by which the model forbids keys, such as -10,000; None if it is -inf or the
+        occurrence: number of earlier calls of the module in this forward pass of the model; a generation step is a
+            forward pass.
+        mechanism: adapter that saw the call.
+        forbidding: finite constant by which the model forbids keys, such as -10,000; None if it is -inf or the
             dtype's lowest number, or no key is forbidden.
-        dropout: probability with which weights were dropped; above 0, ``mixed`` is not the formula's.
-        fully_masked: bool, broadcastable to (B, H, Lq, Lk): where finite constants forbid a query every key, those
-            with the largest, to which the model attends all the same. ``allowed`` leaves such a query no key, and
-            :meth:`averaged` gives it these. None means there is none.
+        dropout: probability with which weights were dropped; above 0, ``mixed`` differs from the formula.
+        fully_masked: bool, broadcastable to (B, H, Lq, Lk): where finite constants forbid a query every key, the
+            keys with the largest constant, to which the model attends all the same. ``allowed`` leaves such a
+            query no key, and :meth:`averaged` gives it these. None means there is no such query.
     """
 
     module: str
@@ -80,7 +80,7 @@ class AttentionCall:
 
     @property
     def counted(self) -> Tensor:
-        """(B, H, Lq) bool: queries that count, which are not padding."""
+        """(B, H, Lq) bool: queries that count, because they are not padding."""
         batch, heads, length, _ = self.q.shape
         if self.queries is None:
             return torch.ones((), dtype=torch.bool, device=self.q.device).expand(batch, heads, length)
@@ -88,18 +88,18 @@ class AttentionCall:
 
     @property
     def factored(self) -> bool:
-        """Whether q and k are known; else the scores alone are, as the bias, and q and k are zeros of width 1."""
+        """Whether q and k are known; else only the scores are, as the bias, and q and k are zeros of width 1."""
         return self.q.shape[3] > 1 or bool(self.q.any()) or bool(self.k.any())
 
     def part(self, samples: slice | Tensor = slice(None), queries: slice | Tensor = slice(None)) -> Self:
         """Return some samples and queries of the call; the causal rule is written into ``allowed``.
 
         Args:
-            samples: a slice, or positions (int64).
-            queries: a slice, or positions (int64).
+            samples: slice, or positions (int64).
+            queries: slice, or positions (int64).
 
         Returns:
-            A call; its tensors are views where slices are given.
+            Part of the call; its tensors are views where slices are given.
         """
         allowed = part_of(self.allowed, samples, queries)
         if self.causal:
@@ -128,13 +128,13 @@ class AttentionCall:
         return replace(self, allowed=self.allowed | (self.fully_masked & self.counted[..., None]))
 
     def scores(self, dtype: torch.dtype) -> Tensor:
-        """Return the scores z, in nats, of forbidden keys too; of a large call, take a part.
+        """Return the scores z in nats, including those of forbidden keys; take a part of a large call first.
 
         Args:
-            dtype: in which they are computed.
+            dtype: dtype in which to compute the scores.
 
         Returns:
-            (B, H, Lq, Lk).
+            Scores (B, H, Lq, Lk).
         """
         keys = self.k.to(dtype).repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
         scores = (self.q.to(dtype) * self.scale) @ keys.transpose(2, 3)
@@ -144,7 +144,7 @@ class AttentionCall:
 
 
 def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
-    """View (…, L, D) as (B, H, L, D)."""
+    """Return (…, L, D) viewed as (B, H, L, D)."""
     if tensor.ndim == 2:
         return tensor[None, None]
     if tensor.ndim == 3:
@@ -153,14 +153,13 @@ def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
 
 
 def mask_axes(mask: Tensor, lead: torch.Size, heads: int | None = None) -> Tensor:
-    """Reshape a mask that broadcasts to (*lead, Lq, Lk) to four axes that broadcast to (B, H, Lq, Lk)."""
+    """Return a mask that broadcasts to (*lead, Lq, Lk) with four axes that broadcast to (B, H, Lq, Lk)."""
     if len(lead) == 2 or mask.ndim <= 2:
         return mask[(None,) * (4 - mask.ndim)]
     return four_axes(mask.expand(*lead, -1, -1), heads)
 
 
-# Masks of external models allow every key, the keys up to the query's position, or another set that ignores the
-# scores.
+# Masks of external models allow every key, the keys up to the query's position, or other fixed sets.
 KINDS = {
     **ATTENTIONS,
     "causal": AttentionKind("every query attends to the keys up to its own position", "all"),
@@ -171,7 +170,7 @@ FIXED_MASKS = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all"
 HEAVY_HITTERS = tuple(name for name, kind in KINDS.items() if kind.keeps == "largest")
 BOUNDED = tuple(name for name, kind in KINDS.items() if kind.has_bounds)
 SCORED = tuple(name for name, kind in KINDS.items() if kind.ranks_scores)
-# These look for the largest scores by hashes or clusters, without computing all.
+# These kinds look for the largest scores by hashes or clusters, without computing all.
 APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.input_dependent and not kind.follows_scores)
 CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 # An external model was not made by semdiag_models or the paper's code: only its attention is known.
@@ -184,7 +183,7 @@ def external(models: "pd.DataFrame") -> "pd.Series[bool]":
 
 
 def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor | None, places: Tensor | None = None) -> str:
-    """Return the kind of a mask, by how many keys its queries may attend to."""
+    """Return the kind of a mask from the numbers of keys that its queries may attend to."""
     counts, whole = keys.cpu().numpy(), reached.any(1).sum(-1).cpu().numpy()
     real = np.ones((counts.shape[0], 1, counts.shape[2]), bool) if queries is None else queries.cpu().numpy()
     real = real if real.ndim == counts.ndim else real[:, None]

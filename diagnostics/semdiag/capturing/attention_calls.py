@@ -1,4 +1,4 @@
-"""Watching a model's attention while it runs."""
+"""Watch a model's attention, or the blocks of an encoder, while it runs."""
 
 import sys
 import threading
@@ -41,8 +41,8 @@ from semdiag.capturing.recording import (
     put_below,
     put_below_dispatch,
     put_on,
+    take_off,
 )
-from semdiag.capturing.recording import take_off as take_off_attention_calls
 from semdiag_models import AttentionCore, Encoder, InputError
 
 _TABLES = (
@@ -61,7 +61,7 @@ class Hook:
         self._run = run
 
     def __call__(self, *arguments: Any) -> None:
-        """Run it."""
+        """Call the function."""
         self._run(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,7 +70,7 @@ class Hook:
 
 
 class Hooks:
-    """Two hooks on a module, which its copies do not run; they can be removed however far they have got."""
+    """Two hooks on a module, which its copies do not run; removable even if only one is registered."""
 
     def __init__(
         self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False
@@ -83,17 +83,17 @@ class Hooks:
         self._before, self._after = Hook(unless_removed), Hook(after)
 
     def put_on(self) -> None:
-        """Register both."""
+        """Register both hooks."""
         self._module.register_forward_pre_hook(self._before, prepend=self._prepend, with_kwargs=True)
         self._module.register_forward_hook(self._after, always_call=True)
 
     def remove(self) -> None:
-        """Remove what is registered of them."""
-        take_off(self._module, self._before, self._after)
+        """Remove the registered hooks."""
+        take_off_hooks(self._module, self._before, self._after)
 
 
-def take_off(module: nn.Module | None, *hooks: object) -> None:
-    """Remove hooks from a module, None: from all modules; nothing happens where they are not registered."""
+def take_off_hooks(module: nn.Module | None, *hooks: object) -> None:
+    """Remove hooks from a module (None: from all modules), where they are registered."""
     owner, prefix = (of_all_modules, "_global") if module is None else (module, "")
     tables = [getattr(owner, prefix + name, None) or {} for name in _TABLES]
     numbers = [n for table in tables for n, hook in table.items() if any(hook is own for own in hooks)]
@@ -101,8 +101,6 @@ def take_off(module: nn.Module | None, *hooks: object) -> None:
         for number in numbers:
             table.pop(number, None)
 
-
-take_off_hooks = take_off
 
 _NATIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")
@@ -121,31 +119,31 @@ def watch_attention(
 
     It works for any model: encoders of semdiag_models, Hugging Face transformers, torch's attention modules and
     functions, and attention written by hand as softmax of a product of queries and keys, times values. Nothing is
-    attached to the model and nothing is left behind, however the context is left. Outputs are those of the model
-    without the watch, to the last bit, with two exceptions, where the rounding differs: the fused paths that
-    ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` take in evaluation mode without gradients, and compiled
-    models; inside, both run as they were written. The watch never stops the model: if the watch itself fails, the
-    audit says so. What ``consume`` raises is raised in the model.
+    attached to the model, and nothing is left behind. Outputs are those of the model without the watch, to the
+    last bit, with two exceptions, where the rounding differs: the fused paths that ``nn.TransformerEncoder`` and
+    ``nn.MultiheadAttention`` take in evaluation mode without gradients, and compiled models; inside the context,
+    both run as they were written. The watch never stops the model: if the watch itself fails, the audit says so.
+    What ``consume`` raises is raised in the model.
 
     In an unchanged encoder of semdiag_models, only the attention cores are watched. In any other model, every
-    softmax that reaches torch's dispatcher is captured, or is multiplied with values but not captured, which the
-    audit lists, or is no attention, which the audit counts. The audit also lists products that meet values without
-    a softmax.
+    softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and is not
+    captured; or the audit counts it, because it is no attention. The audit also lists products that meet values
+    without a softmax.
     Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
-    or task it was opened in, and in those that have no watch of their own. A watch with a mask masks what all
-    others see, whichever was opened first.
+    or task that opened it, and in those without a watch of their own. A watch with a mask masks what all others
+    see, whichever was opened first.
 
     Args:
         model: any module. Only what runs inside it is seen.
-        consume: gets each call while its tensors are alive; reduce them at once, keep none. It runs without
+        consume: called with each call while its tensors are alive; reduce them at once, keep none. It runs without
             gradient, autocast and modes.
-        mask: of :func:`~semdiag.capturing.sparsify.sparsify`: from a call that is about to run to the keys that it
-            leaves, bool (B, H, Lq, Lk), or None if it leaves all.
+        mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run to its kept
+            keys, bool (B, H, Lq, Lk), or None for all keys.
         inside: whether the model is already running, because a hook of its forward pass opens the context.
 
     Yields:
-        The audit: which modules have attention, what was captured and what was not. It fills while the model
-        runs; the modules of a model of semdiag_models are known from the start.
+        Audit: the modules with attention, what was captured and what was not. It fills while the model runs; the
+        modules of a model of semdiag_models are known from the start.
     """
     broken = broken_parts(model)
     if broken and mask is not None:
@@ -179,11 +177,11 @@ class _Hooks:
     def __init__(self, recorder: Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
         self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
         self._unmasked: dict[AttentionCore, tuple[int, int]] = {}
-        self._ended = self.after  # the very object that is registered
+        self._ended = self.after  # the same object is registered and removed
 
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
-        """Hook all modules; once the context is left, other threads remove the hooks when they finish."""
+        """Hook all modules; after the context, other threads remove the hooks when they finish."""
         started = self.before
         try:
             register_module_forward_pre_hook(started)  # type: ignore[arg-type]
@@ -220,9 +218,7 @@ class _Hooks:
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
             recorder.covered += 1
-            recorder.without_watch.append(
-                (module, take_off_attention_calls(self._here.watch))
-            )  # under a mode it refuses them
+            recorder.without_watch.append((module, take_off(self._here.watch)))  # under a mode it refuses them
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -249,7 +245,7 @@ class _Hooks:
 class _Modes(threading.local):
     """The modes of a watch in the thread that opened it, and in other threads while they run the model."""
 
-    def __init__(self, recorder: Recorder, lent: set[int]) -> None:  # called again in each thread
+    def __init__(self, recorder: Recorder, lent: set[int]) -> None:  # runs again in each thread
         self._lent, self._recorder = lent, recorder  # lent: ids of the other threads that are running the model
         self.below = OperationWatch(recorder)
         self.watch = FunctionWatch(recorder, self.below)
@@ -284,7 +280,7 @@ class _Modes(threading.local):
             self.below.settle()
 
     def handed_on(self) -> Entered | None:
-        """Return a context for threads to which the model's forward pass in this one gives work."""
+        """Return a context for threads that get work from the model's forward pass in this thread."""
         go_on = self._recorder.handed_on()
         if go_on is None:
             return None
@@ -313,12 +309,13 @@ def _masks(mode: object) -> bool:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run compiled functions as they were written: inside a compiled graph there is nothing to see."""
+    """Run compiled functions as they were written: a compiled graph shows nothing."""
     with ExitStack() as stack:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours, and fine
+            # our hooks, intended
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         else:
             original = torch.compile
 
@@ -348,15 +345,15 @@ class BlockCall:
     stream: Tensor  # the residual stream at the block's input; in a pre-norm block the first normalisation sees it
     tokens: Tensor  # the attention's input
     attention: AttentionCall  # the attention call
-    middle: Tensor  # stream plus the attention's output
+    middle: Tensor  # stream plus output of the attention
     mlp_tokens: Tensor  # the MLP's input
     hidden: Tensor  # (B, L, mlp width), input of the MLP's second matrix
-    end: Tensor  # the MLP's output plus what it is added to; in a post-norm block the second normalisation sees it
+    end: Tensor  # output of the MLP plus its residual; in a post-norm block the second normalisation sees it
 
 
 @contextmanager
 def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iterator[None]:
-    """Call ``consume`` for every block that a batch passes, inside the context."""
+    """Call ``consume`` for every block that a batch passes in the context."""
     seen: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

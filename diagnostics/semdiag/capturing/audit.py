@@ -1,4 +1,4 @@
-"""What was captured of a model's attention, and what was seen but not captured, with the reason."""
+"""What a watch captured of a model's attention, and what it saw and did not capture, with the reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ class Captured(NamedTuple):
     """A module whose attention was captured, and how."""
 
     module: str  # dotted name in the model
-    mechanism: str  # which adapter saw it
+    mechanism: str  # adapter that saw it
 
 
 class Skipped(NamedTuple):
     """An operation that looks like attention and was not captured."""
 
-    module: str  # dotted name of the innermost module it ran in
+    module: str  # dotted name of the innermost module that was running
     operation: str  # its name in PyTorch
-    reason: str  # why it was not captured
+    reason: str  # reason for not capturing it
 
 
 NOTE, WARNING = "note", "warning"  # severities of remarks
-# Codes of remarks that concern the user's request or invalidate an answer: commands print them, too.
+# Codes of remarks that concern the user's request or invalidate an answer; commands print them, too.
 WARNINGS = frozenset(
     (
         "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "loss-of-logits", "nan-logits",
@@ -36,7 +36,7 @@ class Remark(NamedTuple):
     """A note on captured attention that readers of its statistics should know."""
 
     module: str  # dotted name in the model
-    text: str  # the note
+    text: str  # note in words
     code: str = "attention"  # kind of remark, by which programs recognise it
 
     @property
@@ -51,24 +51,24 @@ class Remark(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """What a watch saw; filled while the model runs."""
+    """Everything that a watch saw; it fills while the model runs."""
 
-    # names of the modules with attention that is or will be captured
+    # names of the modules with attention, captured or to be captured
     modules: list[str] = field(default_factory=list)
     captured: Counter[Captured] = field(default_factory=Counter)  # number of calls by module and mechanism
-    skipped: Counter[Skipped] = field(default_factory=Counter)  # how often each skipped operation was seen
-    remarks: Counter[Remark] = field(default_factory=Counter)  # how often each remark was made
+    skipped: Counter[Skipped] = field(default_factory=Counter)  # number of occurrences of each skipped operation
+    remarks: Counter[Remark] = field(default_factory=Counter)  # number of occurrences of each remark
     # number of softmaxes in each module that never met values: no attention
     others: Counter[str] = field(default_factory=Counter)
 
     def layer(self, module: str) -> int:
-        """Return the position of a module among the attention modules; a new one is appended."""
+        """Return the position of a module among the attention modules; append a new one."""
         if module not in self.modules:
             self.modules.append(module)
         return self.modules.index(module)
 
 
 def failure(error: Exception) -> str:
-    """Return one line that says that semdiag failed, and how."""
+    """Return one line about a failure of semdiag."""
     message = " ".join(str(error).split())[:120]
     return f"semdiag failed on it ({type(error).__name__}{message and ': '}{message}): please report it"

@@ -1,4 +1,4 @@
-"""Batches as a model takes them: splitting, counting and the masks of their tokens."""
+"""Batches in the form that a model takes: splitting, counting, and the masks of their tokens."""
 
 import inspect
 import re
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from semdiag_models import InputError
 
-_NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")  # clear names
+# names of arguments that are clearly no labels
+_NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")
 
 
 def refuse_unnamed_labels(model: nn.Module, batch: Sequence[Any]) -> None:
-    """Refuse a tuple with an entry that may be labels but would go to an optional argument for something else."""
+    """Refuse a tuple whose labels would go to an optional argument with another meaning."""
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -61,7 +62,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def samples_of(batch: Batch) -> int:
-    """Return the number of samples: the length of a batch's first tensor with several axes, else of its first."""
+    """Return the number of samples: the length of the first tensor with several axes, else of the first tensor."""
     lengths = [(t.ndim == 1, len(t)) for t in tensors(batch) if t.ndim]
     return min(lengths, key=lambda entry: entry[0], default=(True, 0))[1]
 
@@ -73,12 +74,12 @@ def only_token_ids(batch: Batch) -> bool:
 
 
 def longest(batch: Batch) -> int:
-    """Return the length of a batch of token ids: its tensors' largest second axis, the decoder's included; else 1."""
+    """Return the length of a batch of token ids: the largest second axis, the decoder's included; else 1."""
     return max((t.shape[1] for t in tensors(batch) if t.ndim > 1), default=1)
 
 
 def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
-    """Yield a user's inputs in batches of at most ``size`` samples; inputs that are batches already are not cut."""
+    """Yield a user's inputs in batches of at most ``size`` samples; do not cut inputs that are batches already."""
     cut: Iterable[Any]
     if isinstance(batches, Tensor):
         cut = torch.split(batches, size) if batches.ndim else ()
@@ -135,7 +136,7 @@ def with_tensor(batch: Batch, old: Tensor, new: Tensor) -> Batch:
 
 
 def repeated(batch: Batch, times: int) -> Batch:
-    """Return a batch repeated along its samples: all of them, then all of them again."""
+    """Return a batch repeated along its samples, as a whole."""
     size = samples_of(batch)
 
     def again(value: Any) -> Any:
@@ -161,7 +162,7 @@ def _map_value(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> Batch:
-    """Return some rows of every tensor that has one entry per sample; all else is unchanged."""
+    """Return some rows of every tensor with one entry per sample, and everything else unchanged."""
 
     def own(value: Any) -> Any:
         return value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == whole else value
@@ -186,7 +187,7 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 
 def entries(batch: Batch) -> list[tuple[str | int, Any]]:
-    """Return the values of a batch by name or position, in order; a dictionary inside contributes its own entries."""
+    """Return the values of a batch by name or position, in order, with the entries of dictionaries inside."""
     if isinstance(batch, Tensor):
         return [(0, batch)]
     named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
@@ -197,28 +198,29 @@ def entries(batch: Batch) -> list[tuple[str | int, Any]]:
     ]
 
 
-# Arguments that mark a module's own tokens: the first group is true or 1 for real tokens, the second for padding.
+# Arguments that mark a module's own tokens: _REAL is true or 1 for real tokens, PADDED for padding.
 _REAL = ("decoder_attention_mask", "attention_mask", "padding_mask")
 PADDED = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask")
 MASK_NAMES = (*_REAL, *PADDED)
 _OF_TARGET = ("decoder_attention_mask", "tgt_key_padding_mask")
-# A module that takes a mask for another sequence distinguishes it from the mask for its own tokens.
+# Only a module with two kinds of masks takes these, for another sequence.
 _OF_OTHER = ("encoder_attention_mask", "memory_key_padding_mask")
-# A sequence other than the module's first.
+# A sequence other than the module's first one.
 _OTHER = ("key_value_states", "encoder_hidden_states", "memory", "context")
 _TARGET = ("tgt", "decoder_input_ids", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMasks:
-    """What a module's arguments say about its tokens."""
+    """Token masks among a module's arguments."""
 
-    given: dict[str, Tensor | None]  # (B, L) bool by argument, true for a real token
+    given: dict[str, Tensor | None]  # (B, L) bool by argument name, true for a real token
     # whether the module distinguishes masks for its own tokens from another sequence's, like a decoder
     definitive: bool = False
-    crossing: bool = False  # whether it was given another sequence but does not: a mask may be that sequence's
-    two: bool = False  # whether it takes two sequences: a mask may be either's
-    other: bool = False  # whether a mask with more axes was given
+    # whether it got another sequence without that distinction: a mask may belong to that sequence
+    crossing: bool = False
+    two: bool = False  # whether it takes two sequences: a mask may belong to either
+    other: bool = False  # whether it got a mask with more axes
 
     def sure(self, name: str) -> bool:
         """Return whether a mask is for the queries, whatever the keys are."""
@@ -226,7 +228,7 @@ class TokenMasks:
 
 
 def readings(name: str, mask: Tensor) -> list[Tensor]:
-    """Return the ways to read a mask: as its name is usually meant, and inverted, as some code means it."""
+    """Return both readings of a mask: in its name's usual meaning, and inverted, as some code means it."""
     return sorted((mask, ~mask), key=lambda each: not bool(each.any())) if name in _REAL else [mask]
 
 
@@ -241,7 +243,7 @@ def checked_real(real: Tensor | None) -> Tensor | None:
 
 
 def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return which tokens of a batch are real, by the masks that the model is given."""
+    """Return which tokens of a batch are real, by the masks that the model gets."""
     named = dict(batch) if isinstance(batch, Mapping) else {}
     values = () if named else (batch,) if isinstance(batch, Tensor) else tuple(batch)
     masks = token_masks(model, values, named)
@@ -254,7 +256,7 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def takes_masks(module: nn.Module) -> bool:
-    """Return whether a module has an argument for a token mask, by name."""
+    """Return whether a module has a token mask among its named arguments."""
     return not isinstance(module, torch.jit.ScriptModule) and bool({*_parameters(module)} & {*MASK_NAMES})
 
 
@@ -297,7 +299,7 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _same(query: Any, key: Any) -> bool:
-    """Return whether query and key are the same tokens, even if they were computed twice."""
+    """Return whether query and key are the same tokens, even if computed twice."""
     if query is key or not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return query is key
     return query.shape == key.shape and query.dtype == key.dtype and torch.equal(query, key)

@@ -1,4 +1,4 @@
-"""Inputs from files: arrays, texts, tokens and labels."""
+"""Inputs from files: arrays, token ids and texts, with their tokenizers, labels and targets."""
 
 import inspect
 import json
@@ -24,13 +24,13 @@ from semdiag_models.reading import check_packed, open_file, require_memory
 from semdiag_models.tasks.text import read_lines
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
-# At most so many characters per token, plus a margin, are tokenised: no tokenizer needs more.
+# Largest number of characters per token, plus a margin, to tokenise: no tokenizer needs more.
 _CHARACTERS, _MARGIN = 32, 10_000
 _UNKNOWN = "\ufffd"  # what decoders write for invalid bytes
 
 
 class Tokeniser:
-    """Turns texts into a model's input: a dictionary of tensors (N, L), padded, and cut to the limit."""
+    """Turns texts into a model's input: a dictionary of tensors (N, L), padded and cut to the limit."""
 
     def __init__(self, spec: str, tokenizer: Any, model: nn.Module, most: int | None = None) -> None:
         self.takes = _longest(tokenizer, model)
@@ -41,7 +41,7 @@ class Tokeniser:
             tokenizer.padding_side = "right"
 
     def __call__(self, texts: Sequence[str], targets: bool = False) -> dict[str, Tensor]:
-        """Return the model's input."""
+        """Tokenise texts."""
         cut: dict[str, Any] = {
             "truncation": self.longest is not None,
             "max_length": self.longest,
@@ -69,7 +69,7 @@ class Tokeniser:
             )
 
     def mask(self, ids: Tensor, seed: int, share: float = 0.15) -> tuple[Tensor, Tensor] | None:
-        """Mask some of the tokens, as masked-language models are trained."""
+        """Mask some of the tokens, as in the training of masked language models."""
         token = self._tokenizer.mask_token_id
         if token is None:
             return None
@@ -86,14 +86,14 @@ class Tokeniser:
         return sum(len(ids) > self.longest for ids in self._tokens(texts)["input_ids"])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of single tokens; for part of a character, the token's name in the vocabulary."""
+        """Return the text of each token; for part of a character, the token's name in the vocabulary."""
         import transformers
 
         try:
             with silent(transformers):
                 texts = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
                 names = self._tokenizer.convert_ids_to_tokens(list(ids))
-        except Exception as error:  # a configuration that says what no tokenizer can do
+        except Exception as error:  # a configuration may ask for what no tokenizer can do
             raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
         known = [str(each if name is None else name) for each, name in zip(ids, names, strict=True)]
         return [text if text and _UNKNOWN not in text else name for text, name in zip(texts, known, strict=True)]
@@ -106,12 +106,12 @@ class Tokeniser:
         try:
             with silent(transformers):
                 return dict(self._tokenizer(text_target=cut, **how) if targets else self._tokenizer(cut, **how))
-        except Exception as error:  # a configuration that says what no tokenizer can do
+        except Exception as error:  # a configuration may ask for what no tokenizer can do
             raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
 
 
 def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
-    """Read a tokenizer of transformers; one without a token for padding pads with another, if it has one."""
+    """Read a tokenizer of transformers; if it has no padding token, it pads with another one."""
     transformers = transformers_for(spec)
     folder = find_folder(spec) if tokenizer_folder is None else tokenizer_folder
     if tokenizer_folder is not None:
@@ -142,7 +142,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Return the rows of a model's token embedding; None if the model does not say which table that is."""
+    """Return the number of rows of a model's token embedding; None if the model does not name that table."""
     named = getattr(model, "get_input_embeddings", None)
     try:
         table = named() if callable(named) else None
@@ -152,19 +152,19 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:
-    """Return the number of tokens that the model takes at most; None if nothing says so."""
+    """Return the largest number of tokens that the model takes; None if nothing tells it."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions)
     limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
     for name, part in model.named_modules():
         counted = isinstance(part, nn.Embedding) and "position" in name and part.num_embeddings == positions
-        if counted and part.padding_idx is not None:  # as in RoBERTa: they begin after padding's
+        if counted and part.padding_idx is not None:  # as in RoBERTa: positions begin after padding's
             limits.append(positions - part.padding_idx - 1)
     return min(limits, default=None)
 
 
 def _padded(rows_by_name: dict[str, list[list[int]]], left: bool) -> dict[str, Tensor]:
-    """Turn lists of unequal length into tensors, padded with zeros, in the mask too."""
+    """Turn lists of unequal length into tensors padded with zeros, in the mask too."""
     longest = max(map(len, rows_by_name["input_ids"]))
 
     def filled(row: list[int]) -> list[int]:
@@ -194,17 +194,17 @@ def _with_decoder(spec: str, batch: dict[str, Tensor], config: Any) -> dict[str,
 
 SUFFIXES = ".txt", ".jsonl"
 _KEYS = "text", "label", "target"
-_IGNORED = -100  # label of padding
-_NUMBER = re.compile(r"-?[0-9]{1,18}")  # of a class; anything else is a name
+_IGNORED = -100  # label of padding, which the loss ignores
+_NUMBER = re.compile(r"-?[0-9]{1,18}")  # a class; anything else is a name
 
 
 @dataclass(frozen=True)
 class TextOptions:
     """How texts become inputs."""
 
-    max_length: int | None = None  # number of tokens at which texts are cut; None means the model's limit
+    max_length: int | None = None  # number of tokens to which texts are cut; None means the model's limit
     tokenizer: Path | None = None  # folder of a tokenizer; None means the model's own
-    labels: Path | None = None  # file with one class per line, for each text
+    labels: Path | None = None  # file with the class of each text, one per line
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -219,8 +219,10 @@ class Texts:
     """Texts, with labels or targets."""
 
     texts: list[str]  # at least one
-    labels: list[int | str] = field(default_factory=list)  # class of each, a number or a name; empty if unknown
-    targets: list[str] = field(default_factory=list)  # the right output of a sequence-to-sequence model for each
+    # class of each text, a number or a name; empty if unknown
+    labels: list[int | str] = field(default_factory=list)
+    # right output of a sequence-to-sequence model for each text; empty if unknown
+    targets: list[str] = field(default_factory=list)
 
 
 def read_texts(path: Path) -> Texts:
@@ -270,7 +272,7 @@ def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions
 
 
 def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeniser:
-    """Return the tokenizer that makes a model's inputs."""
+    """Return the tokenizer for a model's inputs."""
     if model.source != "hugging face" and options.tokenizer is None:
         raise InputError(
             f"{path}: texts need a tokenizer, and {model.path} has none. Name a folder that holds one with "
@@ -319,7 +321,7 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
 def _with_targets(
     tokenise: Tokeniser, batch: dict[str, Tensor], targets: Sequence[str], model: nn.Module
 ) -> dict[str, Tensor]:
-    """Return a batch with targets as the decoder's input, shifted as the model shifts them, and as labels."""
+    """Return a batch with targets as labels and, shifted as the model shifts them, as the decoder's input."""
     if "decoder_input_ids" not in batch:
         raise InputError("Targets are for sequence-to-sequence models, but this model has no separate decoder.")
     answers = tokenise(targets, targets=True)
@@ -327,7 +329,7 @@ def _with_targets(
     labels = ids.where(answers.get("attention_mask", torch.ones_like(ids)).bool(), _IGNORED)
     shifted = {name: x for name, x in answers.items() if name.startswith("decoder_")}
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if callable(shift):  # mBART's decoders, for one, begin with the last token, which is the language
+    if callable(shift):  # mBART's decoders, for example, begin with the last token, which is the language
         try:
             shifted["decoder_input_ids"] = shift(labels=labels)
         except (ValueError, TypeError, AssertionError) as error:  # a token that the configuration lacks
@@ -353,7 +355,7 @@ def read_inputs(path: Path) -> Tensor:
 
 
 def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions = AS_THEY_ARE) -> list[Batch]:
-    """Read inputs for a model of any kind."""
+    """Read inputs for any kind of model."""
     if path.suffix in SUFFIXES:
         return text_batches(path, model, size, texts)
     if texts != AS_THEY_ARE:
@@ -427,10 +429,11 @@ def _read_numpy(path: Path) -> Tensor:
 
 
 def array_tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
-    """Return the tensor of an array, whatever its byte order."""
+    """Return the tensor of an array in any byte order."""
     try:
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of the others
+        # torch warns of read-only arrays
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
     except TypeError:
         raise InputError(f"{path} cannot be read as an array of numbers (it holds {array.dtype}).") from None
 
@@ -452,6 +455,6 @@ def check_member(path: Path, member: zipfile.ZipInfo) -> None:
 def check_header(path: Path, file: IO[bytes]) -> None:
     """Refuse an array whose header declares more than memory holds, before it is allocated."""
     read = _HEADERS.get(np.lib.format.read_magic(file))
-    if read is not None:  # else numpy says what is wrong
+    if read is not None:  # else numpy reports what is wrong
         shape, _, kind = read(file)
         require_memory(math.prod(shape) * kind.itemsize, f"{path}: an array of shape {shape}")

@@ -1,4 +1,4 @@
-"""Which keys of a call a rule keeps."""
+"""Rules that choose keys (top-k, top-p, windows, random), and the keys that they keep in a call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ SHARING = "head", "group", "layer"
 class TopK:
     """Each query keeps its sinks, its window, and the k largest scores among its other keys.
 
-    Of equal scores, the one at the lower position is kept. A query with no more keys than that keeps them all.
+    Of equal scores, the one at the lower position is kept. A query with no more keys than that keeps all its keys.
 
     Args:
-        k: how many, 0 or more; or one number for each head.
-        sinks: how many of the first keys that are not padding are always kept.
-        window: keys less than this many positions from the query are always kept; 1 keeps its own key only.
-        block: above 1, k counts blocks of this many consecutive keys, from the first that is not padding.
-        by: how blocks are ranked: ``weight``, by the attention weight of their keys; ``best``, by their largest
-            score; ``mean``, by the mean of their keys' scores, which is the score of their mean key.
-        shared: which heads keep the same keys: ``head``, none do; ``group``, those with the same key head;
-            ``layer``, all of a layer. Keys are then ranked by their attention weight, averaged over these heads.
-        every: with ``shared="layer"``, so many consecutive layers use the keys of the first of them.
-        centred: where queries see later keys, too, ``window`` is the number of nearest keys in all, not of those
-            on each side.
+        k: number of kept keys, 0 or more; or one number for each head.
+        sinks: number of first keys, after padding, that are always kept.
+        window: keys less than this many positions from the query are always kept; 1 keeps the query's own key.
+        block: above 1, k counts blocks of this many consecutive keys, from the first key that is not padding.
+        by: score of a block: ``weight``, the attention weight of its keys; ``best``, their largest score;
+            ``mean``, the mean of their scores, which is the score of their mean key.
+        shared: heads that keep the same keys: ``head``, each its own; ``group``, heads with the same key head;
+            ``layer``, all heads of a layer. Keys are then ranked by their mean attention weight over these heads.
+        every: with ``shared="layer"``, number of consecutive layers that use the keys of the first of them.
+        centred: where queries also see later keys, whether ``window`` is the number of nearest keys in all, not of
+            those on each side.
 
     Raises:
         InputError: if a number is negative, nothing is kept, or a word is unknown.
@@ -71,13 +71,13 @@ class TopK:
 class TopP:
     """Each query keeps the fewest keys that hold a fraction p of its attention weight.
 
-    K_i = the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores, the one at the lower position comes
+    K_i holds the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores, the one at the lower position comes
     first.
 
     Source: nucleus sampling's rule, applied to attention (Lin et al. 2025, Twilight). Deviation: none.
 
     Args:
-        p: above 0, at most 1.
+        p: fraction of the attention weight, above 0, at most 1.
 
     Raises:
         InputError: if p is outside this range.
@@ -98,14 +98,14 @@ class TopP:
 class RandomK:
     """A control: each query keeps its sinks, its window, and k of its other keys, drawn at random.
 
-    The draw depends on seed, layer, head and position, but not on batch or device: it is the same for all samples
-    and in every forward pass.
+    The draw depends on seed, layer, head and position, not on batch or device: it is the same for all samples and
+    in every forward pass.
 
     Args:
-        k: how many, 0 or more; or one number for each head.
-        seed: of the draw.
-        sinks: as in :class:`TopK`.
-        window: as in :class:`TopK`.
+        k: number of keys drawn, 0 or more; or one number for each head.
+        seed: random seed for the draw.
+        sinks: number of first keys that are always kept, as in :class:`TopK`.
+        window: distance within which keys are always kept, as in :class:`TopK`.
 
     Raises:
         InputError: if a number is negative, or nothing is kept.
@@ -121,15 +121,15 @@ class RandomK:
 
 
 def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind of mask)
-    """Each query keeps ``width`` keys in all: the first ``sinks`` keys, and the others nearest to it.
+    """Each query keeps ``width`` keys in all: the first ``sinks`` keys, and the nearest other keys.
 
-    In a causal model it keeps as many keys as ``TopK(width)``. In others the window is cut off at both ends of the
-    sequence, or covers the sinks: queries there keep fewer.
+    In a causal model it keeps as many keys as ``TopK(width)``. In other models the window is cut off at both ends
+    of the sequence, or covers the sinks; queries there keep fewer.
 
     Args:
-        width: above ``sinks``; in a causal model, the query's own key and the ``width - sinks - 1`` before it are
-            kept, otherwise as many on either side.
-        sinks: how many of the first keys that are not padding are always kept.
+        width: number of kept keys, above ``sinks``; in a causal model, the query's own key and the
+            ``width - sinks - 1`` keys before it, otherwise as many on either side.
+        sinks: number of first keys, after padding, that are always kept.
 
     Raises:
         InputError: if width is not above sinks, or sinks are negative.
@@ -158,7 +158,7 @@ def check_keep(keep: Any) -> None:
 
 
 def rule_for(keep: Keep, call: AttentionCall) -> Rule:
-    """Return the rule for one call: the rule itself, or the mapping's entry for the call."""
+    """Return the rule for one call: the only rule, or the call's entry in the mapping."""
     if isinstance(keep, Rule):
         return keep
     for key in ((call.module, call.occurrence), call.module, call.layer):
@@ -188,8 +188,8 @@ def _check(k: int | Sequence[int], sinks: int, window: int, block: int) -> None:
         raise InputError(f"A mask must keep something: k of at least 1, sinks or a window. Got k={k}.")
 
 
-_AT_ONCE = 2**22  # scores held at once while a mask is chosen
-_SORTED = 512  # up to so many keys, sorting a row is faster than partitioning it
+_AT_ONCE = 2**22  # scores held at a time while a mask is chosen
+_SORTED = 512  # keys up to which sorting a row is faster than partitioning it
 # Parts of module names whose keys and queries come from different sequences.
 CROSS = ("cross", "encoder_attn", "encdec", "enc_dec", "encoder_decoder", "multihead_attn")
 
@@ -201,7 +201,7 @@ class SharedChoices:
         self._layer, self._chosen = 0, torch.empty(0)
 
     def kept(self, rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-        """Return what :func:`kept_keys` returns; the choice may be an earlier layer's."""
+        """Return the result of :func:`kept_keys`; the choice may be an earlier layer's."""
         every = rule.every if isinstance(rule, TopK) else 1
         if every == 1:
             return kept_keys(rule, call)
@@ -243,7 +243,7 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         kept = kept | (fixed & allowed)
     some = allowed.any(-1, keepdim=True)
     number = counted(kept)[..., None]
-    if bool(((number == 0) & some).any()):  # a query without any keeps all
+    if bool(((number == 0) & some).any()):  # a query without any key keeps all
         kept = kept | (allowed & (number == 0))
     if not bool((allowed & ~kept).any()):
         return None
@@ -252,18 +252,18 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def narrowed(mask: Tensor) -> Tensor:
-    """Return a mask (B, H, Lq, Lk) before expansion: samples, or heads, that are all alike count as one."""
+    """Return a mask (B, H, Lq, Lk) before expansion: with one entry for samples, or heads, that are all alike."""
     one = [slice(1) if step == 0 else slice(None) for step in mask.stride()[:2]]
     return mask[tuple(one)]
 
 
 def counted(kept: Tensor) -> Tensor:
-    """Return how many entries of each row are true, int32; five times faster than summing bools."""
+    """Return the number of true entries in each row, int32; five times faster than summing bools."""
     return kept.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
 def _scored(rule: TopK | TopP, k: Tensor, call: AttentionCall, free: Tensor, order: Tensor | None) -> Tensor:
-    """Return which free keys are kept for their scores, computed for a few samples or queries at a time."""
+    """Return the free keys that are kept for their scores, computed for a few samples or queries at a time."""
     batch, heads, queries, _ = call.q.shape
     row = heads * call.k.shape[2]
     size, strip = max(1, _AT_ONCE // (row * queries)), max(1, _AT_ONCE // row)
@@ -307,13 +307,14 @@ def allowed_keys(part: AttentionCall) -> Tensor:
     allowed = allowed.expand(size)
     if part.selected is None:
         return allowed
-    chosen = torch.zeros(*size[:3], size[3] + 1, dtype=torch.bool, device=part.q.device)  # last column: none
+    # the last column takes the position -1
+    chosen = torch.zeros(*size[:3], size[3] + 1, dtype=torch.bool, device=part.q.device)
     places = part.selected.where(part.selected >= 0, size[3]).expand(*size[:3], -1)
     return chosen.scatter_(3, places, torch.ones_like(places, dtype=torch.bool))[..., :-1] & allowed
 
 
 def real_first(allowed: Tensor, call: AttentionCall) -> Tensor | None:
-    """Return an order of the keys with those before the first that some query sees (padding) at the end."""
+    """Return an order of the keys that puts those before the first key that a query sees (padding) at the end."""
     first = allowed.any(1).any(1).int().argmax(-1, keepdim=True)
     if call.first_query or call.keys_before or not bool(first.any()):
         return None
@@ -327,7 +328,7 @@ def ordered(rows: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, order: Tensor | None) -> Tensor:
-    """Return the k largest scores, or blocks, of each head, or of heads that share a choice."""
+    """Return the k largest scores, or blocks, of each head or of heads that share a choice."""
     heads, length = scores.shape[1], scores.shape[3]
     sets = {"head": heads, "group": call.k.shape[1], "layer": 1}[rule.shared]
     if sets < heads:
@@ -338,7 +339,7 @@ def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, order: T
         else:
             weights = several.softmax(-1)
         weights, hidden = weights.nan_to_num(0).mean(2), several.amax(2) == -torch.inf
-        # A weight that underflows must not become -inf, which means hidden.
+        # A weight that underflows must not become -inf, which means a hidden key.
         smallest = torch.finfo(weights.dtype).tiny
         scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
     kept = _largest(block_scores(ordered(scores, order), rule.block, rule.by), k)
@@ -349,7 +350,7 @@ def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, order: T
 
 
 def _heaviest(scores: Tensor, p: float) -> Tensor:
-    """Return the fewest largest scores whose weights add up to p."""
+    """Return which scores are the fewest largest ones whose weights add up to p."""
     ordered, places = scores.sort(dim=-1, descending=True, stable=True)
     weights = ordered.softmax(-1).nan_to_num(0)
     before = weights.cumsum(-1) - weights  # weight of all keys before
@@ -390,7 +391,7 @@ def _bound(values: Tensor, k: Tensor) -> Tensor:
 
 
 def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
-    """Return the score by which blocks of consecutive keys are ranked: ln Σ exp(z), the largest z, or the mean z."""
+    """Return scores that rank blocks of consecutive keys: ln Σ exp(z), the largest z, or the mean z."""
     if block == 1:
         return scores
     rest = -scores.shape[-1] % block

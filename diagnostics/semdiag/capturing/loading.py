@@ -1,4 +1,4 @@
-"""Load any model that a user names, and say what is wrong with a name."""
+"""Load any model that a user names (a checkpoint, a folder, a factory), or say what is wrong with the name."""
 
 import ast
 import importlib
@@ -27,12 +27,13 @@ Place = tuple[int, str]  # id of a module, and name of its parameter
 
 @dataclass
 class Weights:
-    """What calls of ``load_state_dict`` left out; filled while the function runs."""
+    """Weights that calls of ``load_state_dict`` left out; it fills while the function runs."""
 
     unexpected: list[str] = field(default_factory=list)  # names of weights that no module took
-    _missed: dict[Place, float] = field(default_factory=dict)  # with a sum that shows whether it is written later
+    # parameters without weights, with a sum that shows whether they are written later
+    _missed: dict[Place, float] = field(default_factory=dict)
     _loaded: set[Place] = field(default_factory=set)
-    _modules: list[nn.Module] = field(default_factory=list)  # kept alive, so that no id is reused
+    _modules: list[nn.Module] = field(default_factory=list)  # keeps modules alive, so that no id is reused
 
     def add(self, module: nn.Module, names: set[str], missing: list[str], unexpected: list[str]) -> None:
         """Record one call."""
@@ -43,7 +44,7 @@ class Weights:
         self._loaded |= {_place(module, name) for name in names - set(unexpected)}
 
     def not_loaded(self, model: nn.Module) -> list[str]:
-        """Return the names of a model's parameters that no call loaded and nothing wrote: no tie, no copy."""
+        """Return the names of a model's parameters that no call loaded and neither a tie nor a copy wrote."""
         every = [
             ((id(part), name), f"{prefix}.{name}".removeprefix("."), parameter)
             for prefix, part in model.named_modules()
@@ -57,7 +58,7 @@ class Weights:
         ]
 
     def described(self, model: nn.Module) -> str:
-        """Return what was left out, in words; empty if nothing was."""
+        """Return a description of what was left out; empty if nothing was."""
         lost = self.not_loaded(model)
         if not lost:
             return ""
@@ -85,7 +86,7 @@ def _place(module: nn.Module, name: str) -> Place:
 
 @contextmanager
 def watched_weights() -> Iterator[Weights]:
-    """Watch every ``load_state_dict`` inside the context."""
+    """Watch every ``load_state_dict`` in the context."""
     weights, original = Weights(), nn.Module.load_state_dict
 
     def load(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,17 +106,17 @@ _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def recognised(spec: str) -> bool:
-    """Return whether a text names a factory: ``package.module:function``, and no file has that name."""
+    """Return whether a text names a factory, ``package.module:function``, and no file has that name."""
     return _SPEC.fullmatch(spec) is not None and not Path(spec).exists()
 
 
 def build(spec: str) -> tuple[nn.Module, Any]:
-    """Import the user's module and call the factory. This runs the user's code."""
+    """Import the user's module and call its factory. This runs the user's code."""
     name, _, function = spec.partition(":")
     with _current_folder_first():
         try:
             module = importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # whatever the user's code does when imported
+        except (Exception, SystemExit) as error:  # the user's code may do anything when imported
             raise InputError(f"{name} cannot be imported ({_described(error)}).{_hint(error, name)}") from error
         factory = getattr(module, function, None)
         if not callable(factory):
@@ -156,7 +157,7 @@ def _current_folder_first() -> Iterator[None]:
 
 
 def _hint(error: BaseException, name: str) -> str:
-    """Say where a module was looked for, if the user's own module was not found."""
+    """Return where a module was looked for, if the user's own module was not found."""
     missing = getattr(error, "name", None)
     if isinstance(error, ModuleNotFoundError) and missing is not None and f"{name}.".startswith(f"{missing}."):
         return f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
@@ -172,11 +173,11 @@ SCHEMA = "semdiag.budget/1"
 
 
 def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | tuple[str, int], TopK]:
-    """Read a budget that ``semdiag k-sweep --budget`` wrote, for :func:`~semdiag.capturing.sparsify.sparsify`.
+    """Read a budget from ``semdiag k-sweep --budget``, for :func:`~semdiag.capturing.sparsify.sparsify`.
 
     Args:
-        path: the JSON file; its form: docs/commands/k-sweep.md.
-        name: which of its budgets, like ``mass-95``; None: the one that the file calls its default.
+        path: JSON file in the form of docs/commands/k-sweep.md.
+        name: name of a budget in the file, like ``mass-95``; None for the file's default.
 
     Returns:
         Rules by module and occurrence.
@@ -232,7 +233,7 @@ _OTHERS = {
 
 
 def _functions(path: Path) -> list[str]:
-    """Return the public functions of a Python file that need no arguments; the file is parsed, not run."""
+    """Return the public functions without required arguments of a Python file, which is parsed, not run."""
     try:
         parsed = ast.parse(read_bytes(path, LARGEST_TEXT))
     except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -271,7 +272,7 @@ _BESIDE = (".md", ".json", ".csv", ".py", ".toml", ".txt", ".log", ".html", ".pn
 
 
 def find_checkpoints(models: list[Path] | None) -> list[Path]:
-    """Return the checkpoints a command is about."""
+    """Return the checkpoints that a command is about."""
     if models:
         return _each_once([file for model in models for file in _files(model)])
     folder = _folder()
@@ -301,7 +302,7 @@ def _each_once(files: list[Path]) -> list[Path]:
 
 
 def known_runs() -> list[Path]:
-    """Return the run folders that are meant when none is named."""
+    """Return the run folders that a command is about when none is named."""
     return [file.parent for file in _below(_folder()) if file.name == "last.pt"]
 
 
@@ -329,25 +330,25 @@ def _below(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadedModel:
-    """A model in evaluation mode, and where it comes from.
+    """A model in evaluation mode, and its origin.
 
     Attributes:
-        path: as the user named it.
-        sha256: of the file; of a Hugging Face model's weight files; empty if there is none.
-        module: the model; an encoder of semdiag_models, or any other.
-        source: ``semdiag``, ``paper code``, ``hugging face``, ``factory``, ``module`` or ``python``.
-        snapshot: ``initialisation``, ``last``, ``best``, ``epoch N`` or ``unknown``.
-        task: the task's name; None if unknown.
-        seed: of the run; None if unknown.
-        epoch: finished epochs; None if unknown.
+        path: path or name as the user gave it.
+        sha256: hash of the file, or of a Hugging Face model's weight files; empty if there is no file.
+        module: model; an encoder of semdiag_models, or any other module.
+        source: origin: ``semdiag``, ``paper code``, ``hugging face``, ``factory``, ``module`` or ``python``.
+        snapshot: snapshot of the run: ``initialisation``, ``last``, ``best``, ``epoch N`` or ``unknown``.
+        task: name of the task; None if unknown.
+        seed: random seed of the run; None if unknown.
+        epoch: number of finished epochs; None if unknown.
         training: data and optimisation of the run; None if unknown.
         history: one list per column, one entry per epoch; empty if unknown.
         provenance: versions, command and device of the training run.
-        batches: inputs that came with the model; None if none did.
-        weights_sha256: of the parameters alone, of semdiag's and the paper's checkpoints; else empty.
-        recorded_weights: where such a hash is recorded, and which: in the file, in a manifest beside its folder.
-        not_loaded: which weights the function that built it left out, in words; empty if none.
-        tokenizers: those read so far, by folder; None: the model's own.
+        batches: inputs that came with the model; None if there are none.
+        weights_sha256: hash of the parameters alone, for checkpoints of semdiag and the paper; else empty.
+        recorded_weights: recorded hashes of the parameters by place: the file, a manifest beside its folder.
+        not_loaded: description of the weights that the factory left out; empty if none.
+        tokenizers: tokenizers that were read, by folder; None stands for the model's own folder.
     """
 
     path: str
@@ -374,25 +375,25 @@ class LoadedModel:
 
     @property
     def size(self) -> int:
-        """Bytes of its parameters and buffers."""
+        """Number of bytes of its parameters and buffers."""
         return sum(t.nbytes for t in (*self.module.parameters(), *self.module.buffers()))
 
     @property
     def external(self) -> bool:
-        """Whether it was not made by semdiag or the paper's code, so that only its attention is known."""
+        """Whether neither semdiag nor the paper's code made the model, so that only its attention is known."""
         return self.source in EXTERNAL_SOURCES
 
     @property
     def contradicted_by(self) -> list[str]:
-        """Where a different hash of the weights is recorded: ``file``, ``manifest``."""
+        """Places where a different hash of the weights is recorded: ``file``, ``manifest``."""
         return [place for place, digest in self.recorded_weights.items() if digest != self.weights_sha256]
 
     @property
     def encoder(self) -> Encoder:
-        """The model as an encoder of semdiag_models, all of whose parts are known.
+        """The model as an encoder of semdiag_models, with known parts.
 
         Raises:
-            InputError: if it is another model; says what works on it.
+            InputError: if it is another model; the message says what works on it.
         """
         if isinstance(self.module, Encoder):
             return self.module
@@ -409,11 +410,11 @@ class LoadedModel:
         fresh samples of its task.
 
         Args:
-            samples: how many; all, if a text has fewer windows.
-            seed: of fresh samples.
+            samples: number of samples; all, if a text has fewer windows.
+            seed: random seed for fresh samples.
 
         Returns:
-            Tokens (N, L), labels (N,), and a description of where they come from.
+            Tokens (N, L), labels (N,), and a description of their origin.
 
         Raises:
             InputError: if there are fewer samples, the task is unknown, the run's text is gone, or the model is no
@@ -421,7 +422,7 @@ class LoadedModel:
         """
         config = self.encoder.config
         if self.training is not None:
-            # The user cannot know how many windows a text has: of a small one, all are taken.
+            # The user cannot know a text's number of windows: a small text gives all of them.
             if samples > self.training.holdout_samples and self.training.text is None:
                 raise InputError(
                     f"{self.path} has {self.training.holdout_samples} held-out samples; --samples must not be "
@@ -449,12 +450,12 @@ class LoadedModel:
         """Return windows of the user's text, for a model that was trained on text.
 
         Args:
-            path: a UTF-8 text file; the model's own tokenizer cuts it into pieces.
-            samples: how many windows, drawn at random; all if there are fewer.
-            seed: of the draw.
+            path: UTF-8 text file; the model's own tokenizer cuts it into pieces.
+            samples: number of windows, drawn at random; all if there are fewer.
+            seed: random seed for the draw.
 
         Returns:
-            Tokens (N, L), labels (N,), and a description of where they come from.
+            Tokens (N, L), labels (N,), and a description of their origin.
 
         Raises:
             InputError: if the model reads no text, the file is no text, or its lines are too short.
@@ -468,16 +469,15 @@ class LoadedModel:
 
 
 def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = "auto") -> LoadedModel:
-    """Load a model: a checkpoint, a Hugging Face folder, or what the user's function builds.
+    """Load a model: a checkpoint, a Hugging Face folder, or the result of the user's function.
 
     Args:
         path: a ``.pt`` file of semdiag or of the paper's released code, or a run's folder (its ``last.pt``);
             ``hf:DIRECTORY`` (offline, safetensors; DIRECTORY may lie in an installed package, as
             PACKAGE/FOLDER); or ``package.module:function``, which is imported and called and returns a module,
             or a module and its inputs.
-        config: for checkpoints of the paper's code only: the configuration that the file name does not tell.
-        head: of a Hugging Face model: ``auto`` for the one that its configuration names, ``none`` for the body
-            alone.
+        config: configuration that the file name does not give, for checkpoints of the paper's code only.
+        head: head of a Hugging Face model: ``auto`` for the configured one, ``none`` for the body alone.
 
     Returns:
         The model in evaluation mode on the CPU. Torch's random state is left as it was.
@@ -486,14 +486,14 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
         InputError: if it is missing, none of these, contains code, is incomplete, or does not fit its
             configuration.
     """
-    with torch.random.fork_rng(devices=[]):  # modules draw initial weights before loading
+    with torch.random.fork_rng(devices=[]):  # modules draw initial weights before they load their own
         return _load(path, config, head)
 
 
 def load_all(
     models: Iterable[str | Path | LoadedModel], config: Mapping[str, Any] | None, head: str = "auto"
 ) -> list[LoadedModel]:
-    """Load several models with :func:`load`; loaded ones pass through."""
+    """Load several models with :func:`load`; leave loaded ones as they are."""
     loaded = [model if isinstance(model, LoadedModel) else load(model, config, head) for model in models]
     if config is not None and not any(model.source == "paper code" for model in loaded):
         raise InputError(
@@ -522,7 +522,7 @@ def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> Load
 
 
 def describe(model: LoadedModel) -> dict[str, Any]:
-    """Return what is known of a model's architecture."""
+    """Return the architecture of a model, as far as it is known."""
     parameters = sum(p.numel() for p in model.module.parameters())
     if not model.external:
         return {**model.encoder.config.to_dict(), "parameters": parameters}

@@ -1,4 +1,4 @@
-"""The private parts of torch and transformers on which watches and masks rely, each with a probe."""
+"""Private parts of torch and transformers that watches and masks rely on, each with a probe."""
 
 import functools
 import inspect
@@ -42,7 +42,7 @@ from semdiag.capturing.recording import (
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:  # called again in each thread
+    def __init__(self) -> None:  # runs again in each thread
         self.names: list[str] = []
         self.begun: type | None = None
 
@@ -66,7 +66,7 @@ def checkpointed() -> bool:
 
 
 def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
-    """Look up an attribute of a Function; ``apply`` gets a ``forward`` that is recorded."""
+    """Return an attribute of a Function; for ``apply``, one whose ``forward`` is recorded."""
     found = original(cls, name)
     if name == "_backward_cls":
         _RUNNING.begun = cls if torch.is_grad_enabled() else None
@@ -79,7 +79,7 @@ def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
 def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # else a function mode sees every access
+        with torch._C.DisableTorchFunction():  # else a function mode sees every property access
             tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
         if not tracked:
             return forward(*args, **kwargs)
@@ -117,19 +117,16 @@ def _own_gradients() -> bool:
 
 def _checkpoints() -> bool:
     """Return whether both kinds of activation checkpoints are seen from inside, and only from there."""
-    run, seen = (
-        inspect.unwrap(torch.utils.checkpoint.checkpoint),
-        [checkpointed()],
-    )  # the wrapper imports a compiler
+    # The wrapper imports a compiler.
+    run, seen = inspect.unwrap(torch.utils.checkpoint.checkpoint), [checkpointed()]
     x = torch.zeros(1, device="cpu", requires_grad=True)
 
     def inside(x: Tensor) -> Tensor:
         seen.append(checkpointed())
         return x.clone()
 
-    kinds = (
-        (True, False) if "torch._dynamo" in sys.modules else (True,)
-    )  # the other imports it, which takes seconds
+    # The other kind imports a compiler, which takes seconds.
+    kinds = (True, False) if "torch._dynamo" in sys.modules else (True,)
     with OWN_GRADIENTS.held():
         for reentrant in kinds:
             run(inside, x, use_reentrant=reentrant, preserve_rng_state=False)
@@ -172,7 +169,7 @@ class _Kinds(TorchDispatchMode):
 
 
 def _operators() -> bool:
-    """Return whether the operators of attention have the names by which they are known below Python."""
+    """Return whether the operators of attention have their expected names below Python."""
     x = torch.zeros(1, 1, 2, 2, device="cpu")
     runs: dict[str, tuple[Callable[[], Any], ...]] = {
         "softmax": (lambda: x.softmax(-1), lambda: x.log_softmax(-1)),
@@ -200,7 +197,7 @@ class _Composites(OperationWatch):  # type: ignore[no-untyped-call]
 
 
 def _composites() -> bool:
-    """Return whether the parts of an operator are seen in inference mode, where autograd does not part it."""
+    """Return whether the parts of an operator are seen in inference mode, where autograd does not split it."""
     with _Composites(Recorder(Watched(nn.Identity(), lambda call: None))) as mode, torch.inference_mode():
         x = torch.zeros(1, 1, 2, 2, device="cpu")
         torch.matmul(x, x).softmax(-1)
@@ -217,7 +214,7 @@ def _library() -> Any:
 
 
 def _python_kernels() -> bool:
-    """Return whether a kernel in Python is told from one below Python."""
+    """Return whether a kernel in Python is distinguished from one below Python."""
     x, _ = torch.zeros(1, device="cpu"), _library()
     ours, theirs = torch.ops.semdiag.identity.default, torch.ops.aten.exp.default
     return python_kernel(ours, (x,), {}) is not None and python_kernel(theirs, (x,), {}) is None
@@ -234,7 +231,7 @@ class _Names(TorchFunctionMode):
 
 
 def _functions() -> bool:
-    """Return whether functions in Python have the names by which attention is known."""
+    """Return whether Python functions of attention have their expected names."""
     x, w, b = torch.zeros(1, 1, 2, device="cpu"), torch.zeros(6, 2, device="cpu"), torch.zeros(6, device="cpu")
     with torch.no_grad(), _Names() as mode:
         F.scaled_dot_product_attention(x, x, x)
@@ -247,7 +244,7 @@ def _functions() -> bool:
 
 
 def _modes() -> bool:
-    """Return whether modes that end in another order leave torch's state as it was."""
+    """Return whether modes that end in another order leave torch's state unchanged."""
     module = sys.modules[TorchDispatchMode.__module__]
 
     def state() -> list[object]:
@@ -270,13 +267,13 @@ def _modes() -> bool:
 
 
 def _storages() -> bool:
-    """Return whether tensors with one storage have one address, and others do not."""
+    """Return whether tensors of one storage have the same address, and others do not."""
     x, y = torch.zeros(2, device="cpu"), torch.zeros(2, device="cpu")
     return address(x) == address(x[1:]) != address(y)
 
 
 def _threads() -> bool:
-    """Return whether watches reach other threads, and the threads of pools do not keep them."""
+    """Return whether watches reach other threads, and threads of pools do not keep them."""
     seen = list[bool]()
 
     def work() -> None:
@@ -294,7 +291,7 @@ def _threads() -> bool:
 
 
 def _caches() -> bool:
-    """Return whether a cache tells how many tokens came before its keys."""
+    """Return whether a cache tells the number of tokens before its keys."""
     keys, cache = torch.zeros(1, 1, 2, 1, device="cpu"), sys.modules["transformers.cache_utils"].DynamicCache()
     with watched_caches():
         cache.update(keys, keys, 0)
@@ -332,7 +329,7 @@ _OLDER = "a class that looks up its attention without AttentionInterface.get_int
 
 
 def broken_parts(model: nn.Module) -> list[str]:
-    """Return the private parts that behave otherwise than semdiag knows, of those that concern a model."""
+    """Return the private parts, among those that concern a model, that behave differently than semdiag expects."""
     broken = [*_failed((*_TORCH,), str(torch.__version__))]
     classes: set[Any] = {type(part) for part in model.modules()}
     if any(kind.__module__.startswith("transformers.") for each in classes for kind in each.__mro__):
@@ -351,7 +348,7 @@ def remarks_on(broken: Iterable[str]) -> list[Remark]:
 
 
 def refusal(broken: Iterable[str]) -> str:
-    """Return why a mask is refused."""
+    """Return the reason why a mask is refused."""
     text = "; ".join(map(_said, broken))
     return (
         f"{text}: masks or their gradients could be wrong. Install a version of torch and transformers that works."
@@ -370,7 +367,7 @@ def _failed(names: tuple[str, ...], versions: str) -> tuple[str, ...]:
 
 
 def works(probe: Callable[[], bool]) -> bool:
-    """Return what a probe says, away from everything that the caller has switched on."""
+    """Return the result of a probe, without anything that the caller has switched on."""
     with (
         without_modes(),
         torch.inference_mode(False),

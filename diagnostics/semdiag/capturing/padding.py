@@ -1,4 +1,4 @@
-"""Find padded queries from the token masks that the surrounding modules were given."""
+"""Find padded queries from the token masks of the surrounding modules, or from the attention's own mask."""
 
 import threading
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
 
 
 def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
-    """Return the same if the batch axis holds several rows per sample; the keys tell their order."""
+    """Return this part if the batch axis holds several rows per sample; the keys show their order."""
     times = len(call.q) // max(1, len(mask))
     if times < 2:
         return None
@@ -61,18 +61,18 @@ def none_without_keys(queries: Tensor, call: AttentionCall) -> bool:
 
 
 def are_learned(call: AttentionCall) -> bool:
-    """Return whether the queries are learned rather than tokens: equal in two samples whose keys differ."""
+    """Return whether the queries are learned rather than tokens: equal in two samples with different keys."""
     return len(call.q) > 1 and _alike(call.q) and not _alike(call.k)
 
 
 def _alike(rows: Tensor) -> bool:
-    """Return whether the first two samples differ only by rounding, which depends on a row's position."""
+    """Return whether the first two samples are equal up to rounding, which depends on a row's position."""
     first, second = rows[:2]
     return bool(((second - first).abs() <= 16 * torch.finfo(rows.dtype).eps * first.abs().amax()).all())
 
 
 def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
-    """Return whether a mask with as many samples as tokens is one of queries by keys, (L, L), like a causal one."""
+    """Return whether a mask with as many samples as tokens is one of queries by keys, (L, L), as a causal one."""
     seen = call.part().allowed
     if seen is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
         return False
@@ -113,7 +113,7 @@ def padded_by_own_mask(call: AttentionCall) -> Tensor | None:
 
 
 def real_by_own_mask(call: AttentionCall) -> Tensor | None:
-    """Return which queries attend like real tokens, in self-attention of which only the mask is known."""
+    """Return which queries attend like real tokens, in self-attention with no other known mask."""
     seen, (batch, _, length, _) = call.part().allowed, call.q.shape
     if seen is None or length == 1 or call.first_query + length > call.k.shape[2]:
         return None
@@ -125,7 +125,7 @@ def real_by_own_mask(call: AttentionCall) -> Tensor | None:
         everything &= everything.sum(1, keepdim=True) > 1  # a single one: the last query of causal attention
         by_others = (seen & ~everything[:, :, None])[:, :, place].any(1)
         real &= ~everything | by_others
-    if call.fully_masked is not None:  # the mask leaves these no key, but others may see theirs
+    if call.fully_masked is not None:  # the mask leaves these no key, but others may see their key
         real |= call.fully_masked.any(-1).all(1) & seen.any(1)[:, place]
     return real if bool(real.any(1).all()) else None
 
@@ -143,7 +143,7 @@ AVERAGED = (
 
 
 class Padding:
-    """Follows the token masks that the running modules were given."""
+    """Follows the token masks that the running modules get."""
 
     def __init__(self, model: nn.Module, given: Tensor | None = None) -> None:
         self.given, self.fitted = given, False
@@ -155,7 +155,7 @@ class Padding:
 
     @property
     def _running(self) -> list[TokenMasks | None]:
-        """The masks of the running modules of this thread, the innermost last."""
+        """Masks of the running modules of this thread, the innermost last."""
         if not hasattr(self._threads, "running"):
             self._threads.running = []
         running: list[TokenMasks | None] = self._threads.running
@@ -163,8 +163,8 @@ class Padding:
 
     @contextmanager
     def watched(self, running: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Iterator[None]:
-        """Listen to the arguments of the model's modules; hooks are removed when the context is left."""
-        self._running.clear()  # of forward passes in this thread that began under another watch
+        """Observe the arguments of the model's modules in the context, by hooks."""
+        self._running.clear()  # left by forward passes in this thread that began under another watch
         with ExitStack() as stack:
             stack.callback(self._running.clear)
             stack.callback(self._take_off, *self._model.modules())
@@ -198,7 +198,7 @@ class Padding:
         ended = register_module_forward_hook(after, always_call=True)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is self._model:  # also cleans up after an interrupted forward pass
+        if module is self._model:  # also resets after an interrupted forward pass
             self._running.clear()
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
             self._step_aside(module)
@@ -216,7 +216,7 @@ class Padding:
             self._running.pop()
 
     def marked(self, call: AttentionCall, audit: Audit) -> AttentionCall:
-        """Mark a call's padded queries, if its adapter did not."""
+        """Return a call with its padded queries marked, if its adapter did not mark them."""
         if self._failed is not None:
             audit.remarks[Remark(call.module, self._failed)] += 1
         code = "padding"
@@ -240,9 +240,9 @@ class Padding:
         return call.averaged()
 
     def _of_the_user(self, given: Tensor, call: AttentionCall) -> tuple[Tensor | None, str | None]:
-        """Return what :meth:`queries` returns, by the user's mask."""
+        """Return the result of :meth:`queries` by the user's mask."""
         (batch, _, length, _), first = call.q.shape, call.keys_before + call.first_query
-        if len(given) == batch and first >= given.shape[1]:  # generated since the mask was given
+        if len(given) == batch and first >= given.shape[1]:  # tokens generated since the mask was given
             self.fitted = True
             return call.queries, None
         own = own_part(given, call)
@@ -257,21 +257,21 @@ class Padding:
         return own if call.queries is None else own & call.queries, None
 
     def queries(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
-        """Return which queries of a call are real."""
+        """Return which queries of a call are real, and a remark; None for either."""
         own, remark = self._by_masks(call)
         if own is not None and not bool(own.all()) and are_learned(call):
             return None, None
         return own, remark
 
     def _by_masks(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
-        """Return what :meth:`queries` returns, by the masks of running modules, the innermost first."""
+        """Return the result of :meth:`queries` by the masks of running modules, the innermost first."""
         remark, crossing = None, False
         for masks in filter(None, reversed(self._running)):
             crossing |= masks.crossing
             for name, mask in masks.given.items():
                 sure = masks.sure(name)
                 if sure and not (masks.definitive or crossing or "decoder" in call.module):
-                    continue  # the target's mask, but this may be the encoder
+                    continue  # the target's mask, while this may be the encoder
                 if mask is None:
                     if sure and not masks.other:
                         return None, None
@@ -354,7 +354,7 @@ def _of_queries(
 def _read_by_keys(
     name: str, mask: Tensor, own: Tensor, two: bool, call: AttentionCall
 ) -> tuple[Tensor | None, str | None]:
-    """Return what :func:`_of_queries` returns, by the reading of the mask that the keys confirm."""
+    """Return the result of :func:`_of_queries` by the reading of the mask that the keys confirm."""
     everyone = torch.ones_like(own[:, :1])  # for two sequences, or against the name: no query may see padding
     for reading in readings(name, mask):
         queries = reading[:, -own.shape[1] :]

@@ -14,7 +14,7 @@ from semdiag_models.checkpoint import check_shapes
 _BLOCK = "encoder.transformer.{}."
 _MARK = _BLOCK.format(0) + "attention.W_q.weight"
 _POSITIONS = "pos_encoder.pe"
-# Parameters whose shapes tell the model's size, and their number of axes.
+# Parameters whose shapes give the model's size, and their number of axes.
 _AXES = {
     "embedding.weight": 2,
     "linear.weight": 2,
@@ -23,10 +23,10 @@ _AXES = {
     _MARK: 2,
 }
 _MASKS = {"none": "full", "windowed": "banded", "blklocal": "block", "topk": "topk", "botk": "bottomk"}
-_REFUSED = {  # mask -> why
+_REFUSED = {  # reason by mask
     "rnd": "draws its random mask anew in every forward pass, so there is no single model to measure",
 }
-# Keys in its file names, and the entries of its configuration.
+# Keys in file names of checkpoints, and the entries of their configuration.
 _IN_NAME = {
     "nheads": "n_heads",
     "mask": "mask_type",
@@ -59,7 +59,7 @@ def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -
     encoder = Encoder(model).eval()
     check_shapes(path, encoder, renamed)
     encoder.load_state_dict(renamed)
-    encoder.positions.copy_(state[_POSITIONS][0])  # with their rounding, not ours
+    encoder.positions.copy_(state[_POSITIONS][0])  # with the paper's rounding, not ours
     seed = known.get("seed")
     return encoder, {
         "task": _task(known.get("task")),
@@ -167,7 +167,7 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
 
 
 def _task(name: object) -> str | None:
-    """Return our name of the task; None if unknown, and for ListOps, whose ids depend on that code's data."""
+    """Return our name of the task; None if unknown, and for ListOps, whose ids depend on the paper's data."""
     try:
         task = find_task(str(name)).name
     except InputError:

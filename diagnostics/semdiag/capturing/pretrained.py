@@ -1,4 +1,4 @@
-"""Models in Hugging Face folders: configuration, safetensors, tokenizer. Nothing is downloaded."""
+"""Models in Hugging Face folders: size checks, configuration, safetensors, tokenizer. Nothing is downloaded."""
 
 import hashlib
 import json
@@ -18,12 +18,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json
 
-_LARGEST_HEADER = 16 * 2**20  # bytes: of 100,000 tensors
-_FACTOR, _MORE = 3, 10**7  # tied weights count twice; heads, poolers
-_NUMBERS = {"F64", "F32", "F16", "BF16", "C64", "C128", "I64", "BOOL"}  # each a number, or a position
-_WHOLE = {"U8", "I16", "U16", "I32", "U32", "U64"}  # packed numbers in weights, masks or places in buffers
-_PACKED = "weight", "blocks", "W_q", "qdata", "qzeros"  # in names of packed weights
-_FEW = 1000  # layers or labels: never suspicious up to here
+_LARGEST_HEADER = 16 * 2**20  # bytes, enough for 100,000 tensors
+_FACTOR, _MORE = 3, 10**7  # allowance for tied weights, which count twice, and for heads and poolers
+# types of which each element is a number or a position
+_NUMBERS = {"F64", "F32", "F16", "BF16", "C64", "C128", "I64", "BOOL"}
+# types of packed numbers in weights, or of masks and positions in buffers
+_WHOLE = {"U8", "I16", "U16", "I32", "U32", "U64"}
+_PACKED = "weight", "blocks", "W_q", "qdata", "qzeros"  # parts of the names of packed weights
+_FEW = 1000  # layers or labels up to which a configuration is never suspicious
 
 
 class _TooLargeError(Exception):
@@ -35,7 +37,7 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
     held = [shape for path in weights for shape in _shapes(path)]
     elements = sum(map(math.prod, held))
     if not held or not isinstance(config, dict):
-        return  # the library says what is wrong
+        return  # the library reports what is wrong
     for name, value in _numbers(config):
         few = len(held) if "layer" in name or "block" in name else elements if name == "num_labels" else None
         if few is not None and value > max(_FEW, few):
@@ -80,7 +82,7 @@ def _build(kind: Any, folder: Path) -> None:
 
 
 def quantised_tensor(weights: Sequence[Path]) -> str:
-    """Name a tensor of packed or scaled numbers with its declared type; empty if there is none."""
+    """Return the name and declared type of a tensor of packed or scaled numbers; empty if there is none."""
     for path in weights:
         for name, entry in _header(path).items():
             kind, short = str(entry.get("dtype")), name.rsplit(".", 1)[-1]
@@ -90,7 +92,7 @@ def quantised_tensor(weights: Sequence[Path]) -> str:
 
 
 def _shapes(path: Path) -> list[tuple[int, ...]]:
-    """Return the shapes that a safetensors header declares; none for a damaged file, which the library reports."""
+    """Return the shapes in a safetensors header; none for a damaged file, which the library reports."""
     try:
         shapes = [tuple(entry["shape"]) for entry in _header(path).values()]
     except (KeyError, TypeError):
@@ -99,7 +101,7 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what a safetensors header declares of each tensor; nothing of a damaged file."""
+    """Return the entries of a safetensors header by tensor; none for a damaged file."""
     with open_file(path) as file:
         try:
             header = read_header(path, file)
@@ -112,7 +114,7 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_header(path: Path, file: BufferedReader) -> Any:
-    """Read the header of a safetensors file from its beginning."""
+    """Read the header at the beginning of a safetensors file."""
     size = int.from_bytes(file.read(8), "little")
     if size > _LARGEST_HEADER and size < os.fstat(file.fileno()).st_size:
         raise InputError(
@@ -124,19 +126,19 @@ def read_header(path: Path, file: BufferedReader) -> Any:
 
 
 def _is_shape(shape: tuple[Any, ...]) -> bool:
-    """Return whether this is a shape: whole numbers whose product a file can address."""
+    """Return whether a tuple is a shape: whole numbers whose product a file can address."""
     return all(type(length) is int and length >= 0 for length in shape) and math.prod(shape) < 2**63
 
 
 def _numbers(config: dict[str, Any], depth: int = 5) -> list[tuple[str, int]]:
-    """Return the whole numbers of a configuration, nested ones included, by name."""
+    """Return the whole numbers of a configuration by name, nested ones included."""
     own = [(name, value) for name, value in config.items() if isinstance(value, int)]
     inner = [value for value in config.values() if isinstance(value, dict)] if depth else []
     return own + [pair for value in inner for pair in _numbers(value, depth - 1)]
 
 
 PREFIX = "hf:"
-HEADS = "auto", "none"  # the head that the configuration names, or none
+HEADS = "auto", "none"  # the configured head, or the body alone
 _OTHER_WEIGHTS = "pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"
 _TOKENIZER_FILES = "*token*", "vocab*", "spiece.model", "*.spm"
 _INSTALL = "pip install 'semdiag[hf]'"
@@ -179,12 +181,12 @@ def check_files(folder: Path) -> None:
 
 
 def _why_no_folder(path: Path, name: str) -> str:
-    """Say what is at the path instead of a folder."""
+    """Return what is at the path instead of a folder."""
     return f"{name} is a file in the folder hf:{path.parent}" if path.is_file() else f"there is no folder {name}"
 
 
 def _copy_in_cache(name: str) -> str:
-    """Name the copy of a model of the Hub in this machine's cache; empty if there is none."""
+    """Return the folder of a model of the Hub in this machine's cache; empty if there is none."""
     try:
         from huggingface_hub import snapshot_download
 
@@ -224,7 +226,7 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
 
 
 def _plain_config(transformers: Any, folder: Path) -> Any:
-    """Return the folder's configuration; that its weights were quantised before they were written says nothing."""
+    """Return the folder's configuration without its record of quantised weights."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for part in (config, *vars(config).values()):
         if isinstance(part, transformers.PreTrainedConfig):
@@ -233,7 +235,7 @@ def _plain_config(transformers: Any, folder: Path) -> Any:
 
 
 def _weights_of(spec: str, folder: Path, kind: type) -> list[Path]:
-    """Return the weight files; if there are none or some are missing, say what is there instead."""
+    """Return the weight files; refuse a folder without or with missing ones, and say what is there."""
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         other = next((file for end in _OTHER_WEIGHTS for file in sorted(folder.glob(end))), None)
@@ -305,7 +307,7 @@ def _class_of(transformers: Any, named: Any, head: str) -> Any:
 
 
 def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None:
-    """Refuse a model whose weights would be partly random, except for the pooler of a body."""
+    """Refuse a model with random weights, except for the pooler of a body."""
     headless = getattr(model, "base_model", model) is model
     names = sorted(str(name) for name in report["missing_keys"])
     missing = [name for name in names if not (headless and "pooler" in name)]
@@ -336,6 +338,6 @@ def _sha256(files: Sequence[Path]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's type and text on one line of about 200 characters."""
+    """Return an error's type and text on one line of at most about 200 characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"

@@ -1,4 +1,4 @@
-"""What all mechanisms share: which module is running, what is already covered, and recording calls safely."""
+"""What all mechanisms share: running modules, recorded calls, modes and threads, and how masks are read."""
 
 import _thread
 import contextlib
@@ -28,8 +28,8 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Captured, Remark, Skipped, failure
 from semdiag_models import AttentionCore
 
-_STEEP = -1000.0  # a bias below this gets a remark
-_FAINT = math.log(1e-9)  # so does one that lowers a key's weight by this factor
+_STEEP = -1000.0  # biases below this get a remark
+_FAINT = math.log(1e-9)  # so do biases that lower a key's weight by this factor
 NOTHING = "has no query or no key: there is nothing to measure"
 NUMBERS_DIFFER = (
     "its number of calls in a forward pass depends on the input (windows, chunks): rows of several inputs are "
@@ -44,11 +44,12 @@ PADDED_WINDOWS = (
     "are windows padded to a common size, the padding counts as queries and keys"
 )
 TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors have no values of their own"
-_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or async task
+# recorders of this thread or async task
+_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
 
 
 class Watched:
-    """What all threads of a watched model share."""
+    """State of a watch that all threads share."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Watched:
 class Recorder(threading.local):
     """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread."""
 
-    def __init__(self, watched: Watched) -> None:  # called again in each thread
+    def __init__(self, watched: Watched) -> None:  # runs again in each thread
         self.audit, self.names, self.parameters = watched.audit, watched.names, watched.parameters
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
@@ -83,7 +84,7 @@ class Recorder(threading.local):
         self.forget()
 
     def forget(self) -> None:
-        """Reset: nothing is running in this thread."""
+        """Forget what is running in this thread."""
         self.shared, self.covered = False, 0
         self.heads: int | None = None
         self.running: list[str] = []
@@ -97,7 +98,7 @@ class Recorder(threading.local):
 
     @property
     def listening(self) -> bool:
-        """Whether attention that ran now would be recorded."""
+        """Whether attention that runs now is recorded."""
         return bool(self.running) and not self.covered and not self._watched.closed
 
     @property
@@ -115,7 +116,7 @@ class Recorder(threading.local):
         return next((n for n in reversed(self.running) if not isinstance(self._watched.modules[n], kind)), "")
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...] = ()) -> bool:
-        """Note that a module starts; return whether it belongs to the model and this watch."""
+        """Note the start of a module; return whether it belongs to the model and this watch."""
         name = self.names.get(id(module))
         if name is None:
             self.foreign += not self.running
@@ -123,7 +124,7 @@ class Recorder(threading.local):
         if not (self.running or self._is_meant(module)):
             return False
         self.foreign = 0
-        if module is self._watched.model or not self.running:  # also cleans up after an interrupted forward pass
+        if module is self._watched.model or not self.running:  # also resets after an interrupted forward pass
             self.forget()
         self.running.append(name)
         with torch._C.DisableTorchFunction():  # a function mode would see every property access
@@ -137,7 +138,7 @@ class Recorder(threading.local):
         return not own or self in own
 
     def leave(self, module: nn.Module) -> bool:
-        """Note that a module ends; return whether it belongs to the model and had started."""
+        """Note the end of a module; return whether it belongs to the model and had started."""
         name = self.names.get(id(module))
         if name is None or name not in self.running:
             self.foreign = max(0, self.foreign - (name is None and not self.running))
@@ -150,7 +151,7 @@ class Recorder(threading.local):
         return True
 
     def _note_numbers(self) -> None:
-        """Note modules that this forward pass has called more or less often than an earlier one."""
+        """Note modules that ran more or less often in this forward pass than in an earlier one."""
         with self._watched.lock:
             for module, number in self._calls.items():
                 if self._watched.numbers.setdefault(module, number) != number:
@@ -158,7 +159,7 @@ class Recorder(threading.local):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Record, inside, what this thread or task runs, and what threads without a watch of their own run."""
+        """Record what this thread or task runs in the context, and what threads without their own watch run."""
         try:
             _OPEN.set((*_OPEN.get(), self))
             yield
@@ -167,7 +168,7 @@ class Recorder(threading.local):
             self._close()
 
     def _close(self) -> None:
-        """Stop recording, wrappers that outlive the watch included; note which blocks had no attention."""
+        """Stop recording, also in wrappers that outlive the watch; note which blocks had no attention."""
         self._watched.closed = True
         ran = self._watched.ran
         known = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
@@ -177,7 +178,7 @@ class Recorder(threading.local):
             self.audit.remarks[Remark(name, text)] += 1
 
     def handed_on(self) -> Callable[[], bool] | None:
-        """Return a function with which another thread takes over what runs here; None if nothing does."""
+        """Return a function with which another thread takes over the running modules; None if nothing runs."""
         if not self.running or self.closed:
             return None
         self.shared, running, shapes = True, [*self.running], [*self.shapes]
@@ -194,7 +195,7 @@ class Recorder(threading.local):
 
     @contextlib.contextmanager
     def covering(self) -> Iterator[None]:
-        """Record nothing inside: the caller records the whole."""
+        """Record nothing in the context: the caller records the whole."""
         self.covered += 1
         try:
             yield
@@ -202,7 +203,7 @@ class Recorder(threading.local):
             self.covered = max(0, self.covered - 1)
 
     def record(self, call: AttentionCall) -> None:
-        """Pass a call to the consumer; its layer, occurrence and, if empty, its module are filled in here."""
+        """Pass a call to the consumer, with its layer, its occurrence and, if empty, its module."""
         module = call.module or self.module
         if reason := _unusable(call):
             self.skip(call.mechanism, reason, module)
@@ -225,13 +226,13 @@ class Recorder(threading.local):
 
     def kept(self, call: AttentionCall) -> Tensor | None:
         """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
-        if self._watched.mask is None or _unusable(call):  # the latter is noted once it has run
+        if self._watched.mask is None or _unusable(call):  # unusable calls are noted after they have run
             return None
         module = call.module or self.module
         return self._watched.mask(self._placed(call, module, self._mask_calls))
 
     def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
-        """Fill in a call's place, and count it; keys of width 0 become zeros of width 1."""
+        """Return a call with its place, and count it; keys of width 0 become zeros of width 1."""
         layer, occurrence = self.audit.layer(module), calls[module]
         calls[module] += 1
         q, k = (x if x.shape[3] else x.new_zeros(()).expand(*x.shape[:3], 1) for x in (call.q, call.k))
@@ -243,20 +244,20 @@ class Recorder(threading.local):
             self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
 
     def failed(self, operation: str, error: Exception, module: str | None = None) -> None:
-        """Note that the watch itself failed, which is no reason to stop the model."""
+        """Note a failure of the watch itself, which is no reason to stop the model."""
         if error is self._watched.failure:
             raise error
         self.skip(operation, failure(error), module)
 
 
 def runs_masked(model: nn.Module) -> bool:
-    """Return whether this thread or task runs the model's modules with a mask, which copies of them would lack."""
+    """Return whether this thread or task runs the model's modules with a mask, which copies would lack."""
     return any(r.masking and not r.closed and any(id(m) in r.names for m in model.modules()) for r in _OPEN.get())
 
 
 @contextlib.contextmanager
 def outside_all_modes(device: str) -> Iterator[None]:
-    """Run, inside, without gradient, autocast, and function or dispatch modes of anyone."""
+    """Run, in the context, without gradient, autocast, and anyone's function or dispatch modes."""
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
@@ -274,7 +275,7 @@ def in_backward() -> bool:
 
 
 def in_transform(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of a torch.func transform, without values of its own."""
+    """Return whether a tensor belongs to a torch.func transform and has no values of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -287,7 +288,7 @@ def _unusable(call: AttentionCall) -> str | None:
 
 
 def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield lists of blocks of which some ran without attention, each with a remark."""
+    """Yield lists of blocks in which some ran without attention, each with a remark."""
 
     def attends(name: str) -> bool:
         return any(f"{module}.".startswith(f"{name}.") for module in known)
@@ -312,7 +313,7 @@ def is_plain(tensor: object) -> TypeGuard[Tensor]:
 
 
 def not_plain(tensor: Tensor) -> str:
-    """Say why a tensor that is not plain is not captured."""
+    """Return why a tensor that is not plain is not captured."""
     if tensor.is_meta:
         return "meta tensors have no values"
     if type(tensor).__name__ == "DTensor":
@@ -340,7 +341,7 @@ def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
     bias = call.bias.masked_fill(alike.all(-1, keepdim=True), 0)
     if bool((bias <= _STEEP).any()):
         yield f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores, not as a mask"
-    elif bool(call.q.any()) and _masks_faintly(bias):  # if all queries are 0, the bias holds the scores
+    elif bool(call.q.any()) and _masks_faintly(bias):  # if all queries are 0, the scores are in the bias
         yield (
             f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores: if it is meant as a "
             "mask, the keys that it is given to count as attended all the same"
@@ -348,7 +349,7 @@ def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
 
 
 def _ends_alike(call: AttentionCall) -> bool:
-    """Return whether the last token of the last row has the query and key of another one there, up to rounding."""
+    """Return whether the last row's last token has the query and key of another token there, up to rounding."""
     length, alike = call.q.shape[2], torch.ones((), dtype=torch.bool, device=call.q.device)
     if call.k.shape[2] != length or call.q.shape[3] == 1:
         return False
@@ -396,7 +397,7 @@ class SharedChange:
 
 @contextmanager
 def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function, inside, by one that gets the original before its arguments."""
+    """Replace a function, in the context, by one that gets the original before its arguments."""
     own, original = name in vars(owner), getattr(owner, name)
     here = partial(by, original)
 
@@ -407,7 +408,7 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
         setattr(owner, name, replacement)
         yield
     finally:
-        if vars(owner).get(name) is replacement:  # else someone replaced it since, and calls ours
+        if vars(owner).get(name) is replacement:  # else someone replaced it later, and calls ours
             setattr(owner, name, original) if own else delattr(owner, name)
 
 
@@ -437,14 +438,14 @@ def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]
 
 
 def modes_here() -> list[object]:
-    """Return the function and the dispatch modes of this thread, each from the lowest on."""
+    """Return the function and dispatch modes of this thread, each from the lowest on."""
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return [*functions, *_get_current_dispatch_mode_stack()]
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Run, inside, without the modes of this thread."""
+    """Run, in the context, without the modes of this thread."""
     stacks = (
         (TorchFunctionMode, _get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
         (TorchDispatchMode, _get_current_dispatch_mode_stack()),
@@ -460,7 +461,7 @@ def without_modes() -> Iterator[None]:
 
 
 def _reordered(kind: Any, stack: list[Any], mode: object, others: Callable[[object], bool] | None) -> bool:
-    """Move a mode below others, or take it off; return whether it was in the stack."""
+    """Move a mode below others, or remove it; return whether it was in the stack."""
     if mode not in stack:
         return False
     own = stack.index(mode)
@@ -481,13 +482,13 @@ _HERE = threading.local()
 
 
 def is_followed() -> bool:
-    """Return whether this thread runs a function that a watched model's forward pass gave to it."""
+    """Return whether this thread runs a function from a watched model's forward pass."""
     return getattr(_HERE, "followed", False)
 
 
 @contextmanager
 def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
-    """Run under a watch, inside, what this thread gives to other threads."""
+    """Run under a watch what this thread gives to other threads in the context."""
     with _STARTS.held():
         _WATCHES.append(watch)
         try:
@@ -497,7 +498,7 @@ def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
 
 
 def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that it runs under the watches that are active here and now."""
+    """Wrap a function so that it runs under the watches that are active in this thread."""
     entered = [context for watch in tuple(_WATCHES) if (context := watch()) is not None]
     if not entered:
         return function
@@ -539,7 +540,7 @@ def _raw(start: Callable[..., Any], function: Callable[..., Any], *args: Any) ->
 
 @contextmanager
 def _starts() -> Iterator[None]:
-    """Make every way to give a function to a thread ask the watches first."""
+    """Make every way of giving a function to a thread ask the watches first."""
     with ExitStack() as stack:
         stack.enter_context(replaced(threading.Thread, "start", _started))
         stack.enter_context(replaced(_thread, "start_new_thread", _raw))
@@ -551,12 +552,12 @@ def _starts() -> Iterator[None]:
 
 _STARTS = SharedChange(_starts)
 
-FORBIDDING = -9_999.0  # a term this far below the best of its row can forbid a key
-ROOM = 1_000.0  # for scores or a bias on top of such a constant
+FORBIDDING = -9_999.0  # a term this far below the largest of its row can forbid a key
+ROOM = 1_000.0  # margin for scores or a bias on top of such a constant
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return the number at or below which a term counts as -inf: -1e36; in float16 half of its lowest number."""
+    """Return the number up to which a term counts as -inf: -1e36; in float16 half of its lowest number."""
     return max(-1e36, torch.finfo(dtype).min / 2)
 
 
@@ -576,21 +577,21 @@ def split_mask(
 
 
 def full_rows(terms: Tensor) -> Tensor | None:
-    """Return the keys with the largest term in rows where all count as -inf but not all are; None if none."""
+    """Return the keys with the largest term in rows in which all terms count as -inf but are not; None if none."""
     top = terms.amax(-1, keepdim=True)
     rows = (top <= lowest(terms.dtype)) & (top > -torch.inf)
     return rows & (terms - top > FORBIDDING) if bool(rows.any()) else None
 
 
 def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
-    """Split the scores that a softmax saw in the same way, if what was added to them is unknown."""
+    """Split a softmax's input into allowed keys and bias, if what was added to the scores is unknown."""
     forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
     some = bool(forbidden.any())
     return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
 
 
 def _forbidden(terms: Tensor, enough: float, least: float | None = None) -> tuple[Tensor, float | None]:
-    """Return which terms forbid their key, and the lowest of those that do not count as -inf."""
+    """Return which terms forbid their key, and the lowest of the terms that do not count as -inf."""
     forbidden = terms <= (lowest(terms.dtype) if least is None else least)
     best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     below = (terms - best).masked_fill(forbidden, 0)

@@ -1,4 +1,4 @@
-"""Put real masks into any model: all attention that capture sees keeps only the keys that a rule selects."""
+"""Real masks in any model: in all attention that capture sees, queries keep only the keys that a rule selects."""
 
 import threading
 from collections import Counter
@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_calls import take_off, watch_attention
+from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.kept_keys import (
     Keep,
@@ -40,7 +40,7 @@ __all__ = ["Keep", "Masked", "RandomK", "TopK", "TopP", "Window", "sparsify"]
 
 @dataclass
 class _Counts:
-    """Counts of kept keys for one module and occurrence, by head."""
+    """Numbers of kept keys for one module and occurrence, by head."""
 
     layer: int
     calls: int
@@ -53,20 +53,21 @@ class _Counts:
 
 @dataclass
 class Masked:
-    """What :func:`sparsify` did; filled while the model runs."""
+    """What :func:`sparsify` did; it fills while the model runs."""
 
-    audit: Audit = field(default_factory=Audit)  # what was seen, and what looks like attention but was not masked
-    padded: set[int] = field(default_factory=set)  # numbers of queries of the calls that have padding
+    # what was seen, including what looks like attention and was not masked
+    audit: Audit = field(default_factory=Audit)
+    padded: set[int] = field(default_factory=set)  # numbers of queries of calls with padding
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
-        """Number of calls that were given a mask, including those in which the rule dropped no key."""
+        """Number of calls that got a mask, including those in which the rule dropped no key."""
         return sum(counts.calls for counts in self._counts.values())
 
     @property
     def unmasked(self) -> list[Skipped]:
-        """What looks like attention but ran without the mask, or was masked but is none; only with ``partial``."""
+        """What looks like attention and got no mask, or got one and is no attention; only with ``partial``."""
         skipped = list(self.audit.skipped)
         masked: Counter[str] = Counter()
         for (module, _), counts in self._counts.items():
@@ -89,7 +90,7 @@ class Masked:
 
     @property
     def kept(self) -> pd.DataFrame:
-        """One row per module, occurrence and head: queries with a key; least, most and mean kept keys; mean keys."""
+        """One row per module, occurrence and head: queries with a key; least, most, mean kept keys; mean keys."""
         rows = []
         for (module, occurrence), c in self._counts.items():
             for head in range(len(c.queries)):
@@ -146,11 +147,11 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
 
     p_i = softmax of z_i over K_i ⊆ A_i, zero elsewhere, where the rule chooses K_i from the scores z_i of the
     masked model itself: a mask in one layer moves the scores of the next. Where the rule drops no key, the model
-    runs as it is, to the last bit (but for fused and compiled paths: see
+    runs unchanged, to the last bit (except on fused and compiled paths: see
     :func:`~semdiag.capturing.attention_calls.watch_attention`). Gradients are those of the masked model, so that
-    it can be trained; the choice of keys has no gradient. Nothing is left behind, however the context is left:
-    hooks that read which tokens are padding are removed. :func:`semdiag.capture` and :class:`semdiag.Monitor`,
-    opened around or inside this context, see what the masked model attends to.
+    it can be trained; the choice of keys has no gradient. Afterwards nothing is left behind: the hooks that read
+    which tokens are padding are removed. :func:`semdiag.capture` and :class:`semdiag.Monitor`, opened around or
+    inside this context, see what the masked model attends to.
 
     Cost: each call computes its scores once more and holds a mask of B · H · Lq · Lk bytes.
 
@@ -158,14 +159,14 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.
 
     Args:
-        model: any module that capture understands. What runs outside it is left alone.
+        model: any module that capture understands. What runs outside it stays unmasked.
         keep: :class:`TopK`, :class:`TopP`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer,
             module name, or (module name, occurrence); or what :func:`~semdiag.capturing.loading.read_budget`
             returns.
         partial: whether to go on if some attention cannot be masked; ``unmasked`` then lists it.
 
     Yields:
-        What was masked: ``kept`` is a table of kept keys by layer and head.
+        Record of the masking: ``kept`` is a table of kept keys by layer and head.
 
     Raises:
         InputError: (in the forward pass, or at the end of the context) unless ``partial``, if some attention
@@ -222,7 +223,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(OWN_GRADIENTS.held())
         stack.enter_context(padding.watched())
-        stack.callback(take_off, None, before, after)
+        stack.callback(take_off_hooks, None, before, after)
         register_module_forward_pre_hook(before)
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
         register_module_forward_hook(after)

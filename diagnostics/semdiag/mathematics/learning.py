@@ -1,4 +1,4 @@
-"""Medians of numbers some of which are censored: known only from one side."""
+"""Times to learn: medians and log-rank tests of runs of which some were stopped early; predicted classes."""
 
 import math
 from collections.abc import Sequence
@@ -9,23 +9,21 @@ import numpy as np
 import scipy
 from torch import Tensor
 
-_ALL, _SOME = (
-    200_000,
-    20_000,
-)  # relabellings of a permutation test: up to the first all are tried, else the second at random
+# Relabellings of a permutation test: up to the first number all are tried, else the second number at random.
+_ALL, _SOME = 200_000, 20_000
 
 
 @dataclass(frozen=True)
 class MedianInterval:
-    """The median of a few draws, each of which is a number or a range.
+    """The median of a few draws, each a number or a range.
 
     Attributes:
-        count: draws.
-        low: the median if every draw is as small as its range allows.
-        high: the median if every draw is as large as its range allows; equal to ``low`` if all are known.
+        count: number of draws.
+        low: median if every draw is at the low end of its range.
+        high: median if every draw is at the high end of its range; equals ``low`` if all draws are numbers.
         interval_low: lower end of a distribution-free interval for the population's median; NaN for one draw.
-        interval_high: upper end.
-        coverage: the interval's confidence; 0 for one draw.
+        interval_high: upper end of that interval.
+        coverage: confidence of the interval; 0 for one draw.
     """
 
     count: int
@@ -47,9 +45,9 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
 
     Args:
-        lows: smallest value that each draw may have; ``-inf`` if nothing is known.
-        highs: largest value; equal to the low one where the draw is known.
-        confidence: wanted, in (0, 1).
+        lows: low end of each draw's range; ``-inf`` if unknown.
+        highs: high end of each draw's range; the low end again where the draw is a number.
+        confidence: confidence wanted, in (0, 1).
 
     Returns:
         The median and its interval.
@@ -82,16 +80,16 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
 
 
 def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> float:
-    """Return the time by which half of the runs have arrived, if some were stopped before.
+    """Return the time by which half of the runs have arrived, if some were stopped early.
 
     Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
 
     Args:
-        durations: when each run arrived, or when it was stopped.
-        arrived: whether it arrived.
+        durations: time at which each run arrived or was stopped.
+        arrived: whether each run arrived.
 
     Returns:
-        The smallest time at which the estimated share of arrivals reaches ½; +inf if it never does.
+        Smallest time at which the estimated share of arrivals reaches ½; +inf if it never does.
 
     Raises:
         ValueError: if there is no run.
@@ -117,19 +115,19 @@ def logrank_p(
 ) -> float:
     """Return the p-value of a two-sided log-rank test by permutation: do two sides arrive at different times?
 
-    Each run has the log-rank score d − Λ(t): whether it arrived, minus the cumulative hazard of all runs at its
-    time (Nelson–Aalen). Scores add up to 0; one side's sum is its observed minus expected arrivals. p is the share
-    of relabellings with a sum as far from 0: of all, if there are at most 200,000, else of 20,000 random ones.
+    Each run has the log-rank score d − Λ(t): its arrivals (0 or 1) minus the cumulative hazard of all runs at its
+    time (Nelson–Aalen). Scores sum to 0; the sum over one side is its observed minus its expected arrivals. p is
+    the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones.
 
     Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
     too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).
 
     Args:
-        first: one side's runs: when each arrived or was stopped, and whether it arrived.
-        second: the other side's.
+        first: runs of one side: time at which each arrived or was stopped, and whether it arrived.
+        second: runs of the other side.
 
     Returns:
-        In (0, 1].
+        p in (0, 1].
 
     Example:
         >>> logrank_p(([10, 11, 12], [True] * 3), ([20, 21, 22], [True] * 3))
@@ -160,7 +158,7 @@ def _middle(ordered: Sequence[float]) -> float:
     return low if low == high else (low + high) / 2
 
 
-NO_CLASS = -1  # prediction if a logit is NaN: never right
+NO_CLASS = -1  # predicted class where a logit is NaN: never right
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
@@ -169,15 +167,15 @@ def predicted_classes(logits: Tensor) -> Tensor:
     torch's argmax treats NaN as the largest, so a diverged model would be right at times.
 
     Args:
-        logits: (…, C), or log-probabilities.
+        logits: (…, C) logits or log-probabilities.
 
     Returns:
-        (…) int64.
+        (…) int64 classes.
 
     Example:
         >>> import torch
         >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
         [1, -1]
     """
-    classes = logits.argmax(-1)  # NaN where there is one
+    classes = logits.argmax(-1)  # the position of a NaN, if there is one
     return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

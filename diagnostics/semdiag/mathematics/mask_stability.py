@@ -1,4 +1,4 @@
-"""When does a set of highest-scoring keys survive a change of the scores? Certificate, prediction, measurement."""
+"""Whether sets of highest-scoring keys survive a change of the scores, and what the change does to the weights."""
 
 import math
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class TopSet:
     """The k highest-scoring allowed keys of each row; k is the same for all rows.
 
     Attributes:
-        positions: (..., k) int64, S.
+        positions: (..., k) int64, positions of the keys in S.
         boundary: (..., 2) int64, the lowest-scoring key in S and the highest-scoring one outside.
-        separation: (...) Δ in nats; +inf (or NaN) if a row has no more than k keys.
+        separation: Δ in nats, shape (...); +inf (or NaN) if a row has no more than k keys.
         outside: (..., L) of the scores' dtype: 0 for allowed keys outside S, -inf for all others.
     """
 
@@ -39,7 +39,7 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
     Args:
         scores: z in nats, shape (..., L); -inf where a key is not allowed.
         k: size of the set, 1 … L.
-        selected: (..., k) int64: the chosen set, -1 for none; None means that it is computed here.
+        selected: (..., k) int64, positions of the chosen set, -1 for none; None means to compute it.
 
     Returns:
         The sets; meaningless for rows with fewer than k + 1 allowed keys.
@@ -94,16 +94,16 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
     """Return whether each row's set provably survives a change of the scores: S' = S.
 
-    max_j dz_j − min_j dz_j < Δ, over all allowed keys. A kept key's lead over a dropped one is at least Δ
-    before, and shrinks by at most the range of dz.
+    max_j dz_j − min_j dz_j < Δ, over all allowed keys. A kept key leads a dropped one by at least Δ before the
+    change, and the lead shrinks by at most the range of dz.
 
-    Source: docs/theory.md#mask-stability. Deviation: room for rounding. With every score off by at most
+    Source: docs/theory.md#mask-stability. Deviation: room for rounding. If every score is off by at most
     ``rounding`` in all (before and after), Δ and the range are off by at most four times that.
 
     Args:
-        change: range of dz over the allowed keys, (...) nats.
-        separation: Δ before the change.
-        rounding: largest rounding of a score before, plus that after the change.
+        change: range of dz over the allowed keys in nats, shape (...).
+        separation: Δ before the change, in nats.
+        rounding: largest rounding of a score before the change, plus that after the change.
 
     Returns:
         Bool, (...). False decides nothing: such a row may keep its set or change it.
@@ -116,7 +116,7 @@ def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0
 
 
 def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
-    """Return the probability that the two keys at the boundary do not swap, for Gaussian changes of the scores.
+    """Return the probability that the two keys at the boundary do not swap under Gaussian changes of the scores.
 
     P = Φ(Δ / sd), sd the standard deviation of dz_(k) − dz_(k+1).
 
@@ -125,10 +125,10 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
 
     Args:
         separation: Δ in nats.
-        spread: sd > 0 in nats, broadcastable; at 0 nothing moves.
+        spread: sd > 0 in nats, broadcastable; with 0 nothing moves.
 
     Returns:
-        In [½, 1] for Δ ≥ 0; NaN if the spread is unknown.
+        Probability, in [½, 1] for Δ ≥ 0; NaN if the spread is unknown.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
@@ -149,12 +149,12 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
     Source: docs/theory.md#mask-stability. Deviation: none.
 
     Args:
-        scores: z' in nats, shape (C, ..., L): any number of changes of the same rows.
-        before: the sets before the change, of rows (..., L) with more than k allowed keys.
+        scores: z' in nats, shape (C, ..., L): C changes of the same rows.
+        before: sets before the change, of rows (..., L) with more than k allowed keys.
         out: working memory of the shape of ``scores``; None means new memory.
 
     Returns:
-        (C, ...) int64, in 0 … k.
+        Numbers of keys, (C, ...) int64, in 0 … k.
 
     Example:
         >>> before = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
@@ -193,7 +193,7 @@ def heavy_hitter_pair_stability(
         other: z', same shape.
         selected: bool, unmasked keys S of z, at least one per row.
         other_selected: bool, unmasked keys S' of z'.
-        allowed: bool, allowed keys of z (S and the keys that were passed over).
+        allowed: bool, allowed keys of z: S and the keys passed over.
         other_allowed: bool, allowed keys of z'.
 
     Returns:
@@ -247,7 +247,7 @@ def _gap(scores: Tensor, selected: Tensor, allowed: Tensor) -> Tensor:
 
 
 def weight_change_bound(score_range: Real) -> Tensor:
-    """Bound the change of weights between two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
+    """Bound the change of the weights of two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
 
     dz = z − z' over the keys. The bound is at most ‖dz‖_∞ and at most 2, and it is attained for every range.
 
@@ -269,7 +269,7 @@ def weight_change_bound(score_range: Real) -> Tensor:
 def same_set_stability(log_odds: Real, score_range: Real) -> Bound:
     """Return ξ of a pair of rows over the same keys: sup of 2x(1 − x) over the largest weights x between them.
 
-    Between the rows the log odds of the largest weight stay within range(dz)/2 of the mean m of the two rows':
+    Between the rows the log odds of the largest weight stay within range(dz)/2 of the mean m of both rows:
     ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0).
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.

@@ -1,4 +1,4 @@
-"""How much a head's output changes if each query keeps its k largest scores."""
+"""The paper's forms of ξ, the effect of keeping only the k largest scores, and the recall of the true top-k."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return the paper's ξ of full attention (k = n) and of masks that ignore the input: ξ = e^δ / k.
 
     Source: paper, the ξ of standard and of input-agnostic sparse attention
-    (docs/theory.md#paper-stability). Deviation: none. As an ℓ1 constant it is exceeded below
-    :func:`paper_form_threshold` (docs/theory.md#where-the-paper-form-fails), which the returned assumption says.
+    (docs/theory.md#paper-stability). Deviation: none. Below :func:`paper_form_threshold` it is too small for an
+    ℓ1 constant (docs/theory.md#where-the-paper-form-fails), which the returned assumption says.
 
     Args:
         dispersion: δ ≥ 0 in nats, over the unmasked keys.
@@ -90,7 +90,7 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
 def paper_form_threshold(keys: Real) -> Tensor:
     """Return the dispersion below which some pairs of rows of n keys exceed e^δ/n.
 
-    The largest δ with e^δ/n < ξ*(δ, n), that is e^δ < sqrt(2n(n − 1)) − (n − 1).
+    The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1).
 
     Source: docs/theory.md#where-the-paper-form-fails. Deviation: not in the paper.
 
@@ -110,13 +110,13 @@ def paper_form_threshold(keys: Real) -> Tensor:
     n = float64(keys)
     if not bool((n >= 1).all()):
         raise ValueError(f"A softmax row has at least one key. Got {n.min().item()}.")
-    # sqrt(2n(n−1)) − (n−1) written as a quotient of sums, which does not cancel.
+    # sqrt(2n(n−1)) − (n−1) as a quotient of sums, which does not cancel.
     reach = (n - 1) * (n + 1) / (torch.sqrt(2 * n * (n - 1)) + n - 1)
     return torch.where(n <= 2, 0.0, torch.log(reach.clamp(min=1.0)))
 
 
 def _not_below(log_paper: Tensor, log_sound: Tensor) -> Assumption:
-    """Return whether the paper's constant is at least the sound one, as an upper bound must be."""
+    """Return the assumption that the paper's constant is at least the sound one, as an upper bound must be."""
     below = ~(log_paper >= log_sound - 1e-12)
     ratio = torch.where(below, log_sound - log_paper, 0.0).exp()
     return Assumption(
@@ -129,7 +129,7 @@ def _not_below(log_paper: Tensor, log_sound: Tensor) -> Assumption:
     )
 
 
-_MOST = 2**19  # numbers of truncated outputs held at a time, to stay in the CPU cache
+_MOST = 2**19  # numbers of truncated outputs held at a time, to fit the CPU cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,7 @@ class Truncations:
         change: (B, H, R, n), ‖o(k) − o‖.
         size: (B, H, R), ‖o‖.
         projected: (B, H, R, n), ‖(o(k) − o) W‖; None without a projection.
-        others: (B, H, R), ln Σ exp(z) over all keys but the first, and the sink.
+        others: (B, H, R), ln Σ exp(z) over the sink and all keys but the first.
     """
 
     change: Tensor
@@ -160,27 +160,27 @@ def truncations(
     sinks: Tensor | None = None,
     projection: Tensor | None = None,
 ) -> Truncations:
-    """Compute how each query's output changes if it keeps its k largest scores.
+    """Return the change of each query's output if the query keeps its k largest scores.
 
-    o(k) − o = τ (μ_kept − μ_dropped), with τ the weight that is dropped, and μ the means of the values over kept
-    and dropped keys by their weights. A sink counts as a kept key of value 0.
+    o(k) − o = τ (μ_kept − μ_dropped), with τ the dropped weight, and μ the weighted means of the values over kept
+    and dropped keys. A sink counts as a kept key of value 0.
 
-    Source: docs/theory.md#truncation; not in the paper. Deviation: computed as μ_kept − o, which is equal.
+    Source: docs/theory.md#truncation; not in the paper. Deviation: computed as the equal μ_kept − o.
 
     Args:
-        scores: of R queries (those at its ``places``, if given), in float32 or float64.
+        scores: scores of R queries (those at its ``places``, if given), in float32 or float64.
         values: (B, Hk, Lk, D); Hk divides H.
         largest: the largest scores of each row in descending order (B, H, R, ≥ K), -inf beyond the number of keys,
             and the positions of their keys (B, H, R, K).
-        log_sum_exp: (B, H, R), of each row, including the sink.
-        ks: ascending, from 1 to K.
+        log_sum_exp: (B, H, R), logsumexp of each row, including the sink.
+        ks: values of k in ascending order, from 1 to K.
         first: (B, H), position of the first key.
-        sinks: (H,) one more logit per head in the softmax's denominator, without a value; None means none.
-        projection: (H, D, d), of each head's output into the residual stream; None means none.
+        sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
+        projection: (H, D, d), map of each head's output into the residual stream; None means none.
 
     Returns:
-        Norms. If a row has at most k keys, nothing is dropped, and the change is rounding; NaN for rows without
-        keys.
+        Norms of the changes. Where a row has at most k keys, nothing is dropped, and the change is rounding; NaN
+        for rows without keys.
 
     Example:
         >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])  # weights of 1/2 each
@@ -219,11 +219,11 @@ def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) ->
     batch, heads, _, count = weights.shape
     key_heads, length = values.shape[1:3]
     head = torch.arange(heads, device=values.device) // (heads // key_heads)
-    table = torch.arange(batch, device=values.device)[:, None] * key_heads + head  # which rows of keys
+    table = torch.arange(batch, device=values.device)[:, None] * key_heads + head  # rows of the keys' table
     index = (table[..., None, None] * length + places[..., :count].clamp(min=0)).flatten()
     starts = torch.arange(0, weights.numel(), count, device=values.device)[:, None]
     starts = (starts + torch.tensor([0, *ks[:-1]], device=values.device)).flatten()
-    sums = torch.nn.functional.embedding_bag(  # nothing of size K × D is held
+    sums = torch.nn.functional.embedding_bag(  # holds nothing of size K × D
         index, values.reshape(-1, values.shape[3]), starts, mode="sum", per_sample_weights=weights.flatten()
     )
     mass = torch.stack([weights[..., low:high].sum(-1) for low, high in pairwise((0, *ks))], -1)
@@ -231,14 +231,14 @@ def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) ->
 
 
 def _besides(strip: ScoreStrip, first: Tensor) -> Tensor:
-    """Return ln Σ exp(z) over a strip's keys except the first, (b, h, r); forbidden keys get -inf in the strip."""
+    """Return ln Σ exp(z) over a strip's keys except the first, (b, h, r); set forbidden scores to -inf."""
     strip.forbid_(-torch.inf)
     keys = torch.arange(strip.scores.shape[3], device=first.device)
     return strip.scores.masked_fill(keys == first[..., None, None], -torch.inf).logsumexp(-1)
 
 
 def _whole(strip: ScoreStrip, log_sum: Tensor, values: Tensor, sink: Tensor) -> Tensor:
-    """Return the output over all keys, (b, h, r, D); overwrites a strip whose forbidden scores are -inf."""
+    """Return the output over all keys, (b, h, r, D); overwrite the strip, whose forbidden scores are -inf."""
     weights = strip.scores.sub_(log_sum[..., None]).exp_()
     batch, heads, rows, seen = weights.shape
     sums = weights.view(batch, values.shape[1], -1, seen) @ values[:, :, :seen]
@@ -252,7 +252,7 @@ _STRIP = 2**20  # scores held at a time
 def top_recall(
     q: Tensor, k: Tensor, scale: float, selected: Tensor, top: int, allowed: Tensor | None = None
 ) -> Tensor:
-    """Return the recall of the true top-k: |S_i ∩ T_i| / |T_i|, T_i the keys of the largest scores of query i.
+    """Return the recall of the true top-k: |S_i ∩ T_i| / |T_i|, T_i the keys of query i's largest scores.
 
     T_i are ``top`` keys, or all allowed ones if there are fewer. Ties are broken arbitrarily.
 
@@ -262,7 +262,7 @@ def top_recall(
         q: queries (B, H, L, D).
         k: keys (B, H, Lk, D).
         scale: factor on the scores; a negative one ranks by the smallest products.
-        selected: (B, H, L, K) int64 positions of S_i, distinct in a row, -1 for none.
+        selected: (B, H, L, K) int64 positions of the keys in S_i, distinct in a row, -1 for none.
         top: size of T_i, at least 1.
         allowed: bool, broadcastable to (B, H, L, Lk); None means every key.
 

@@ -1,4 +1,4 @@
-"""Planes in parameter space: along random directions as long as each tensor."""
+"""Random planes in parameter space, with each tensor's part as long as the tensor; unravelled indices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class Plane:
     """The points origin + x · first + y · second.
 
     Attributes:
-        origin: (n,), all parameters in one vector.
-        first: (n,), the direction of x.
-        second: (n,), the direction of y.
+        origin: (n,), vector of all parameters.
+        first: (n,), direction of x.
+        second: (n,), direction of y.
     """
 
     origin: Tensor
@@ -30,11 +30,11 @@ class Plane:
         """Return the Euclidean length of x · first + y · second.
 
         Args:
-            x: (...), on any device.
-            y: (...), on the same device.
+            x: first coordinates (...), on any device.
+            y: second coordinates (...), on the same device.
 
         Returns:
-            (...) float64, ≥ 0, in units of the parameters.
+            (...) float64, ≥ 0, in the parameters' unit.
         """
         first, second = self.first.double(), self.second.double()
         one, both, other = (float(a.dot(b)) for a, b in ((first, first), (first, second), (second, second)))
@@ -43,16 +43,16 @@ class Plane:
 
 
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
-    """Return a Gaussian direction whose part in each tensor has that tensor's norm.
+    """Return a Gaussian direction whose part in each tensor has the tensor's norm.
 
     Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale.
 
     Source: docs/theory.md#empirical. Deviation: none (the paper also scales tensor by tensor).
 
     Args:
-        origin: (n,), all parameters in one vector.
-        tensors: where each tensor lies in it.
-        generator: on the CPU; the same draw whatever the device and precision of the origin.
+        origin: (n,), vector of all parameters.
+        tensors: position of each tensor in the vector.
+        generator: random generator on the CPU, so that draws do not depend on the origin's device and precision.
 
     Returns:
         (n,); zero for a zero tensor, and outside the tensors.
@@ -76,9 +76,9 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
     Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
 
     Args:
-        origin: (n,), all parameters in one vector.
-        tensors: where each tensor lies in it.
-        generator: on the CPU.
+        origin: (n,), vector of all parameters.
+        tensors: position of each tensor in the vector.
+        generator: random generator on the CPU.
     """
     first = random_direction(origin, tensors, generator)
     drawn = _gaussian(origin, generator)
@@ -110,11 +110,11 @@ def unraveled(flat: Tensor, shape: Sequence[int], device: torch.device) -> tuple
 
     Args:
         flat: (N,) int64 on CPU, in [0, product of ``shape``).
-        shape: of the tensor.
-        device: of the result.
+        shape: shape of the tensor.
+        device: device of the result.
 
     Returns:
-        For each dimension (N,) int64.
+        (N,) int64 for each dimension.
 
     Raises:
         ValueError: if an index is outside the tensor.

@@ -1,4 +1,4 @@
-"""Scores of rounded queries and keys: what an engine computes, its possible error, and which sets survive."""
+"""Number formats and rounded scores: an engine's scores, their possible error, and the sets that survive it."""
 
 import math
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class NumberFormat:
     """A binary floating-point format.
 
     Attributes:
-        name: torch's name.
-        digits: p, of the significand, with the implicit leading one.
-        exponent: of the smallest normal number, 2^exponent.
-        largest: the largest finite number.
+        name: torch's name of the format.
+        digits: p, number of digits of the significand, with the implicit leading one.
+        exponent: exponent of the smallest normal number, 2^exponent.
+        largest: largest finite number.
     """
 
     name: str
@@ -47,15 +47,15 @@ _SHORT = {
 
 
 def number_format(name: str) -> NumberFormat:
-    """Return a format by torch's name or a short one.
+    """Return a format by torch's name or by a short name.
 
     Source: docs/theory.md#rounded-scores; digits and exponents are those of ``torch.finfo``. Deviation: none.
 
     Args:
-        name: like "bfloat16" or "bf16".
+        name: name like "bfloat16" or "bf16".
 
     Raises:
-        InputError: if there is none.
+        InputError: if no format has this name.
 
     Example:
         >>> number_format("bf16").digits
@@ -72,20 +72,20 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
     """Return whether rounding to a format may make the lower of two scores equal to or larger than the higher one.
 
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
-    rounds above the largest finite number counts as that number; two such scores may always swap. If one engine
-    rounded h and l, and another one chose, which rounded the same scores itself:
+    rounds above the largest finite number counts as that number; two such scores may always swap. Where one engine
+    rounded h and l, and another engine chose by its own rounding of the same scores:
     h − l ≤ 2(u(|h| + |l|) + 2η).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
         lower: scores (...), not NaN.
-        higher: scores (...) that are not smaller.
-        kind: the format to which the engine rounded its scores.
-        engines: 1 if these scores were rounded, 2 if they are themselves rounded.
+        higher: scores (...) that are at least as large.
+        kind: format to which the engine rounded its scores.
+        engines: 1 if the engine rounded these scores, 2 if these are another engine's rounded scores.
 
     Returns:
-        bool (...).
+        Whether they may swap, bool (...).
 
     Example:
         >>> one = torch.tensor(1.0, dtype=torch.float64)
@@ -110,12 +110,12 @@ def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
-        difference: (...); infinities and NaN stay.
-        score: (...), not NaN.
-        kind: the format.
+        difference: differences (...); infinities and NaN stay.
+        score: scores (...), not NaN.
+        kind: number format of the scores.
 
     Returns:
-        float64 (...).
+        Units in the last place, float64 (...).
 
     Example:
         >>> last_places(torch.tensor(0.25), torch.tensor(3.0), FORMATS["float8_e4m3fn"]).item()
@@ -127,27 +127,27 @@ def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor
     return torch.ldexp(difference.double(), kind.digits - 1 - exponent)
 
 
-_UNIT = 2.0**-24  # of float32, in which products are added
+_UNIT = 2.0**-24  # unit roundoff of float32, in which products are added
 _TINY = 2.0**-150  # half of float32's smallest subnormal number
 _WIDEST = 2**20  # width of a head, so that γ stays below 1/2
 _SCALES = 2.0**-126, 2.0**126  # normal numbers in float32, with room for the product
-_OWN = 1 + 2.0**-30  # covers what float64 can lose of a bound
+_OWN = 1 + 2.0**-30  # covers the rounding of a bound in float64
 
 
 def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
     """Return values rounded once to a format: to nearest, ties to even, with subnormals, saturating.
 
     Formula: t · round(x'/t), x' = clamp(x, −M, M), t the unit in the last place of x', M the largest finite
-        number.
+    number.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 
     Args:
-        values: (...), finite.
-        kind: the format; no scale is applied.
+        values: numbers (...), finite.
+        kind: number format; no scale is applied.
 
     Returns:
-        float64 (...), each a number of the format.
+        Numbers of the format, float64 (...).
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -168,10 +168,10 @@ def rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
 
     Args:
         size: |x|, (...) ≥ 0.
-        kind: the format.
+        kind: number format.
 
     Returns:
-        float64 (...).
+        Largest change, float64 (...).
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -184,7 +184,7 @@ def rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
 
 
 def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
-    """Return the scores of an engine: operands in a format, sums in float32, then the score in the format.
+    """Return an engine's scores: operands in a format, sums in float32, then the score in the format.
 
     Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))).
 
@@ -193,8 +193,8 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
     Args:
         q: queries (..., Lq, D), finite.
         k: keys (..., Lk, D), finite.
-        scale: c.
-        kind: the format.
+        scale: factor c.
+        kind: number format of operands and scores.
 
     Returns:
         float64 (..., Lq, Lk), nats; meaningless, perhaps NaN, if :func:`score_error` is infinite.
@@ -222,9 +222,9 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncate
     Args:
         q: queries (..., Lq, D), finite.
         k: keys (..., Lk, D), finite.
-        scale: c.
-        kind: the format.
-        truncated: whether float32 sums may be truncated: True where the engine is not known.
+        scale: factor c.
+        kind: number format of operands and scores.
+        truncated: whether float32 sums may be truncated: True where the engine is unknown.
 
     Returns:
         float64 (..., Lq, Lk), nats; inf if unknown: a number is not finite, a sum can exceed float32's largest
@@ -260,7 +260,7 @@ def _last_place(values: Tensor, kind: NumberFormat) -> Tensor:
 
 
 def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
-    """Return whether each row keeps its set however its scores move within their errors.
+    """Return whether each row keeps its set under all changes of its scores within their errors.
 
     Formula: min_S (z − E) > max_{A∖S} (z + E). It holds wherever Δ > 2 max E.
 
@@ -269,7 +269,7 @@ def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
     Args:
         scores: z, float64 (..., L); -inf where a key is not allowed.
         error: E ≥ 0, (..., L).
-        before: the sets of the scores, of rows with more than k allowed keys.
+        before: sets by the scores, in rows with more than k allowed keys.
 
     Returns:
         Bool (...). False decides nothing: such a row may keep its set or change it.

@@ -12,15 +12,15 @@ def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load:
     """Compute a strip's statistics; this overwrites its scores.
 
     Args:
-        strip: the scores.
-        selected: (b, H, r, S) int64, S_i; None means S_i = A_i.
-        top: K.
-        load: (b, H, n) int64, the key loads, added to in place.
+        strip: scores of the strip.
+        selected: (b, H, r, S) int64, positions of the keys in S_i; None means S_i = A_i.
+        top: K, number of largest scores.
+        load: (b, H, n) int64, key loads, added to in place.
 
     Returns:
         Per query, for :func:`finished`: ``keys``; ``top``, for K = 0 just the largest score; ``minimum``, NaN if
         any score is NaN; ``largest_weight``; for K > 0 ``order`` (b, H, r, K) int32, the position of the key of
-        each rank; ``non_finite`` if there are such scores; with S_i what depends on it, else ``mean``, Σ p z.
+        each rank; ``non_finite`` if there are such scores; with S_i its own statistics, else ``mean``, Σ p z.
     """
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
@@ -35,7 +35,7 @@ def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load:
     found["largest_weight"] = largest.squeeze(-1)
     if selected is not None:
         found |= _selected(strip, selected, found["top"][..., 0], load)
-    # The largest finite number instead of infinity: 0 · z must be 0 for a weight of 0.
+    # The largest finite number replaces infinity: 0 · z must be 0 for a weight of 0.
     strip.forbid_(torch.finfo(scores.dtype).max)
     found["minimum"] = scores.amin(-1)
     finite = found["top"][..., 0].isfinite() & found["minimum"].isfinite()  # a NaN would also be the minimum
@@ -51,8 +51,8 @@ def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]
     """Complete the statistics of all strips' rows.
 
     Args:
-        rows: from :func:`strip_statistics`, without ``order``, of all queries (B, H, Lq).
-        sinks: (H,) scores, nats; None means none.
+        rows: statistics of all queries (B, H, Lq) from :func:`strip_statistics`, without ``order``.
+        sinks: (H,) scores of the sinks in nats; None means no sink.
 
     Returns:
         The attributes of :class:`~semdiag.mathematics.row_statistics.RowStatistics` per query.
@@ -79,7 +79,7 @@ def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]
 
 
 def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor) -> dict[str, Tensor]:
-    """Return the statistics that depend on a given S_i, (b, H, r, S); add to load (b, H, n)."""
+    """Return the statistics over S_i, (b, H, r, S); add to the key loads (b, H, n)."""
     scores, present = strip.scores, selected >= 0
     counted = present if strip.counted is None else present & strip.counted
     places = selected.clamp(min=0).flatten(2)
@@ -103,7 +103,7 @@ def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor
 
 
 def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
-    """Include a sink of score s_h in the softmax of every row that has keys."""
+    """Include a sink of score s_h in the softmax of every row with keys."""
     sink = sinks.to(statistics["maximum"].dtype)[:, None]
     joint = {
         name: torch.where(statistics[name] == -torch.inf, -torch.inf, torch.logaddexp(statistics[name], sink))
@@ -115,29 +115,29 @@ def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tenso
 
 
 def nan_where(condition: Tensor, values: Tensor) -> Tensor:
-    """Return values with NaN where the condition holds."""
+    """Return the values with NaN where the condition holds."""
     return values.masked_fill(condition, torch.nan)
 
 
-_STRIP = 2**21  # scores held at a time: fewer leave the work of each strip uncovered
-_LARGER = 8  # strips on an accelerator, where starting an operation takes as long as a million scores
+_STRIP = 2**21  # scores held at a time: with fewer, the overhead of each strip shows
+_LARGER = 8  # factor of the strip size on an accelerator, where starting an operation takes long
 
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
     r"""Statistics of the scores z of each query; all shapes (B, H, Lq) unless stated otherwise.
 
-    A_i are the keys that query i may attend to, S_i those that it does attend to. Scores are in nats.
+    A_i are the keys that query i may attend to, S_i the keys that it attends to. Scores are in nats.
 
     With an attention sink s_h, the softmax has a further outcome, with score s_h and no value. It is not a key:
     counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. The softmax includes it, and so do logsumexps, entropy
-    and weights; the keys' weights sum to less than 1. The bounds ξ of row constants remain valid, because a sink
-    makes weights smaller.
+    and weights; the keys' weights sum to less than 1. The bounds ξ stay valid, because a sink makes weights
+    smaller.
 
     Attributes:
         keys: int64, n_i = |A_i|.
         kept: int64, k_i = |S_i|.
-        non_finite: int64, scores in A_i that are NaN or infinite.
+        non_finite: int64, number of scores in A_i that are NaN or infinite.
         maximum: largest score over A_i; -inf for a row without keys.
         minimum: smallest score over A_i; +inf for a row without keys.
         log_sum_exp: ln Σ exp(z) over A_i and the sink; -inf for a row without keys.
@@ -171,12 +171,12 @@ class RowStatistics:
     def dispersion(self, k: int | None = None) -> Tensor:
         """Return the semantic dispersion δ: the range of the scores that a query attends to.
 
-        δ(i) = max_{S_i} z - min_{S_i} z; with k, as if the query kept its k largest scores.
+        δ(i) = max_{S_i} z - min_{S_i} z. With k, each query keeps its k largest scores instead of S_i.
 
         Source: paper, eq. 19. Deviation: none.
 
         Args:
-            k: heavy hitters kept, 1 … K; None for the model's own S_i.
+            k: number of kept heavy hitters, 1 … K; None for the model's own S_i.
 
         Returns:
             (B, H, Lq), ≥ 0, nats; NaN for a row without keys.
@@ -198,7 +198,7 @@ class RowStatistics:
         Source: paper, Def. 3 and eq. 22. Deviation: none.
 
         Args:
-            k: heavy hitters kept, 1 … K; None for the model's own S_i.
+            k: number of kept heavy hitters, 1 … K; None for the model's own S_i.
 
         Returns:
             (B, H, Lq), nats; +inf if nothing is dropped; can be ≤ 0 only for input-agnostic masks and bottom-k.
@@ -231,7 +231,7 @@ class RowStatistics:
         Source: none; the mass that top-k would renormalise. Deviation: none.
 
         Args:
-            k: heavy hitters kept, 1 … K.
+            k: number of kept heavy hitters, 1 … K.
 
         Returns:
             (B, H, Lq), in (0, 1]; NaN for a row without keys.
@@ -249,7 +249,7 @@ class RowStatistics:
         Source: paper, Theorem 5 (the loads behind β). Deviation: none.
 
         Args:
-            k: heavy hitters kept, 1 … K; None for the model's own S_i.
+            k: number of kept heavy hitters, 1 … K; None for the model's own S_i.
 
         Returns:
             (B, H, Lk) int64.
@@ -283,13 +283,12 @@ def row_statistics(
     first_query: int = 0,
     places: Tensor | None = None,
 ) -> RowStatistics:
-    """Statistics of the scores z of every query, in one pass and in strips of two million scores.
+    """Return the statistics of every query's scores z, in one pass and in strips of two million scores.
 
     z_ij = scale · q_i · k_j; z_ij ← softcap · tanh(z_ij / softcap); z_ij ← z_ij + bias_ij.
-    Nothing of size Lq × Lk is ever held; an accelerator's strips are eight times as large.
-    Half precision is scored in float32, also under autocast; no gradient
-    is recorded. Ties among the largest scores are broken in favour of the lower key position, in every strip
-    and for every k.
+    Nothing of size Lq × Lk is held; an accelerator's strips are eight times as large.
+    Half precision is scored in float32, also under autocast; no gradient is recorded. Among equal scores, the
+    lower key position ranks first, in every strip and for every k.
 
     Source: paper, Def. 3 and eqs. 19, 22. Deviation: none.
 
@@ -297,21 +296,21 @@ def row_statistics(
         q: queries (B, H, Lq, D).
         k: keys (B, Hk, Lk, D), same dtype; Hk divides H, query head h uses key head h // (H / Hk).
         scale: factor on the scores.
-        allowed: bool, broadcastable to (B, H, Lq, Lk): A_i; None means every key.
-        selected: (B, H, Lq, S) int64 key positions: S_i ⊆ A_i, -1 for none; None means S_i = A_i.
-        queries: (B, Lq) bool: queries that count towards key loads; None means all.
+        allowed: bool, broadcastable to (B, H, Lq, Lk): keys in A_i; None means every key.
+        selected: (B, H, Lq, S) int64, positions of the keys in S_i ⊆ A_i, -1 for none; None means S_i = A_i.
+        queries: (B, Lq) bool, queries that count towards key loads; None means all.
         top: K, the largest number of heavy hitters for counterfactuals; at most Lk - 1 are useful.
-        bias: broadcastable to (B, H, Lq, Lk), finite, nats; None means none.
-        softcap: bound on the scores before the bias; None means none.
-        sinks: (H,) one more logit per head in the softmax's denominator; None means none.
+        bias: term added to the scores, broadcastable to (B, H, Lq, Lk), finite, nats; None means none.
+        softcap: limit of the scores before the bias; None means none.
+        sinks: (H,) a further logit per head in the softmax's denominator; None means none.
         causal: whether query i may only attend to keys j ≤ first_query + i, in addition to ``allowed``. Strips
             then skip the keys after their last query.
         first_query: position of query 0 among the keys.
-        places: (B, H, R) int64, positions of the queries to look at in every head, -1 for none: the statistics
-            then have R queries, and loads count only these. None means all, in order.
+        places: (B, H, R) int64, positions of the queries to look at in every head, -1 for none; the statistics
+            then have R queries, and loads count only these. None means all queries, in order.
 
     Returns:
-        The statistics; float64 if q is, else float32.
+        The statistics, in float64 if q is in float64, else in float32.
 
     Raises:
         ValueError: if top is negative, shapes do not fit, or there is no query or no key at all.
@@ -330,12 +329,12 @@ def row_statistics(
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int32, device=q.device)
     length = q.shape[2] if places is None else places.shape[2]
     rows: dict[str, Tensor] = {}
-    # Inference mode saves a fifth of the overhead of a strip; the results are ordinary tensors.
+    # Inference mode saves a fifth of a strip's overhead; the results are ordinary tensors.
     with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
         if allowed is not None and bool(allowed.all()):
-            allowed = None  # the usual mask of a batch without padding: no need to read it
+            allowed = None  # the usual mask of a batch without padding
         scores = Scores(q, k.contiguous(), scale, allowed, bias, softcap, causal, first_query, queries, places)
         for strip in scores.strips(_STRIP if q.device.type == "cpu" else _STRIP * _LARGER):
             b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
@@ -343,7 +342,7 @@ def row_statistics(
             if selected is not None:
                 own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
             for name, values in strip_statistics(strip, own, top, load[b, h, :seen]).items():
-                # Written into one tensor: thousands of small ones would fragment memory.
+                # One tensor for all strips: thousands of small ones would fragment memory.
                 if name not in rows:
                     with torch.inference_mode(False):
                         shape = batch, heads, length, *values.shape[3:]
@@ -361,7 +360,7 @@ def row_statistics(
 
 
 def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | None) -> None:
-    """Count how often each key has each rank, a few samples at a time because positions take 64 bits there."""
+    """Count how often each key has each rank, a few samples at a time because positions take 64 bits."""
     size = max(1, _STRIP // order[0].numel())
     for first in range(0, len(ranks), size):
         part = slice(first, first + size)

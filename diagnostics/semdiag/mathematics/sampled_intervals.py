@@ -1,4 +1,4 @@
-"""Mean and percentiles from drawn queries, with intervals for these sequences and for sequences like these."""
+"""Means, ratios and percentiles from drawn queries, with intervals for these sequences and for ones like these."""
 
 import math
 from collections.abc import Sequence
@@ -15,21 +15,20 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
     """Draw the fraction count / of of a sequence's queries, independently for every head.
 
     With n queries, m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n
-    positions are put on a circle, which is rotated at random and cut into m/2 strata of neighbours; two queries
-    are drawn from each (one from the last, if m is odd). So no query is drawn twice, and by symmetry every query
-    has probability count / of: plain means and percentiles of the draws estimate those of all queries, whatever
-    the lengths.
+    positions form a circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are
+    drawn from each (one from the last, if m is odd). So no query is drawn twice, and by symmetry every query has
+    probability count / of: plain means and percentiles of the draws estimate those of all queries, whatever the
+    lengths.
 
     Source: stratified sampling; Cochran 1977, Sampling Techniques, §5.3. Deviation: the random rotation, without
-        which
-    strata of unequal size would need weights.
+    which strata of unequal size would need weights.
 
     Args:
-        queries: n, of the sequence; at least 0.
+        queries: number n of queries of the sequence, at least 0.
         heads: number of independent rows of draws.
-        count: see above, at least 1.
-        of: at least ``count``.
-        rng: supplies 3 + ⌊n · count / of⌋ numbers per head.
+        count: numerator of the fraction, at least 1.
+        of: denominator of the fraction, at least ``count``.
+        rng: random generator, which gives 3 + ⌊n · count / of⌋ numbers per head.
 
     Returns:
         (heads, most) positions among the n, stratum by stratum: columns 2s and 2s + 1 belong to stratum s; -1 (at
@@ -57,7 +56,7 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
 # cases; of sequences, so that their spread shows its error (benchmarks/sampled_intervals.py).
 _BEYOND = 3.7, 2.0
 _TIED = 1e-9  # relative: values this near to a percentile equal it up to rounding (sums in another order)
-TARGETS = "all queries of these inputs", "inputs like these"  # what the intervals are about
+TARGETS = "all queries of these inputs", "inputs like these"  # populations of the intervals
 Ends = tuple[float, float]
 
 
@@ -66,10 +65,10 @@ class SampledEstimate:
     """An estimate of a statistic from drawn queries.
 
     Attributes:
-        statistic: ``mean``, ``p1``, ….
-        estimate: from the drawn queries.
-        these: interval for the statistic of all queries of these sequences: only the draws vary.
-        such: interval for the statistic of sequences like these: whole sequences vary. NaN for a single one.
+        statistic: name of the statistic, ``mean``, ``p1``, ….
+        estimate: estimate from the drawn queries.
+        these: interval for all queries of these sequences, where only the draws vary.
+        such: interval for sequences like these, where whole sequences vary; NaN for a single sequence.
     """
 
     statistic: str
@@ -124,12 +123,12 @@ def sampled_estimates(
     instead of Woodruff's normal one.
 
     Args:
-        values: (n,), of drawn queries; values that are not finite are left out.
-        samples: (n,) the sequence of each.
-        strata: (n,) the same number for those drawn from one stratum of one sequence and head.
-        share: probability of a query to be drawn.
-        percentiles: to estimate, between 1 and 99.
-        confidence: of the intervals, in (0, 1).
+        values: (n,), values of drawn queries; those that are not finite do not count.
+        samples: (n,), sequence of each query.
+        strata: (n,), number of the stratum of each query, within one sequence and head.
+        share: probability with which a query is drawn.
+        percentiles: percentiles to estimate, between 1 and 99.
+        confidence: confidence of the intervals, in (0, 1).
 
     Returns:
         The mean, then the percentiles; NaN if nothing is finite.
@@ -173,13 +172,13 @@ def sampled_estimates(
 def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidence: float = 0.95) -> Ends:
     """Return an interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
 
-    Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources are those
-    of the mean at :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts.
+    Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources as for the
+    mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts.
 
     Args:
-        sums: (c,), of clusters; finite.
-        counts: (c,), not negative; clusters with count 0 are left out.
-        confidence: of the interval, in (0, 1).
+        sums: (c,), sums of the clusters; finite.
+        counts: (c,), not negative; clusters with count 0 do not count.
+        confidence: confidence of the interval, in (0, 1).
 
     Returns:
         Both ends; NaN for fewer than two clusters.
@@ -219,11 +218,11 @@ class _Spread:
         self._weights = self.of_sequences(known / known.sum())
         self._clusters = int((self._weights > 0).sum())
         freedom = float(max(1, len(strata) - len(drawn))), _freedom(self._weights)
-        self.effective = round(freedom[1] + 1, 9)  # as many equal ones would give the same accuracy
+        self.effective = round(freedom[1] + 1, 9)  # number of equal sequences with the same accuracy
         self._critical = float(scipy.stats.t.ppf(level, freedom[0])), float(scipy.stats.t.ppf(level, freedom[1]))
 
     def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
-        """Return standard error and factor, for these sequences and for such; NaN if the error is unknown."""
+        """Return standard errors and factors, for these sequences and for such; NaN if the error is unknown."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
         such, c = float("nan"), self._clusters
@@ -256,7 +255,7 @@ def _shape(sums: NDArray[np.float64]) -> float:
 
 
 def _unskewed(t: float, a: float) -> float:
-    """Return the number that t + a t² + a² t³/3 + a/2 maps to the given one."""
+    """Return the number that t + a t² + a² t³/3 + a/2 maps to ``t``."""
     root = float(np.cbrt(1 + 3 * a * (t - a / 2)))
     return 3 * (t - a / 2) / (1 + root + root**2)
 

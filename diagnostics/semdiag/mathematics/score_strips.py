@@ -1,4 +1,4 @@
-"""Compute the scores of an attention call in strips of whole rows; nothing of size Lq × Lk is ever held."""
+"""Scores of an attention call in strips of rows, the largest of them, and the stability constants of rows."""
 
 import math
 import sys
@@ -21,23 +21,23 @@ from semdiag.mathematics.softmax_stability import (
 from semdiag.mathematics.spectral_norms import Real, broadcast
 from semdiag_models.attention import selection as products
 
-_CAUSAL_STRIPS = 8  # per sample, in long causal calls: a strip skips keys after its last query
-_LONG = 256  # number of queries from which this pays
-_LEAST_ROWS = 128  # rows per head in a strip: fewer would read all keys for little work
+_CAUSAL_STRIPS = 8  # strips per sample in long causal calls, where a strip skips the keys after its last query
+_LONG = 256  # queries from which this pays
+_LEAST_ROWS = 128  # rows per head in a strip: with fewer, all keys would be read for little work
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreStrip:
-    """Scores of some samples and queries, without the keys at the end that none of the queries may see.
+    """Scores of some samples and queries, without the last keys, which none of the queries may see.
 
     Attributes:
-        samples: which samples.
-        heads: which heads.
-        queries: which queries.
-        scores: (b, H, r, n) in nats, including forbidden keys; overwritten by the next strip.
-        spare: memory of the same shape, for the reader's use.
-        allowed: bool, broadcastable to (b, H, r, n): A_i; None means all but ``future``.
-        future: (r, t) bool, forbidden among the last t keys by the causal rule; None means none.
+        samples: samples of the strip.
+        heads: heads of the strip.
+        queries: queries of the strip.
+        scores: (b, H, r, n) in nats, including forbidden keys; the next strip overwrites them.
+        spare: working memory of the same shape.
+        allowed: bool, broadcastable to (b, H, r, n), keys in A_i; None means all but ``future``.
+        future: (r, t) bool, which of the last t keys the causal rule forbids; None means none.
         counted: (b, 1 or H, r, 1) bool, queries that count towards key loads; None means all.
     """
 
@@ -58,12 +58,12 @@ class ScoreStrip:
             self.scores[..., -self.future.shape[1] :].masked_fill_(self.future, value)
 
     def keys(self) -> Tensor:
-        """Return n_i = |A_i|, (b, H, r) int64."""
+        """Return the number of allowed keys n_i = |A_i|, (b, H, r) int64."""
         shape, length = self.scores.shape[:3], self.scores.shape[3]
         if self.allowed is not None:
             return (self.allowed.sum(-1) * (length // self.allowed.shape[3])).expand(shape)
         if self.future is not None:
-            hidden = self.future.shape[1]  # for the first query; one less for each later one
+            hidden = self.future.shape[1]  # of the first query; one less for each later one
             return (
                 torch.arange(length - hidden, length - hidden + shape[2], device=self.scores.device)
                 .clamp(max=length)
@@ -72,7 +72,7 @@ class ScoreStrip:
         return torch.full(shape, length, device=self.scores.device)
 
     def load(self) -> Tensor:
-        """Return how many counted queries may attend to each key, int64, broadcastable to (b, H, n)."""
+        """Return the number of counted queries that may attend to each key, int64, broadcastable to (b, H, n)."""
         rows = self.scores.shape[2]
         everyone = rows if self.counted is None else self.counted.sum(2)
         if self.allowed is not None:
@@ -102,12 +102,12 @@ class Scores:
     places: Tensor | None = None
 
     def strips(self, size: int) -> Iterator[ScoreStrip]:
-        """Yield strips of rows in order, for one group of samples and heads after the other.
+        """Yield strips of rows in order, for each group of samples and heads in turn.
 
-        They share their memory: finish with one before taking the next.
+        Strips share their memory: finish with one before taking the next.
 
         Args:
-            size: scores held at a time, as far as whole rows allow.
+            size: largest number of scores held at a time, as far as whole rows allow.
         """
         batch, all_heads = self.q.shape[:2]
         length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
@@ -187,11 +187,11 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
     """Return the rows of some queries, chosen per sample and head.
 
     Args:
-        values: (b, H, Lq, n); the first three axes may have length 1.
-        places: (b, H, r) int64 positions of queries; negative ones give an arbitrary row.
+        values: tensor (b, H, Lq, n); the first three axes may have length 1.
+        places: (b, H, r) int64 positions of queries; a negative one gives an arbitrary row.
 
     Returns:
-        (b, H, r, n); the tensor itself if all its queries share one row.
+        (b, H, r, n), or ``values`` itself if all its queries share one row.
     """
     if values.shape[2] == 1:
         return values
@@ -206,13 +206,13 @@ def part_of(
     """Return some samples, queries and first keys of a tensor broadcastable to (B, H, Lq, Lk).
 
     Args:
-        values: at most four axes; None stays None.
-        samples: a slice, or positions.
-        queries: a slice, or positions.
+        values: tensor with at most four axes; None stays None.
+        samples: slice, or positions.
+        queries: slice, or positions.
         seen: number of keys; None means all.
 
     Returns:
-        Four axes; those of length 1 stay so.
+        Tensor with four axes; axes of length 1 keep that length.
     """
     if values is None:
         return None
@@ -223,7 +223,7 @@ def part_of(
 
 
 _GROUPED = 1024  # the same in groups, in single precision on the CPU, where choosing is cheap
-_MORE = 4  # extra choices, so that nearly equal scores rarely leave a row in doubt
+_MORE = 4  # extra choices, so that nearly equal scores rarely make a row ambiguous
 _LAST = 2**31 - 1  # no position is beyond it
 _LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 
@@ -233,14 +233,13 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th
     score: the largest scores lie in as many groups, those with the largest maxima, so only these are searched.
-        Rows
-    in which an omitted score may be as large as a chosen one are sorted instead.
+    Rows in which an omitted score may be as large as a chosen one are sorted instead.
 
     Source: none; exact, whatever the grouping. Deviation: none.
 
     Args:
         scores: (..., n), nats; -inf where there is no key.
-        count: at least 1.
+        count: number of positions to return, at least 1.
 
     Returns:
         Values (..., count + 1), -inf beyond the number of keys, and int64 positions (..., count), arbitrary beyond
@@ -269,14 +268,14 @@ def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
     Args:
         ranks: (b, H, K, Lk) int32, added to in place.
         positions: (b, H, r, K), position of the key of each rank.
-        present: bool, same shape: what counts.
+        present: bool, same shape, positions that count.
     """
     ones = present.transpose(2, 3).to(torch.int32)
     ranks.scatter_add_(-1, positions.transpose(2, 3).long(), ones)
 
 
 def _compared(scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """Return positions of the largest scores, the largest first, and which rows ties leave in doubt."""
+    """Return the positions of the largest scores in descending order, and which rows ties leave ambiguous."""
     length = scores.shape[-1]
     # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
     size = 2 ** round(math.log2(length / kept) / 2)
@@ -291,7 +290,7 @@ def _compared(scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
 
 
 def _packed(scores: Tensor, held: int) -> tuple[Tensor, Tensor | None]:
-    """Do the same as :func:`_compared` on packed integers, which NumPy sorts many times faster."""
+    """Return the result of :func:`_compared` by packed integers, which NumPy sorts many times faster."""
     length, number = scores.shape[-1], held + _MORE
     if length < _LONG or length <= number:
         return _sorted(scores, None, held), None
@@ -336,7 +335,7 @@ def _members(chosen: Tensor, size: int, length: int) -> Tensor:
 
 
 def _half(maximum: Tensor) -> Tensor:
-    """Return half of a row's maximum, made finite, so that rows without keys have infinite distances from it."""
+    """Return half of each row's maximum, made finite, so that rows without keys are infinitely far from it."""
     return (0.5 * maximum).clamp_(min=torch.finfo(maximum.dtype).min)
 
 
@@ -352,7 +351,7 @@ def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _sorted(scores: Tensor, positions: Tensor | None, count: int) -> Tensor:
-    """Return positions of the largest scores, the largest first; of equal ones the lower position first."""
+    """Return positions of the largest scores in descending order; of equal ones the lower position first."""
     if positions is None:
         positions = torch.arange(scores.shape[-1], dtype=torch.int32)
     numbers = torch.empty(scores.shape, dtype=torch.int64)
@@ -371,15 +370,15 @@ Constants = tuple[Tensor, Tensor, Tensor, Tensor]  # the tensors of AttentionRow
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Constants per query of an attention map: natural logarithms, shape (..., queries); −∞ for padded queries.
+    """Constants of an attention map per query: natural logarithms, shape (..., queries); −∞ for padded queries.
 
     Attributes:
-        log_weight: ln p̄_i, the largest weight that the row can give.
+        log_weight: ln p̄_i, largest weight that the row can give.
         log_xi: ln ξ_i, constant of the row against ‖z − z'‖₁.
         log_row: ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞.
         log_split: ln of the constant against ‖a‖_∞ if z − z' = a + b and b counts with ξ_i: equal to ``log_row``,
             except for heavy hitters, where 1 + 2/Δ_i replaces max(1, 2/Δ_i).
-        assumptions: of the constants.
+        assumptions: assumptions of the constants.
     """
 
     log_weight: Tensor
@@ -395,11 +394,11 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
 
     Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything compared.
-        keys: k_i, shape (..., queries); 0 marks a padded query, which is left out.
+        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the largest over everything compared.
+        keys: k_i, shape (..., queries); 0 marks a padded query, which does not count.
 
     Returns:
-        The rows' constants.
+        Constants of the rows.
 
     Raises:
         ValueError: if a dispersion is negative or NaN, or a number of keys is not an integer ≥ 0.
@@ -424,12 +423,12 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
 
     Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything compared.
-        separation: Δ_i in nats, the smaller; +inf where nothing is masked.
-        keys: k_i, shape (..., queries); 0 marks a padded query, which is left out.
+        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the largest over everything compared.
+        separation: Δ_i in nats, the smallest over everything compared; +inf where nothing is masked.
+        keys: k_i, shape (..., queries); 0 marks a padded query, which does not count.
 
     Returns:
-        The rows' constants; +inf in rows with Δ_i ≤ 0.
+        Constants of the rows; +inf in rows with Δ_i ≤ 0.
 
     Raises:
         ValueError: if a dispersion is negative or NaN, a separation NaN, or a number of keys no integer ≥ 0.
@@ -450,7 +449,7 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
 
 
 def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
-    """Sum over the queries that use a key, ln Σ_{i : l ∈ S_i} value_i: a key load with weights.
+    """Return ln Σ_{i : l ∈ S_i} value_i over the queries i that use a key l: a weighted key load.
 
     Source: docs/theory.md#attention-map. Deviation: none.
 
@@ -459,7 +458,7 @@ def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
         selected: bool, shape (..., queries, keys): l ∈ S_i.
 
     Returns:
-        shape (..., keys), float64; −∞ for keys that no query uses.
+        Shape (..., keys), float64; −∞ for keys that no query uses.
 
     Example:
         >>> key_sums(torch.zeros(2), torch.tensor([[True, True], [True, False]])).exp()
@@ -469,7 +468,7 @@ def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
 
 
 def _where_attended(keys: Tensor, constants: Callable[..., Constants], *rows: Tensor) -> Constants:
-    """Return the constants of rows with keys; −∞ (no contribution) for the others."""
+    """Return the constants of rows with keys; −∞ (no contribution) for rows without."""
     padded = keys == 0
     delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
     weight, xi, row, split = constants(delta, torch.where(padded, 1.0, keys), *rest)

@@ -1,4 +1,4 @@
-"""Check row by row whether the chosen keys have the largest scores, without sorting."""
+"""Sets of chosen keys: whether they hold the largest scores, by how much, and how far two sets agree."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from semdiag_models import InputError
 
 @dataclass(frozen=True)
 class AllowedKeys:
-    """The keys that each row may choose, ``first`` ≤ j < ``end``.
+    """The keys that each row may choose: positions j with ``first`` ≤ j < ``end``.
 
     Attributes:
-        first: int64 (rows,).
-        end: int64 (rows,).
-        position: int64 (rows,), of the row's query among the keys; None if unknown, when no key is in the future.
+        first: int64 (rows,), first allowed key.
+        end: int64 (rows,), position after the last allowed key.
+        position: int64 (rows,), position of the row's query among the keys; None if unknown and not needed.
         counts: bool (rows,), False for the rows of padded queries.
     """
 
@@ -34,7 +34,7 @@ def allowed_keys(
     documents: Tensor | None = None,
     causal: bool = False,
 ) -> AllowedKeys:
-    """Return which keys each row may choose.
+    """Return the keys that each row may choose.
 
     The valid keys of a sequence are starts ≤ j < starts + lengths. If queries have positions (with ``causal`` or
     ``documents``), they are the last tokens: query i of q is at n − q + i of n keys; if there are fewer queries
@@ -42,17 +42,17 @@ def allowed_keys(
     A query at a padded position does not count.
 
     Args:
-        rows: the dimensions before the keys, the query's last.
-        keys: n.
+        rows: sizes of the dimensions before the keys, the queries' last.
+        keys: number of keys n.
         lengths: int64, number of valid keys of each sequence: one number; one per entry of the first dimension; or
-            with as many dimensions as ``rows``, each of the same size or 1. None means all.
-        starts: of the same form, the first valid key, after padding on the left. None means 0.
-        documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: the document of each token,
-            negative for padding; tokens of a document are contiguous.
-        causal: whether keys after the query are excluded.
+            as many dimensions as ``rows``, each of the same size or 1. None means all keys.
+        starts: position of the first valid key (after padding on the left), in the same form. None means 0.
+        documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: document of each token,
+            negative for padding; the tokens of a document are contiguous.
+        causal: whether to exclude the keys after the query.
 
     Raises:
-        InputError: if these do not fit together.
+        InputError: if the arguments do not fit together.
 
     Example:
         >>> allowed_keys((3,), 4, causal=True).end.tolist()  # the last three of four tokens
@@ -120,7 +120,7 @@ def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
 
 
 def _documents(documents: Tensor, rows: tuple[int, ...], keys: int, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first key and the end of each query's document; none for padding."""
+    """Return the first key and the end of each query's document; nothing for padding."""
     if tuple(documents.shape) not in ((keys,), (rows[0], keys)):
         raise InputError(
             f"documents must name the document of each of the {keys:,} keys to which it belongs, ({keys},) or "
@@ -166,27 +166,27 @@ def judge_rows(
     engines: int = 1,
     error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return, for each row that counts, a grade, its worst chosen and k-th scores, and the best score left out.
+    """Return, for each row that counts, a grade, its worst chosen and k-th scores, and its best dropped score.
 
-    A row is right if no key that was left out has a larger score than the worst chosen one: one pass over the
-    scores, without sorting. The k-th score is computed only for rows that are not right.
+    A row is right if no dropped key has a larger score than the worst chosen one: one pass over the scores,
+    without sorting. The k-th score is computed only for rows that are not right.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
         scores: (rows, n), floating point; None if unknown.
         indices: (rows, k), integers of any dtype, -1 for none.
-        keys: n.
-        allowed: which keys each row may choose.
-        kind: the format to which the engine rounded these scores before it chose.
-        engines: 1 if it chose by these scores, 2 if another engine rounded them, see
+        keys: number of keys n.
+        allowed: keys that each row may choose.
+        kind: format to which the engine rounded these scores before it chose.
+        engines: 1 if the engine chose by these scores, 2 if another engine rounded them, see
             :func:`~semdiag.mathematics.rounding.may_swap`.
-        error: (rows, n) ≥ 0, how far each score may be from the engine's; then these were recomputed, and not
-            rounded. None: the engine chose by these scores.
+        error: (rows, n) ≥ 0, largest distance of each score from the engine's; the scores were then recomputed,
+            and not rounded. None means that the engine chose by these scores.
 
     Returns:
-        Grades (indices into ``GRAVITY``, int8) and three float64 tensors, one entry per row that counts. A score
-        is NaN if there is none: nothing chosen, or nothing left out.
+        Grades (indices into ``GRAVITY``, int8) and three float64 tensors, one entry per row that counts; NaN where
+        there is no such score, because nothing was chosen or nothing dropped.
 
     Raises:
         InputError: if the score of an allowed key is NaN.
@@ -226,7 +226,7 @@ def _key_places(indices: Tensor, keys: int) -> Tensor:
 
 
 class _NotANumberError(Exception):
-    """Raised if a row of a part contains NaN."""
+    """Raised if a row contains NaN."""
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -234,7 +234,7 @@ class _NotANumberError(Exception):
 
 @dataclass
 class _Part:
-    """Some rows; allowed keys are ``first`` ≤ j < ``end``."""
+    """Consecutive rows; allowed keys are ``first`` ≤ j < ``end``."""
 
     scores: Tensor | None
     indices: Tensor
@@ -245,14 +245,14 @@ class _Part:
     error: Tensor | None = None
 
     def room(self, rows: int) -> Tensor:
-        """Return memory for the scores of a part, with an extra column for invalid keys."""
+        """Return memory for the scores, with an extra column for invalid keys."""
         double = self.scores is not None and self.scores.dtype == torch.float64
         wide = double or self.indices.shape[1] > 2**24
         kind = torch.float64 if wide else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
     def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the result of :func:`judge_rows` without scores."""
+        """Return the result of :func:`judge_rows` by the keys alone."""
         valid = (self.indices >= self.first) & (self.indices < self.end)
         ordered = self.indices.masked_fill(~valid, -1).sort(1).values
         again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -261,7 +261,7 @@ class _Part:
         return grade, none, none, none
 
     def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the result of :func:`judge_rows` with scores."""
+        """Return the result of :func:`judge_rows` by the scores."""
         rows, k = self.indices.shape
         table = self._filled(room[:rows])
         inside = (self.indices >= self.first) & (self.indices < self.end)
@@ -287,7 +287,7 @@ class _Part:
         return grade, worst, kth, left
 
     def _again(self, own: Tensor) -> Tensor:
-        """Return the scores of some rows, -inf for keys that are not allowed."""
+        """Return the scores of some rows, with -inf for keys that are not allowed."""
         assert self.scores is not None
         dtype = self.scores.dtype
         words = self.scores.view(torch.uint8) if dtype.itemsize == 1 else self.scores  # for torch 2.7
@@ -296,7 +296,7 @@ class _Part:
         return scores
 
     def _within_error(self, at: Tensor) -> Tensor:
-        """Return which rows, at these places, choose a top-k of some scores within the error."""
+        """Return which of these rows chose a top-k of some scores within the error."""
         assert self.scores is not None
         assert self.error is not None
         own = at.to(self.scores.device)
@@ -308,7 +308,7 @@ class _Part:
         return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
 
     def _filled(self, table: Tensor) -> Tensor:
-        """Return the scores, -inf for keys that are not allowed, +inf in the extra column."""
+        """Return the scores, with -inf for keys that are not allowed and +inf in the extra column."""
         assert self.scores is not None
         table[:, : self.keys].copy_(self.scores)
         table[:, self.keys] = torch.inf
@@ -321,7 +321,7 @@ class _Part:
             scores.masked_fill_((at < first) | (at >= end), -torch.inf)
 
     def _keys_alone(self, valid: Tensor | None, again: Tensor, number: Tensor) -> Tensor:
-        """Return grades by the keys alone: without scores, only faults of the keys can be seen."""
+        """Return grades by the keys alone, which show only invalid and repeated keys."""
         k = self.indices.shape[1]
         grade = torch.zeros(len(self.indices), dtype=torch.int8, device=self.indices.device)
         needed = (self.end - self.first).squeeze(1).clamp(max=k)
@@ -337,7 +337,7 @@ class _Part:
         return grade
 
     def _kth(self, grade: Tensor, number: Tensor, worst: Tensor, left: Tensor) -> Tensor:
-        """Return the k-th scores. Keys with score -inf, which masks write, do not count as missing."""
+        """Return the k-th scores; a key with score -inf, which masks write, does not count as missing."""
         assert self.scores is not None
         k = self.indices.shape[1]
         needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()
@@ -374,15 +374,15 @@ class _Part:
 def rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
     """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
 
-    Formula: fl(l) ≥ fl(h), to nearest, ties to even. As fl never falls, l and h may stand for the least chosen and
-    the best dropped score. A number beyond the largest finite one counts as it, or as infinite.
+    Formula: fl(l) ≥ fl(h), to nearest, ties to even. As fl is monotonic, l and h may be the least chosen and the
+    best dropped score. A number beyond the largest finite one counts as that one, or as infinite.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
         lower: scores (...), not NaN.
-        higher: scores (...) that are not smaller.
-        kind: the format to which the engine rounded them before it chose.
+        higher: scores (...) that are at least as large.
+        kind: format to which the engine rounded the scores before it chose.
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -466,7 +466,7 @@ def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
     Args:
         first: int64 (rows, k), A, distinct in a row, -1 for none.
         second: int64 (rows, k), B, likewise.
-        weights: (rows, k) ≥ 0, of A's keys.
+        weights: (rows, k) ≥ 0, weights of A's keys.
 
     Example:
         >>> weight_lost(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]), torch.tensor([[3.0, 1.0]])).tolist()
@@ -481,21 +481,20 @@ def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]
     """Return the margin of each row's top-k, and whether it is certified.
 
     Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
-        = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after
-        every
-    score is rounded once to the format. A row that leaves out no key with a finite score, or keeps only infinite
-    ones, decides nothing: its margin is +∞, and it is certified.
+    = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after every
+    score is rounded once to the format. A row that drops no key with a finite score, or keeps only infinite ones,
+    decides nothing: its margin is +∞, and it is certified.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
     Args:
-        scores: (rows, n), not NaN; -inf, or less than half the lowest number of its dtype, if a mask forbids the
-            key.
-        k: at least 1.
-        kind: the format.
+        scores: (rows, n), not NaN; -inf, or less than half the lowest number of its dtype, where a mask forbids
+            the key.
+        k: number of kept keys, at least 1.
+        kind: number format of the scores.
 
     Returns:
-        float64 (rows,) and bool (rows,).
+        Margins, float64 (rows,), and whether they are certified, bool (rows,).
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS

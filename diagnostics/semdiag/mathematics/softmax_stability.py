@@ -1,4 +1,4 @@
-"""Input-stability ξ of one softmax row: ‖p(z) − p(z')‖₁ ≤ ξ ‖z − z'‖₁, in sound form."""
+"""Input-stability ξ of one softmax row: sound bounds of ‖p(z) − p(z')‖₁ / ‖z − z'‖₁, local values and secants."""
 
 import math
 
@@ -17,7 +17,7 @@ from semdiag.mathematics.spectral_norms import (
 
 
 def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
-    """Return, as a logarithm, the largest weight that a softmax row of k keys and range δ can give to one key.
+    """Return ln of the largest weight that a softmax row of k keys and range δ can give to one key.
 
     p̄(δ, k) = e^δ / (e^δ + k − 1).
 
@@ -82,14 +82,13 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     smaller separation of both rows.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
-        :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that
-        both rows
-    keep their own top-k set;
+    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that
+    both rows keep their own top-k set;
     :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability` checks it on the rows.
 
     Args:
-        dispersion: δ_h ≥ 0 in nats, over both rows.
-        separation: Δ_h in nats, over both rows; +inf where every allowed key is unmasked.
+        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
+        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
         keys: k ≥ 1, number of unmasked keys, the same in both rows.
 
     Returns:
@@ -119,7 +118,7 @@ def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
     Source: docs/theory.md#row-form. Deviation: not in the paper, which uses ‖z − z'‖₁.
 
     Args:
-        dispersion: δ ≥ 0 in nats (it only gives the shape).
+        dispersion: δ ≥ 0 in nats; only its shape matters.
         keys: k ≥ 1, number of unmasked keys.
 
     Returns:
@@ -147,8 +146,8 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
     Source: docs/theory.md#row-form. Deviation: not in the paper.
 
     Args:
-        dispersion: δ_h ≥ 0 in nats, over both rows.
-        separation: Δ_h in nats, over both rows; +inf where every allowed key is unmasked.
+        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
+        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
         keys: k ≥ 1, number of unmasked keys, the same in both rows.
 
     Returns:
@@ -178,8 +177,8 @@ def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real)
     could replace the sum 1 + 2/Δ_h is not proved.
 
     Args:
-        dispersion: δ_h ≥ 0 in nats, over both rows.
-        separation: Δ_h in nats, over both rows; +inf where every allowed key is unmasked.
+        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
+        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
         keys: k ≥ 1, number of unmasked keys, the same in both rows.
 
     Returns:
@@ -205,10 +204,10 @@ def positive_separation(separation: Real) -> Assumption:
     Source: paper, Thm 5 (docs/theory.md#semantic-separation). Deviation: none.
 
     Args:
-        separation: Δ in nats, one per row; +inf where nothing is masked.
+        separation: Δ in nats, one entry per row; +inf where nothing is masked.
 
     Returns:
-        The assumption, with the smallest separation and the number of rows at or below 0.
+        Assumption with the smallest separation and the number of rows at or below 0.
 
     Example:
         >>> positive_separation([0.5, float("inf")]).holds
@@ -225,7 +224,7 @@ def positive_separation(separation: Real) -> Assumption:
 
 
 def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
-    """Return the dispersion and number of keys as float64, or refuse impossible values."""
+    """Return dispersion and number of keys as float64; refuse impossible values."""
     delta, k = float64(dispersion), float64(keys)
     if not bool((delta >= 0).all()):
         raise ValueError(f"A dispersion must be at least 0. Got {delta.min().item()}.")
@@ -243,7 +242,7 @@ def _checked_separation(separation: Real) -> Tensor:
 
 
 def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
-    """Return the local ξ_loc of each row, as a logarithm: the ℓ1 → ℓ1 norm of the softmax Jacobian at the row.
+    """Return ln ξ_loc of each row: the ℓ1 → ℓ1 norm of the softmax Jacobian at the row.
 
     ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum; 1 − p_j is summed over the
     other weights, so that it stays accurate if p_j rounds to 1.
@@ -251,7 +250,7 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
     Source: docs/theory.md#local-stability. Deviation: not in the paper.
 
     Args:
-        scores: z in nats, shape (..., keys); entries that are not selected are ignored (−inf is fine).
+        scores: z in nats, shape (..., keys); entries that are not selected are ignored (they may be −inf).
         selected: bool, shape (..., keys), at least one True per row.
 
     Returns:
@@ -279,7 +278,7 @@ def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
         selected: bool, shape (..., keys), at least one True per row.
 
     Returns:
-        In nats, shape (...), float64; +inf for a single key.
+        Log odds in nats, shape (...), float64; +inf for a single key.
 
     Raises:
         ValueError: if a row selects no key.
@@ -300,7 +299,7 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
     :func:`local_stability` has no such limit.
 
     Args:
-        largest: p, in [0, 1].
+        largest: largest weight p, in [0, 1].
 
     Returns:
         ξ_loc, in [0, ½], of the same shape. Not a logarithm.
@@ -342,8 +341,8 @@ def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selecte
     Args:
         scores: z in nats, shape (..., keys).
         other: z', same shape.
-        selected: bool, keys in the softmax of z.
-        other_selected: bool, keys in the softmax of z'.
+        selected: bool, keys in the softmax of z, shape (..., keys).
+        other_selected: bool, keys in the softmax of z', same shape.
 
     Returns:
         The change, shape (...), float64, in [0, 2].
@@ -370,8 +369,8 @@ def score_change(
     Args:
         scores: z in nats, shape (..., keys).
         other: z', same shape.
-        selected: bool, keys used by z.
-        other_selected: bool, keys used by z'.
+        selected: bool, keys in the softmax of z, shape (..., keys).
+        other_selected: bool, keys in the softmax of z', same shape.
         order: 1 for the sum, ``math.inf`` for the largest entry.
 
     Returns:
@@ -396,7 +395,7 @@ def score_change(
 
 
 def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """Return how unevenly the scores moved: max − min of z − z' over the keys of either row, S ∪ S'.
+    """Return the unevenness of the scores' change: max − min of z − z' over the keys of either row, S ∪ S'.
 
     Adding a number to all scores of a row changes neither the weights nor this range.
 
@@ -405,8 +404,8 @@ def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_se
     Args:
         scores: z in nats, shape (..., keys).
         other: z', same shape.
-        selected: bool, keys used by z.
-        other_selected: bool, keys used by z'.
+        selected: bool, keys in the softmax of z, shape (..., keys).
+        other_selected: bool, keys in the softmax of z', same shape.
 
     Returns:
         The range in nats, shape (...), float64; 0 if no key is used.
@@ -432,9 +431,9 @@ def softmax_secant(
     Args:
         scores: z in nats, shape (..., keys).
         other: z', same shape.
-        selected: bool, keys used by z.
-        other_selected: bool, keys used by z'.
-        order: order of the norm of the scores, 1 or ``math.inf``.
+        selected: bool, keys in the softmax of z, shape (..., keys).
+        other_selected: bool, keys in the softmax of z', same shape.
+        order: order of the norm on the scores, 1 or ``math.inf``.
 
     Returns:
         ξ̂, shape (...), float64; NaN for equal rows (no secant through one point).

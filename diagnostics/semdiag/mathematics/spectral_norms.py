@@ -1,4 +1,4 @@
-"""Spectral norms of weights: Γ, Υ, B_P, B_R of Theorem 2, and the conventions of the paper's code."""
+"""Arithmetic with logarithms, spectral norms of weights (Γ, Υ, B_P, B_R of Theorem 2), and norms of Jacobians."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ def float64(value: Real) -> Tensor:
     """Convert a number, a sequence of numbers or a tensor of any dtype to a float64 tensor.
 
     Args:
-        value: the number(s); a tensor keeps its device, which must support float64 (CPU or CUDA).
+        value: number(s); a tensor keeps its device, which must support float64 (CPU or CUDA).
 
     Returns:
-        The same values, float64.
+        The values in float64.
 
     Example:
         >>> float64([1, 2])
@@ -32,11 +32,11 @@ def broadcast(*values: Real) -> tuple[Tensor, ...]:
     """Convert numbers and tensors to float64 and one shape.
 
     Args:
-        values: to be combined elementwise.
+        values: numbers and tensors to combine elementwise.
 
     Returns:
-        One float64 tensor per value, all of the broadcast shape and on one device: that of the first that is not
-        on the CPU, where numbers and constants are made.
+        One float64 tensor per value, in the broadcast shape, on the device of the first tensor that is not on the
+        CPU.
 
     Example:
         >>> broadcast([1.0, 2.0], 5)[1]
@@ -65,7 +65,7 @@ def log(value: Real) -> Tensor:
 
 
 def log_sum(*terms: Tensor) -> Tensor:
-    """Return the logarithm of a sum of terms given by their logarithms, elementwise: ln Σ exp(term).
+    """Return ln Σ exp(term), elementwise: the logarithm of a sum whose terms are given as logarithms.
 
     Args:
         terms: natural logarithms, at least one; −inf stands for 0.
@@ -84,9 +84,9 @@ def log_sum(*terms: Tensor) -> Tensor:
 
 
 def log_product(*factors: Tensor) -> Tensor:
-    """Return the logarithm of a product of constants given by their logarithms, with 0 · ∞ = 0.
+    """Return the logarithm of a product whose factors are given as logarithms, with 0 · ∞ = 0.
 
-    A constant 0 means that nothing moves; then nothing moves afterwards either, whatever the other constants are.
+    A constant 0 means that nothing moves, whatever the other constants are.
 
     Args:
         factors: natural logarithms, at least one; −inf stands for 0 and +inf for no guarantee.
@@ -122,14 +122,14 @@ def log_one_plus_inverse(value: Tensor) -> Tensor:
 
 
 def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the root of the sum of squares of constants given by their logarithms: ln sqrt(Σ exp(2·value)).
+    """Return ln sqrt(Σ exp(2·value)): the root of a sum of squares of constants given as logarithms.
 
     Args:
         values: natural logarithms.
-        dim: the dimension to sum over.
+        dim: dimension to sum over.
 
     Returns:
-        The logarithm of the root of the sum of squares, without that dimension.
+        Logarithm of the root of the sum of squares, without that dimension.
 
     Example:
         >>> log_root_sum_squares(log([3.0, 4.0])).exp()
@@ -139,7 +139,7 @@ def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
 
 
 def log_one_plus(log_value: Tensor) -> Tensor:
-    """Return ln(1 + x) for a quantity given by ln x, as for a residual connection.
+    """Return ln(1 + x) from ln x, as for a residual connection.
 
     Args:
         log_value: ln x, float64.
@@ -184,7 +184,7 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
 
     Args:
         matrix: shape (..., m, n).
-        iterations: t ≥ 0; 6 leaves at most 7% for rank 4096.
+        iterations: t ≥ 0; with 6 the excess is at most 7% for rank 4096.
 
     Returns:
         An upper bound of ‖matrix‖₂ (up to rounding), shape (...), float64.
@@ -243,7 +243,7 @@ def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: shape (..., m, n).
         bias: shape (..., m), or None for a layer without bias.
 
-    Returns:
+    Shape (..., m, n + 1), or the unchanged weight; float64.
         shape (..., m, n + 1), or the weight unchanged; float64.
 
     Example:
@@ -261,8 +261,8 @@ def score_scale(head_width: int, inverse_temperature: float = 1.0) -> float:
     Source: docs/theory.md#attention-call. Deviation: none.
 
     Args:
-        head_width: d_head, rows of one head's W_q.
-        inverse_temperature: τ.
+        head_width: d_head, number of rows of one head's W_q.
+        inverse_temperature: factor τ.
 
     Returns:
         The factor.
@@ -373,8 +373,8 @@ class JacobianNorm:
     """The result of a power iteration.
 
     Attributes:
-        value: (N,), the largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm.
-        settled: (N,) bool, whether the last step added less than 1e-4 of it.
+        value: (N,), largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm.
+        settled: (N,) bool, whether the last step grew the value by less than the fraction 1e-4.
     """
 
     value: Tensor
@@ -396,10 +396,10 @@ def token_jacobian_norm(
     Source: docs/theory.md#empirical (Boyd, The power method for lᵖ norms, 1974). Deviation: not in the paper.
 
     Args:
-        jvp: x (N, L, d) -> J x (N, L', d'), for each of the N maps.
-        vjp: y (N, L', d') -> Jᵀ y (N, L, d).
-        start: (N, L, d), not zero.
-        iterations: largest number.
+        jvp: map from x (N, L, d) to J x (N, L', d'), for each of the N maps.
+        vjp: map from y (N, L', d') to Jᵀ y (N, L, d).
+        start: initial x, (N, L, d), not zero.
+        iterations: largest number of iterations.
 
     Returns:
         One lower bound per map.
@@ -437,7 +437,7 @@ _NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to ro
 
 
 def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
-    """Return, as a logarithm, the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
+    """Return ln of the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
 
     max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one has weight at most p̄(d, k), and
     it and its successor must together move by 2Δ + d.
@@ -447,7 +447,7 @@ def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tenso
     Args:
         dispersion: δ ≥ 0 in nats.
         separation: Δ in nats, +inf where nothing is masked.
-        keys: k ≥ 1.
+        keys: number of kept keys k ≥ 1.
 
     Returns:
         ln of the maximum, in the broadcast shape; +inf for Δ ≤ 0, −inf for Δ = +inf.
@@ -472,7 +472,7 @@ def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
 
 
 def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
-    """Return the local maximum d, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
+    """Return d of the local maximum, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
     excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
     exists = (excess > 0) & (excess < math.inf)
     u = torch.where(exists, excess, 1.0)

@@ -1,4 +1,4 @@
-"""Run a model over inputs and reduce its attention to measurements."""
+"""Run a model over inputs, and reduce its attention to measurements under given conditions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -67,31 +67,30 @@ def measure(
     is copied only if it must be moved or converted.
 
     Args:
-        model: from :func:`semdiag.load`, or any module of your own.
-        batches: what the model is called with: a tensor, a dictionary of keyword arguments or a tuple of
-            positional ones; or an iterable of them, which is read one batch at a time. One tensor or dictionary
-            is cut into batches.
+        model: model from :func:`semdiag.load`, or any module of your own.
+        batches: inputs of the model: a tensor, a dictionary of keyword arguments or a tuple of positional ones; or
+            an iterable of them, which is read one batch at a time. One tensor or dictionary is cut into batches.
         labels: (N,) classes, for the accuracy of semdiag's own models; refused for others, whose outputs are not
             read here. None if unknown.
-        queries: how many are drawn per sample and head of the longest sequence, and the same fraction of all
+        queries: number of queries drawn per sample and head of the longest sequence, and the same fraction of all
             others. None means all. Every query has the same probability, so plain means and percentiles are
             estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Token
-            ids tell the longest length; on other inputs the model runs once more to find it. Of an iterator, the
-            first batch decides, and a remark says how many are drawn of a longer sequence.
+            ids give the longest length; on other inputs the model runs once more to find it. Of an iterator, the
+            first batch decides, and a remark gives the number drawn of a longer sequence.
         real: (N, L) bool over all samples, false for padding; padded queries are left out. By default it is read
             from the usual arguments (``attention_mask``, ``key_padding_mask``, …). A remark names attention that
             it does not fit.
-        inputs: where the inputs come from, for the report.
-        k: counterfactual numbers of heavy hitters, one or several; each adds columns for every query. Of several,
+        inputs: origin of the inputs, for the report.
+        k: counterfactual number of heavy hitters, or several; each adds columns for every query. Of several,
             those above the number of keys are left out, with a remark.
-        batch_size: samples at a time, if ``batches`` is one tensor or dictionary.
-        samples: measure only the first so many samples, and read no batch after them; None means all.
-        device: where to run; None means where the model is.
-        dtype: of the model and of the scores, float32 or float64; None means the model's own.
-        seed: of the drawn queries.
-        min_keys: queries with fewer keys are left out.
-        max_queries: rows kept in the tables of queries and of loads. Beyond it, a sample of the rows is kept, and
-            the table ``sketches`` has exact counts, means and extremes, and close percentiles.
+        batch_size: number of samples at a time, if ``batches`` is one tensor or dictionary.
+        samples: number of first samples to measure; no batch after them is read. None means all.
+        device: device on which to run; None means the model's.
+        dtype: dtype in which the model runs and scores are computed, float32 or float64; None means the model's.
+        seed: random seed for the drawn queries.
+        min_keys: smallest number of keys of a query that counts.
+        max_queries: largest number of rows in the tables of queries and of loads. Beyond it, a sample of the rows
+            is kept, and the table ``sketches`` has exact counts, means and extremes, and close percentiles.
         after_batch: called with the number of samples of each finished batch.
         watchers: further consumers of the attention calls.
 
@@ -242,7 +241,7 @@ def _accuracy(classes: Tensor, labels: Tensor | None, audit: Audit) -> float | N
 
 
 def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
-    """Return the versions, device and dtype of the measurement, and which queries were measured."""
+    """Return versions, device and dtype of the measurement, and which queries were measured."""
     return {
         "semdiag": version("semdiag"),
         "torch": str(torch.__version__),
@@ -347,7 +346,7 @@ def _model_row(
         config = loaded.module.config
         row |= {name: getattr(config, name) for name in _ENCODER_FACTS} | {"setting": setting_in_words(loaded)}
         if loaded.training is not None:
-            row["length"] = loaded.training.length  # of the samples, without PAD
+            row["length"] = loaded.training.length  # length of the samples, without PAD
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
     return typed(pd.DataFrame([row]), {**whole, **text, "accuracy": "float64"})
@@ -361,34 +360,34 @@ DTYPES = {
 }
 HALF = "bfloat16", "float16"  # for external models only; their scores are computed in float32
 
-_MOST = 10**9  # of samples, in a batch or in all
+_MOST = 10**9  # largest number of samples, in a batch or in all
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which every model of a survey is measured."""
+    """Conditions under which every model of a survey is measured."""
 
     inputs: Path | None = None  # token ids, or text (.txt); None means each checkpoint's own held-out samples
-    samples: int = 500  # of the default inputs, of inputs of unknown length, and windows of a text
-    first: int | None = None  # samples of given inputs, or of those that came with a model; None means all
+    samples: int = 500  # number of default inputs, of inputs of unknown length, and of windows of a text
+    first: int | None = None  # number of first samples of given inputs, or of the model's own; None means all
     batch_size: int = 100
     device: str = "auto"
-    dtype: str = "auto"  # or a key of DTYPES; see decided()
-    seed: int = 0  # of fresh samples and of resampling
-    min_keys: int = 1  # queries with fewer keys are left out
-    queries: int | None = None  # drawn per sample and head of the longest sequence; None means all
-    max_queries: int = MAX_QUERIES  # rows kept per model
-    k: tuple[int, ...] = ()  # counterfactual heavy hitters, for models with full attention
+    dtype: str = "auto"  # key of DTYPES, or auto; see decided()
+    seed: int = 0  # random seed for fresh samples and for resampling
+    min_keys: int = 1  # smallest number of keys of a query that counts
+    queries: int | None = None  # number drawn per sample and head of the longest sequence; None means all
+    max_queries: int = MAX_QUERIES  # largest number of rows kept per model
+    k: tuple[int, ...] = ()  # counterfactual numbers of heavy hitters, for models with full attention
     k_lowers: bool = False  # whether a k above the inputs' length is lowered to it, as for a default
-    config: dict[str, Any] | None = None  # for checkpoints of the paper's code
-    head: str = "auto"  # of Hugging Face models: as configured, or none
-    texts: TextOptions = AS_THEY_ARE  # for external models: how texts become inputs
+    config: dict[str, Any] | None = None  # configuration for checkpoints of the paper's code
+    head: str = "auto"  # head of Hugging Face models: as configured, or none
+    texts: TextOptions = AS_THEY_ARE  # how texts become inputs of external models
     encoders_only: bool = False  # whether external models are refused
-    probe_samples: int | None = None  # samples for probes that run a model many times; None means all
+    probe_samples: int | None = None  # number of samples for probes that run a model many times; None means all
     plans: tuple[Any, ...] = ()  # further measurements; each has the type of a registered probe's plan
 
     def __post_init__(self) -> None:
-        QueryDraws(self.queries, self.seed)  # refuses too few
+        QueryDraws(self.queries, self.seed)  # refuses too few queries
         for name in ("samples", "batch_size", "min_keys", "max_queries"):
             least = LEAST_MAX_QUERIES if name == "max_queries" else 1
             if getattr(self, name) < least:

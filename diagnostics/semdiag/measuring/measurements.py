@@ -1,4 +1,4 @@
-"""Measurements: tidy tables, saved and loaded, from which everything else is derived."""
+"""Measurements: tidy tables, saved and loaded, from which everything else is derived; arrays in files."""
 
 import json
 import math
@@ -170,8 +170,8 @@ def write_sums(folder: Path, names: Collection[str]) -> None:
 
 
 def check_sums(folder: Path, names: Collection[str]) -> None:
-    """Refuse files that differ from those that :func:`write_sums` saw; without its file, check nothing."""
-    if not (folder / SUMS).exists():  # saved by an older version
+    """Refuse files that differ from those of :func:`write_sums`; without its file, check nothing."""
+    if not (folder / SUMS).exists():  # an older version saved the folder
         return
     lines = read_bytes(folder / SUMS, MEBIBYTE).decode("utf-8", errors="replace").splitlines()
     recorded = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -184,7 +184,7 @@ def check_sums(folder: Path, names: Collection[str]) -> None:
 
 
 class Measurements:
-    """Everything measured on one or several models.
+    """All measurements of one or several models.
 
     Every table is an attribute and has the column ``model`` (the path as the user named it). Layers, heads and
     positions count from 0; scores are in nats. The first five tables always exist; the others, described in
@@ -206,7 +206,7 @@ class Measurements:
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
-        tables: further ones by name; omitted ones are empty.
+        tables: further tables by name; omitted ones are empty.
 
     Raises:
         TypeError: if a table has an unknown name.
@@ -261,8 +261,8 @@ class Measurements:
         """Return these measurements with some tables replaced or added.
 
         Args:
-            provenance: replaces the current one; None keeps it.
-            tables: by name.
+            provenance: new provenance; None keeps the current one.
+            tables: new tables by name.
         """
         known = {name: getattr(self, name) for name in TABLES} | self._tables | tables
         return type(self)(**known, provenance=self.provenance if provenance is None else provenance)
@@ -272,10 +272,10 @@ class Measurements:
         """Join the measurements of several models.
 
         Args:
-            parts: at least one.
+            parts: measurements, at least one.
 
         Returns:
-            Their tables concatenated, with the entries of the provenance on which they agree.
+            Concatenated tables, with the entries of the provenance on which all parts agree.
 
         Raises:
             InputError: if there is none, or two have a model with the same path.
@@ -300,7 +300,7 @@ class Measurements:
         """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all.
 
         Args:
-            folder: made if absent.
+            folder: folder to write to, made if absent.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

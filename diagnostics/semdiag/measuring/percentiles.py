@@ -1,4 +1,4 @@
-"""Rows of a table without a size limit: all up to a number; beyond it, exact totals and a sample."""
+"""Probes and their subjects; percentiles of tables, and rows without a size limit as totals and a sample."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,37 +26,38 @@ P = TypeVar("P")
 
 
 class Watcher(Protocol):
-    """Looks on while a model makes its clean pass, so that a probe need not make the same pass again."""
+    """Looks on while a model makes its clean pass, so that a probe need not repeat the pass."""
 
     def watched(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of the pass, from what runs."""
+        """Return the context of the pass, for the module that runs."""
 
     def start(self, samples: int) -> None:
-        """Start a batch with so many samples."""
+        """Start a batch of this many samples."""
 
     def add(self, call: AttentionCall) -> None:
-        """Look at a call while its tensors are alive."""
+        """Observe a call while its tensors are alive."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A model under survey, as probes see it."""
 
-    model: LoadedModel  # loaded
-    batches: list[Batch]  # its inputs
+    model: LoadedModel  # model to measure
+    batches: list[Batch]  # inputs of the model
     labels: Tensor | None  # (N,) classes; None if unknown
-    seed: int  # of all draws
+    seed: int  # random seed for all draws
     batch_size: int  # samples at a time
-    device: torch.device  # where to run
-    dtype: torch.dtype  # of the model and of its scores
+    device: torch.device  # device on which to run
+    dtype: torch.dtype  # dtype in which the model runs and scores are computed
     queries: int | None = None  # number drawn per sample and head; None means all
     few: int | None = None  # number of samples for costly probes; None means all
     after_point: Callable[[int], None] = lambda points: None  # called with the number of finished steps
     # called with the number of steps, if it becomes known only while measuring
     expect: Callable[[int], None] = lambda steps: None
-    missing: dict[str, Remark] = field(default_factory=dict)  # by name, why something is not available
-    said: list[Remark] = field(default_factory=list)  # other remarks on how the model was measured; probes fill it
-    # by name of a probe, what looked on for it during the clean pass
+    missing: dict[str, Remark] = field(default_factory=dict)  # reason why something is not available, by its name
+    # other remarks on how the model was measured, which probes add
+    said: list[Remark] = field(default_factory=list)
+    # observer of the clean pass by name of its probe
     watchers: dict[str, Watcher] = field(default_factory=dict)
 
     def note(self, name: str, why: str, where: str = "") -> None:
@@ -70,24 +71,24 @@ class Subject:
         self.said.append(Remark("", text, code))
 
     def watch(self, probe: "Probe", plan: Any, prepared: Any) -> None:
-        """Let a probe look on during the clean pass that follows, if it would make the same one."""
+        """Let a probe observe the clean pass that follows, if it would make the same one."""
         if (watcher := probe.watch(self, plan, prepared)) is not None:
             self.watchers[probe.name] = watcher
 
     @property
     def remarks(self) -> pd.DataFrame:
-        """The table ``remarks``: what is not available for this model, and further notes."""
+        """Table ``remarks``: what is not available for this model, and further notes."""
         every = [*self.missing.values(), *self.said]
         return REMARKS.of_rows({"model": self.model.path, **each.to_dict(), "times": 1} for each in every)
 
     @property
     def tokens(self) -> Tensor:
-        """(N, L) int64, for an encoder of semdiag_models."""
+        """Tokens (N, L), int64, of an encoder of semdiag_models."""
         return torch.cat([batch for batch in self.batches if isinstance(batch, Tensor)])
 
     @property
     def first(self) -> tuple[list[Batch] | Tensor, Tensor | None]:
-        """The few inputs for costly probes, and their labels."""
+        """Few inputs for costly probes, and their labels."""
         labels = None if self.labels is None else self.labels[: self.few]
         if self.model.external:
             return (list(first_samples(self.batches, self.few)) if self.few else self.batches), labels
@@ -98,9 +99,9 @@ class Subject:
 class ReportOptions:
     """Options of ``semdiag report`` that concern probes."""
 
-    noise: tuple[float, ...]  # levels
-    seed: int  # of whatever is drawn
-    k: int | None = None  # the smallest requested; None means none
+    noise: tuple[float, ...]  # levels of noise
+    seed: int  # random seed for all draws
+    k: int | None = None  # smallest k that was requested; None means none
     thorough: bool = False  # whether minutes per model may be spent
     rerun_seconds: float | None = None  # for running an external model with masks; None means the default
 
@@ -113,12 +114,12 @@ def _none(*known: Any) -> Any:
 class Probe:
     """A measurement that belongs to a question, whose record names it."""
 
-    name: str  # in words, for messages
-    plan: type  # the frozen dataclass of its options; a survey finds the probe by the type of a plan
-    tables: tuple[Table, ...]  # that it makes
+    name: str  # name in messages
+    plan: type  # frozen dataclass of its options; a survey finds the probe by the type of a plan
+    tables: tuple[Table, ...]  # tables that it makes
     # makes tables by name from subject, plan and the result of ``prepare``
     measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
-    # what looks on during the clean pass, from what ``measure`` is given; None: nothing does
+    # makes an observer of the clean pass from the arguments of ``measure``; None for no observer
     watch: Callable[[Subject, Any, Any], Watcher | None] = lambda subject, plan, prepared: None
     prepare: Callable[[Any, Any], Any] = _none
     check: Callable[[LoadedModel, Any, Any], object] = _none
@@ -126,8 +127,8 @@ class Probe:
     steps: Callable[[Any], int] = lambda plan: 0
     # what to record, from the plan, the largest number of samples of a model, and the number of few
     provenance: Callable[[Any, int, int], dict[str, Any]] = _none
-    draws: bool = False  # whether it works on drawn queries; others need every query
-    reported: Callable[[ReportOptions], Any] = lambda options: None  # the plan that ``semdiag report`` measures
+    draws: bool = False  # whether it works on drawn queries; other probes need every query
+    reported: Callable[[ReportOptions], Any] = lambda options: None  # plan that ``semdiag report`` measures
 
 
 def plan_of(kind: type[P], plan: P | None) -> P:
@@ -140,7 +141,7 @@ def plan_of(kind: type[P], plan: P | None) -> P:
 
 
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
-_LONG = 2**14  # a row: a shorter one is sorted as fast as it is cut in parts
+_LONG = 2**14  # length of a row up to which sorting is as fast as partitioning
 _SHARES = np.array(PERCENTILES) / 100
 
 
@@ -157,7 +158,7 @@ def percentile_columns(tables: Iterable[NDArray[np.float64]], pooled: bool = Fal
     blocks = [_columns(*part, inside) for part, inside in zip(parts, ordered, strict=True)]
     if pooled:
         size = sum(len(values) * size for values, size in parts)
-        # What is in order row by row is soon in order.
+        # Values that are in order row by row are soon in order.
         blocks.append(_columns(_joined(v for v, _ in parts), size, _ordered(_joined(ordered))))
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
@@ -167,7 +168,7 @@ def _joined(tables: Iterable[NDArray[np.float64]]) -> NDArray[np.float64]:
 
 
 def _finite(values: NDArray[np.float64]) -> Iterator[tuple[NDArray[np.float64], int]]:
-    """Yield the finite values of rows, and how many values a row had: row by row if others are finite in each."""
+    """Yield the finite values of rows, and the number of values of a row; row by row if rows differ in them."""
     finite = np.isfinite(values)
     if len(values) > 1 and not (finite == finite[:1]).all():
         for row in values:
@@ -191,14 +192,14 @@ def _columns(values: NDArray[np.float64], size: int, ordered: NDArray[np.float64
 
 
 def _places(size: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
-    """Return between which of ``size`` ordered values each percentile lies, and how far from the lower one."""
+    """Return the neighbours of each percentile in ``size`` ordered values, and its distance from the lower one."""
     place = _SHARES * (size - 1)
     below = np.floor(place).astype(np.intp)
     return below, np.minimum(below + 1, size - 1), place - below
 
 
 def _ordered(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return rows (rows, n) in order, or long ones with what the percentiles need in its place."""
+    """Return rows (rows, n) in order, or long ones with the neighbours of the percentiles in their places."""
     if values.shape[1] < _LONG:
         return np.sort(values)
     below, above, _ = _places(values.shape[1])
@@ -297,7 +298,7 @@ class KeptRows:
 
     def __init__(self, limit: int, places: Sequence[str], seed: int = 0) -> None:
         self.parts: list[dict[str, np.ndarray]] = []
-        self.share = 1.0  # probability that a row is kept
+        self.share = 1.0  # probability with which a row is kept
         self._limit, self._places, self._rows = limit, places, 0
         self._rng = np.random.default_rng(seed)
         self._totals: dict[tuple[str, int, int], _Totals] = {}

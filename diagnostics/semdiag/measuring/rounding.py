@@ -1,4 +1,4 @@
-"""Add noise to an external model after its embedding of tokens or patches, and find what it reaches."""
+"""Noise on an external model's embeddings of tokens or patches, and the attention that it reaches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -62,15 +62,15 @@ _NUMBERS = (
 
 @dataclass
 class Reach:
-    """Which attention the noise reaches: where queries or keys of a copy differ from the clean ones."""
+    """Attention that the noise reaches: where queries or keys of a copy differ from the clean ones."""
 
-    modules: dict[int, str] = field(default_factory=dict)  # by layer, the module that attends
-    reached: set[int] = field(default_factory=set)  # layers
+    modules: dict[int, str] = field(default_factory=dict)  # module that attends, by layer
+    reached: set[int] = field(default_factory=set)  # layers that the noise reaches
     # layers whose scores are known only as numbers: they are in the bias, and queries are 0
     numbers: set[int] = field(default_factory=set)
 
     def look(self, call: AttentionCall, samples: int) -> None:
-        """Look at one call."""
+        """Observe one call."""
         self.modules[call.layer] = call.module
         if call.layer not in self.reached and any(_moved(values, samples) for values in (call.q, call.k)):
             self.reached.add(call.layer)
@@ -78,7 +78,7 @@ class Reach:
             self.numbers.add(call.layer)
 
     def left_out(self, name: str, note: Callable[[str, str, str], None]) -> set[int]:
-        """Return the layers that the noise does not reach, which say nothing about stability."""
+        """Return the layers that the noise does not reach, which show nothing about stability."""
         out = self.modules.keys() - self.reached
         if out and not self.reached:
             raise NotAvailableError(

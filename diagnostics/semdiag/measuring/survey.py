@@ -30,12 +30,12 @@ from semdiag_models.training import find_device, with_float64
 
 
 class Inputs(NamedTuple):
-    """The inputs that models are measured on."""
+    """Inputs on which models are measured."""
 
-    batches: list[Batch]  # of samples
+    batches: list[Batch]  # batches of samples
     labels: Tensor | None  # (N,) classes; None if unknown
-    source: str  # where they come from, in words
-    model: LoadedModel  # whose inputs they are
+    source: str  # origin in words
+    model: LoadedModel  # model to which the inputs belong
 
 
 class Progress(NamedTuple):
@@ -63,7 +63,7 @@ def survey(
     loaded = load_all(models, conditions.config, conditions.head)
     device, conditions = _decided(loaded, conditions)
     for model in loaded if conditions.encoders_only else ():
-        _ = model.encoder  # refuses any other
+        _ = model.encoder  # refuses any other model
     inputs = (
         [given or Inputs(*inputs_of(model, conditions), model) for model in loaded] if elsewhere is None else []
     )
@@ -214,7 +214,7 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
 
 
 def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Batch], None, str]:
-    """Return the first samples of inputs without labels, and where they come from."""
+    """Return the first samples of inputs without labels, and their origin."""
     held = sum(map(samples_of, batches))
     if first is None or first == held:
         return batches, None, source
@@ -232,7 +232,7 @@ def _counted(batches: Any) -> bool:
 
 
 _TEXTS = "texts, one a line (.txt), "
-_SHORT = 8  # texts this many times shorter than the model's limit are remarked on
+_SHORT = 8  # factor by which short texts are shorter than the model's limit
 
 
 def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[Remark]:
@@ -290,8 +290,8 @@ def _with_remarks(remarks: pd.DataFrame, subject: Subject, texts_cut: list[Remar
 class MeasuringOrder:
     """What a worker process needs to measure a model; everything in it can be pickled."""
 
-    path: str  # of the model
-    conditions: Conditions  # of the survey
+    path: str  # path of the model
+    conditions: Conditions  # conditions of the survey
 
 
 def run_order(order: MeasuringOrder) -> Measurements | str:
@@ -305,7 +305,7 @@ def run_order(order: MeasuringOrder) -> Measurements | str:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one CPU thread inside the context."""
+    """Run torch on one CPU thread in the context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

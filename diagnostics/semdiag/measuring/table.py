@@ -1,4 +1,4 @@
-"""Declared tables: columns, types, and the tables of every forward pass."""
+"""Declared tables: columns, types and ranges, the tables of every forward pass, and their files."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +27,9 @@ _READ_AS = {
     "bool": ("bool",),
     "int": ("int",),
     "float": ("float", "int"),
-}  # kinds accepted for a declared one
+}  # kinds accepted for a declared kind
 _COUNT = 0, 2**31 - 1
-_RANGES: dict[str, tuple[float, float]] = {  # for columns with the same meaning in every table
+_RANGES: dict[str, tuple[float, float]] = {  # ranges of columns with the same meaning in every table
     **dict.fromkeys(
         ("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws", "drawn"), _COUNT
     ),
@@ -40,15 +40,15 @@ _RANGES: dict[str, tuple[float, float]] = {  # for columns with the same meaning
     **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
 }
 _OLD = int(pd.__version__.partition(".")[0]) < 3  # older pandas has no type for texts
-ALL = -1  # as layer or head: the row is about all of them
+ALL = -1  # layer or head of a row about all of them
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """The declaration of a table."""
 
-    name: str  # of the attribute of :class:`~semdiag.measuring.measurements.Measurements`, and of its file
-    about: str  # what a row is, and the columns that need explanation, with units
+    name: str  # name of the attribute of :class:`~semdiag.measuring.measurements.Measurements`, and of the file
+    about: str  # meaning of a row, and of columns that need explanation, with units
     columns: Mapping[str, str]  # pandas types by name, of the kinds bool, int, float and text
 
     def __post_init__(self) -> None:
@@ -61,13 +61,13 @@ class Table:
         return self.of_rows([])
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-        """Return the table with these rows; entries that are no column are ignored."""
+        """Return the table with these rows; ignore entries that are no column."""
         listed = list(rows)
         table = pd.DataFrame({column: [row[column] for row in listed] for column in self.columns})
         return self._typed(table)
 
     def of_parts(self, parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
-        """Return the concatenation of parts, without columns that are not declared; empty without parts."""
+        """Return the concatenation of parts, without undeclared columns; empty without parts."""
         listed = list(parts)
         if not listed:
             return self.empty()
@@ -159,7 +159,7 @@ def read_parquet(path: Path) -> pd.DataFrame:
         file.seek(0)
         try:
             return pd.read_parquet(file)
-        except Exception as error:  # pandas' own metadata may say anything
+        except Exception as error:  # pandas' own metadata may hold anything
             raise ValueError(f"pandas: {type(error).__name__} {error}") from None
 
 
@@ -219,7 +219,7 @@ LATER: dict[str, dict[str, Any]] = {
     "rerun": {"kept": math.nan, "keys": math.nan},
     "calls": {"residual_over_rounding": math.nan, "rounding": math.nan},
 }
-GONE = ("along", "predictors", "lengths", "end_points")  # tables in older folders, which nothing reads any more
+GONE = ("along", "predictors", "lengths", "end_points")  # tables of older folders that nothing reads any more
 # Those of them that enter calculations.
 SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
 RESIDUALS = "residual", "residual_over_rounding", "rounding"

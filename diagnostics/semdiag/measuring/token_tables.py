@@ -1,4 +1,4 @@
-"""The training runs behind checkpoints: their settings, and whether they are finished."""
+"""Tables in which a batch's tokens are looked up; the training runs behind checkpoints and their settings."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _NO_TOKENS = (*MASK_NAMES, "labels", "position_ids", "token_type_ids")
 
 
 def token_ids(batch: Batch) -> dict[str | int, Tensor]:
-    """Return what may be token ids in a batch: tensors (B, L) of whole numbers, unless the name says otherwise."""
+    """Return possible token ids in a batch: tensors (B, L) of whole numbers, unless the name tells otherwise."""
     given = entries(batch)
     given.sort(key=lambda entry: entry[0] != _DECODED)
     whole = (torch.int64, torch.int32)
@@ -34,7 +34,7 @@ def token_ids(batch: Batch) -> dict[str | int, Tensor]:
 
 
 def named_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the module that a model names as its input embedding, as transformers' models do; None if none."""
+    """Return the module that a model names as its input embedding, like transformers' models; None if none."""
     try:
         named = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, TypeError, NotImplementedError):
@@ -43,7 +43,7 @@ def named_embedding(model: nn.Module) -> nn.Module | None:
 
 
 class TokenTables(TorchFunctionMode):
-    """Records, inside its context, in which tables the tokens of a batch are looked up."""
+    """Records, in its context, the tables in which the tokens of a batch are looked up."""
 
     def __init__(self, ids: Mapping[str | int, Tensor]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TokenTables(TorchFunctionMode):
 
 
 def _axis_of(ids: Tensor, looked_up: Tensor) -> int | None:
-    """Return the axis of samples in looked-up ids (B, L') or (L', B) that contain ``ids`` (B, L); else None."""
+    """Return the axis of samples in looked-up ids (B, L') or (L', B) that contain ``ids`` (B, L); None if none."""
     if looked_up.ndim != 2:
         return None
     steps = ids.diff(dim=1)
@@ -103,17 +103,18 @@ RUNS = Table(
 )
 RUN_TABLES = (RUNS,)
 
-# What may differ between compared runs: the attention itself, and the length of training.
+# Possible differences between compared runs: the attention itself, and the length of training.
 _ATTENTION = (
     "attention", "k", "global_tokens", "selection_seed", "inverse_temperature", "hash_rounds", "hash_bits",
     "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
 _NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
-_COLUMNS = ("blocks", "heads", "width", "norm", "pooling")  # of the table of models
-_USUAL: dict[str, Any] = {  # in the form of to_dict: tuples as lists
+# of the table of models, and so left out of the setting
+_COLUMNS = ("blocks", "heads", "width", "norm", "pooling")
+_USUAL: dict[str, Any] = {  # default values, tuples as lists as in to_dict
     f.name: [] if f.default == () else f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)
 }
-TARGET = 0.95  # default training accuracy that counts as having learned
+TARGET = 0.95  # default training accuracy at which a task counts as learned
 FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
 
 
@@ -126,7 +127,7 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
 def setting_in_words(model: LoadedModel) -> str:
     """Return the settings that differ from the defaults, except the attention and those with their own column."""
     chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
-    listed = {*_COLUMNS, "listops"}  # the task's label names the law of listops
+    listed = {*_COLUMNS, "listops"}  # the task's label contains the trees of listops
     others = [n for n, value in chosen.items() if n not in listed and _USUAL[n] not in (MISSING, value)]
     return ", ".join(f"{name} {_in_words(chosen[name])}" for name in sorted(others)) or "usual"
 
@@ -136,7 +137,7 @@ def _setting(model: LoadedModel) -> dict[str, Any]:
     setting = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ATTENTION}
     if model.training is not None:
         training = model.training.to_dict()
-        training.pop("text", None)  # the task's label names it
+        training.pop("text", None)  # the task's label contains it
         setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
         setting["task"] = model.training.task_label
     return setting
@@ -165,7 +166,7 @@ def _mask(config: ModelConfig) -> str:
 
 def _state(model: LoadedModel) -> str:
     assert model.training is not None
-    if model.snapshot != "last":  # the initialisation's own file, a named epoch, the best
+    if model.snapshot != "last":  # the initialisation, a named epoch, or the best epoch
         return "snapshot"
     accuracy = model.history["train_accuracy"]
     if not accuracy:
@@ -176,11 +177,11 @@ def _state(model: LoadedModel) -> str:
 
 
 def setting_labels(settings: Sequence[str]) -> dict[str, str]:
-    """Label settings by their task and by what distinguishes them."""
+    """Label settings by their task and their differences from the others."""
     read = {setting: json.loads(setting) for setting in dict.fromkeys(settings)}
     labels = {}
     for setting, values in read.items():
-        # What comes with another task, like its vocabulary, need not be named.
+        # A setting that another task brings, like its vocabulary, need not be named.
         alike = [other for other in read.values() if other["task"] == values["task"]]
         names = [name for name in values if len({json.dumps(other.get(name)) for other in alike}) > 1]
         labels[setting] = ", ".join([values["task"], *(f"{name} {_in_words(values.get(name))}" for name in names)])
@@ -188,5 +189,5 @@ def setting_labels(settings: Sequence[str]) -> dict[str, str]:
 
 
 def _in_words(value: Any) -> str:
-    """Return a setting's value as it is typed; ``none`` for an empty list or a value that is not set."""
+    """Return a setting's value as a user types it; ``none`` for an empty list or an unset value."""
     return "none" if value in (None, []) else "+".join(map(str, value)) if isinstance(value, list) else str(value)

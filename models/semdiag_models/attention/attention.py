@@ -1,4 +1,4 @@
-"""Attention in the trainer's step: forward, and backward from the gradient of its output."""
+"""Inputs that tell whether a mask can represent a task; attention of the trainer's step, forward and backward."""
 
 import math
 from collections import Counter
@@ -17,13 +17,13 @@ from semdiag_models.tasks import Task
 from semdiag_models.tasks.expressions import MODULUS
 from semdiag_models.tasks.language_tasks import POP, PUSH_0
 
-LONGEST = 256  # longer inputs are not examined
-_TRIED = 1000  # sets of inputs tried
-Witness = list[tuple[list[int], int]]  # inputs, and for each a label that is not its own
+LONGEST = 256  # longest input that is examined
+_TRIED = 1000  # number of sets of inputs that are tried
+Witness = list[tuple[list[int], int]]  # inputs, each with a label that is not its own
 
 
 def receptive_fields(config: ModelConfig) -> Tensor:
-    """Return which tokens of the input each pooled output can depend on."""
+    """Return the tokens of the input on which each pooled output can depend."""
     length, front = config.length, config.cls_tokens
     positions = length + config.extra_tokens
     seen = torch.zeros(positions, length)
@@ -34,7 +34,7 @@ def receptive_fields(config: ModelConfig) -> Tensor:
 
 
 def _steps(config: ModelConfig, layer: int) -> Tensor:
-    """Return (P, P): 1 if a position sees another in one block; it sees itself by the residual stream."""
+    """Return (P, P): 1 if a position sees another in one block; the residual stream shows each position itself."""
     positions = config.length + config.extra_tokens
     if ATTENTIONS[config.attention].keeps != "fixed":
         return torch.ones(positions, positions)
@@ -170,15 +170,16 @@ WITNESSES: dict[str, Callable[[Task, int], Iterator[Witness]]] = {
     "solve-equation": _solve_equation,
 }
 
-SHORT = 128  # up to so many tokens, masked matrices are used
-_FEW = 12  # up to so many keys, the largest scores are found by repeated maxima
+SHORT = 128  # number of tokens up to which masked matrices are used
+_FEW = 12  # number of keys up to which the largest scores are found by repeated maxima
 
-Drawing = Callable[[torch.device], AbstractContextManager[None]]  # in it, an encoder's own generator draws
+# context in which an encoder's own generator draws
+Drawing = Callable[[torch.device], AbstractContextManager[None]]
 Attend = Callable[[Tensor, Tensor | None, Sequence[Tensor], bool], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def attention_by_torch(layers: Sequence[Attention], drawing: Sequence[Drawing]) -> Attend:
-    """Return the encoders' attention, differentiated by torch; it draws its own drops."""
+    """Return the encoders' attention, differentiated by torch, which draws its own drops."""
 
     def attend(
         qkv: Tensor, valid: Tensor | None, drops: Sequence[Tensor], training: bool
@@ -197,11 +198,11 @@ def attention_by_torch(layers: Sequence[Attention], drawing: Sequence[Drawing]) 
 
 
 class MatrixAttention:
-    """Attention of encoders with the same configuration, through masked matrices (L keys, G·B·H rows, L queries)."""
+    """Attention of encoders with the same configuration, by masked matrices (L keys, G·B·H rows, L queries)."""
 
     def __init__(self, layers: Sequence[Attention], drawing: Sequence[Drawing]) -> None:
         self._layers, self._drawing = layers, drawing
-        self._fixed: dict[int, Tensor] = {}  # by length: keys that are independent of the input
+        self._fixed: dict[int, Tensor] = {}  # keys that are independent of the input, by length
 
     def __call__(
         self, qkv: Tensor, valid: Tensor | None, drops: Sequence[Tensor], training: bool
@@ -213,11 +214,11 @@ class MatrixAttention:
         scores = _by_key(k, q, layer.scale)
         if valid is not None:
             scores.masked_fill_(~valid.repeat_interleave(layer.heads, 0).T[:, :, None], -math.inf)
-        of_all = None  # the softmax over all keys, for straight-through gradients
+        of_all = None  # softmax over all keys, for straight-through gradients
         if training and layer.core.straight_through:
             of_all = torch.softmax(scores, 0).nan_to_num_(0.0)
         weights = torch.softmax(self._masked(scores, by_head, valid), 0)
-        if layer.k is not None:  # a query without a key
+        if layer.k is not None:  # a query may have no key
             weights.nan_to_num_(0.0)
         factor, flat = 1 / (1 - layer.core.p) if drops else 1.0, weights.view(-1)
         where = _places(drops, weights.shape, weights.device)
@@ -291,7 +292,7 @@ def _by_key(a: Tensor, b: Tensor, factor: float) -> Tensor:
 
 
 def _places(drops: Sequence[Tensor], shape: torch.Size, device: torch.device) -> Tensor:
-    """Return flat positions among the weights of all encoders, from positions within each."""
+    """Return flat positions among the weights of all encoders from positions within each."""
     if len(drops) < 2:
         return drops[0] if drops else torch.empty(0, dtype=torch.int64, device=device)
     _, rows, queries = shape

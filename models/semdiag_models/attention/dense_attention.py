@@ -1,4 +1,4 @@
-"""Attention over k selected keys per query: cost and memory are proportional to k, forward and backward."""
+"""Attention over all keys in strips, or over k selected keys per query at a cost proportional to k."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def dropped_positions(n: int, p: float) -> Tensor:
-    """Return the indices, among n, at which independent coins with probability p say "drop"."""
+    """Return the indices, among n, at which independent coins with probability p drop."""
     enough = int(n * p + 10 * math.sqrt(n * p) + 20)
     positions = torch.empty(enough, dtype=torch.int64).geometric_(p).cumsum(0).sub_(1)
     while positions[-1] < n - 1:  # ten standard deviations away, but exactness requires it
@@ -118,19 +118,19 @@ def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def _by_key(index: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs (i, j) sorted by index[i, j], as flat positions, and where each key begins: (N·K,), (M,)."""
+    """Return the pairs (i, j) sorted by index[i, j], as flat positions, and each key's start: (N·K,), (M,)."""
     counts = _counts(index.view(-1), keys)
     return index.view(-1).argsort(stable=True), counts.cumsum(0) - counts
 
 
 def _scatter_sum(weights: Tensor, rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """out[m] = Σ over (i, j) with index[i, j] = m of weights[i, j] rows[i]: (N, K), (N, D) -> (M, D)."""
+    """Return out[m] = Σ over (i, j) with index[i, j] = m of weights[i, j] rows[i]: (N, K), (N, D) -> (M, D)."""
     pairs = weights.reshape(-1)[order]
     return F.embedding_bag(order // weights.shape[1], rows, starts, per_sample_weights=pairs, mode="sum")
 
 
 def _counts(index: Tensor, n: int) -> Tensor:
-    """Return how often each of 0 … n - 1 occurs: (M,) -> (n,)."""
+    """Return the number of occurrences of each of 0 … n - 1: (M,) -> (n,)."""
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         return torch.bincount(index, minlength=n)
     # bincount first finds the largest entry, which waits for the device; it cannot be compiled.

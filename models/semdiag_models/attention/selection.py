@@ -1,4 +1,4 @@
-"""Select the keys that a query attends to, for each kind of attention."""
+"""Kinds of attention, and how each selects the keys that a query attends to: scores, hashes, clusters, bands."""
 
 import platform
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from semdiag_models.attention.dense_attention import dropout as drop
 
 @torch.no_grad()
 def same_bucket(q: Tensor, keys: Tensor, directions: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Return positions of the keys in each query's bucket, all rounds together."""
+    """Return the positions of the keys in each query's bucket, for all rounds together."""
     if directions.shape[-1] > q.shape[-1]:
         q, keys = _lengthened(q, keys, valid)
     codes = bucket_codes(torch.stack([q, keys]), directions)  # (2, B, H, R, L)
@@ -78,9 +78,9 @@ def _lengthened(q: Tensor, keys: Tensor, valid: Tensor | None) -> tuple[Tensor, 
 class AttentionKind:
     """What a kind of attention keeps of a query's keys."""
 
-    meaning: str  # in words, for users
+    meaning: str  # meaning in words, for users
     keeps: Literal["all", "fixed", "redrawn", "largest", "smallest", "hashed", "clustered"]
-    local: bool = False  # whether the fixed set lies around the query; global tokens go with these kinds alone
+    local: bool = False  # whether the fixed set lies around the query; only these kinds take global tokens
     drawn: bool = False
 
     @property
@@ -132,10 +132,10 @@ ATTENTIONS = {
         drawn=True,
     ),
 }
-LOCAL = tuple(name for name, kind in ATTENTIONS.items() if kind.local)  # these take global tokens
-DRAWN = tuple(name for name, kind in ATTENTIONS.items() if kind.drawn)  # these take a selection_seed
+LOCAL = tuple(name for name, kind in ATTENTIONS.items() if kind.local)  # kinds with global tokens
+DRAWN = tuple(name for name, kind in ATTENTIONS.items() if kind.drawn)  # kinds with a selection_seed
 
-# Multiplications from which oneDNN's faster products outweigh its slower calls.
+# Number of multiplications from which oneDNN's faster products outweigh its slower calls.
 _WORTHWHILE = 2**21
 _LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # None if torch was built without oneDNN
 
@@ -151,7 +151,7 @@ def made_by_intel(file: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _pays() -> bool:
-    """Return whether oneDNN's products are faster here than torch's own."""
+    """Return whether oneDNN's products are faster than torch's own on this processor."""
     if _LINEAR is None:
         return False
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ _PAYS = _pays()
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Return whether :func:`linear` can be called, and pays: large matrices in float32 on a processor."""
+    """Return whether :func:`linear` works and pays: for large matrices in float32 on a processor."""
     return (
         _PAYS
         and x.shape[-2] * weight.shape[-2] * x.shape[-1] >= _WORTHWHILE
@@ -195,7 +195,7 @@ def linear(
 
 @torch.no_grad()
 def same_clusters(q: Tensor, keys: Tensor, centroids: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Return positions of the keys in each query's clusters."""
+    """Return the positions of the keys in each query's clusters."""
     batch, heads, length, _ = q.shape
     cosines = cosines_to(centroids, torch.stack([q, keys])).transpose(-1, -2)  # (2, B, H, C, L)
     if valid is not None:
@@ -241,7 +241,7 @@ def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tenso
 
 
 _STRIP = 2**20  # scores held at a time
-_LARGER = 2**6  # on an accelerator, which has no cache to fit and launches every operation: 256 MB in float32
+_LARGER = 2**6  # factor on an accelerator, without a cache to fit and slow to launch operations: 256 MB in float32
 
 
 def select_keys(
@@ -294,7 +294,8 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
     selected = torch.empty(batch * heads, length, k, dtype=torch.int64, device=q.device)
     alone = takes(rows[0], of_keys[0])
     per_strip = 1 if alone else max(1, _strip(q.device) // length**2)
-    strip = rows.new_empty(0 if alone else min(per_strip, batch * heads), length, length)  # memory for all
+    # one memory for all strips
+    strip = rows.new_empty(0 if alone else min(per_strip, batch * heads), length, length)
     for start in range(0, batch * heads, per_strip):
         s = slice(start, start + per_strip)
         if alone:
@@ -310,7 +311,7 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
 
 
 def _strip(device: torch.device) -> int:
-    """Scores to hold at a time on a device."""
+    """Return the number of scores to hold at a time on a device."""
     return _STRIP if device.type == "cpu" else _STRIP * _LARGER
 
 
@@ -366,7 +367,7 @@ def _block_local(length: int, k: int) -> Tensor:
 def straight_through_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor, dropout: float
 ) -> Tensor:
-    """Mix values with the weights of the selected keys, but differentiate the scores with the weights of all keys."""
+    """Mix values with the weights of the selected keys, but differentiate scores with the weights of all keys."""
     length, least = k.shape[2], torch.finfo(q.dtype).min
     scores = scale * (q @ k.mT)
     if valid is not None:

@@ -1,4 +1,4 @@
-"""The runs of a sweep: every combination checked, named, and identified by the hash of its configuration."""
+"""Runs of a sweep's file: every combination checked, named, and identified by the hash of its configuration."""
 
 import hashlib
 import json
@@ -17,16 +17,16 @@ from semdiag_models.reading import InputError, read_toml, unknown_name
 from semdiag_models.run_folder import run_name
 from semdiag_models.tasks import Classification, ListOps, Text, find_task, open_text, task_of
 
-MOST_RUNS = 100_000  # of one file
-_MOST_PROBLEMS = 1000  # that are collected
+MOST_RUNS = 100_000  # largest number of runs of one file
+_MOST_PROBLEMS = 1000  # largest number of problems that are collected
 _RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
 _TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
-_DECISIVE = ("task", "attention")  # without them the other keys cannot be checked
-_TOGETHER = (  # valid only with others
+_DECISIVE = ("task", "attention")  # keys without which the other keys cannot be checked
+_TOGETHER = (  # keys that are valid only with others
     *_DECISIVE, "length", "least_length", "k", "global_tokens", "selection_seed", "snapshots", "hash_rounds",
     "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
-_LISTS = ("snapshots", "frozen")  # their values are lists that do not multiply the runs
+_LISTS = ("snapshots", "frozen")  # keys whose values are lists that do not multiply the runs
 _OWN = (
     "vocabulary_size",
     "classes",
@@ -47,7 +47,7 @@ KEYS = tuple(
 
 @dataclass(frozen=True)
 class Setting:
-    """One value, and its position: ``grid.attention[2].k (line 9)``."""
+    """A value with its position: ``grid.attention[2].k (line 9)``."""
 
     value: Any
     place: str
@@ -60,9 +60,9 @@ Settings = dict[str, Setting]
 class SweepFile:
     """A sweep file that could be read."""
 
-    path: Path  # as the user named it
-    grids: list[list[Settings]]  # for each grid, the settings of its runs
-    problems: list[str]  # each with its position
+    path: Path  # path as the user gave it
+    grids: list[list[Settings]]  # settings of the runs of each grid
+    problems: list[str]  # problems with their positions
 
 
 def read_sweep_file(path: Path) -> SweepFile:
@@ -90,7 +90,7 @@ def read_sweep_file(path: Path) -> SweepFile:
 
 
 class _Reader:
-    """Walks the tables and collects problems instead of stopping at the first."""
+    """Traverses the tables and collects problems instead of stopping at the first one."""
 
     def __init__(self, text: str) -> None:
         self._lines = _lines_of_keys(text)
@@ -98,7 +98,7 @@ class _Reader:
 
     @property
     def problems(self) -> list[str]:
-        """All problems, each once."""
+        """All problems without repetitions."""
         return list(self._noted)
 
     def common(self, table: dict[str, Any]) -> Settings:
@@ -125,7 +125,7 @@ class _Reader:
             yield settings
 
     def _axis(self, key: str, value: Any, name: str) -> Iterator[Settings]:
-        """Yield the entries of one key of a grid, each the settings it makes."""
+        """Yield the entries of one key of a grid, each as the settings that it makes."""
         entries = _entries(key, value)
         if not entries:
             self.note(f"{self._place(key, name, f'{name}.{key}')}: the list is empty.")
@@ -224,7 +224,7 @@ def places(settings: Settings, names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(settings[name].place for name in names if name in settings))
 
 
-ADAM_RATE = 0.001  # the recipes' learning rates are for plain SGD
+ADAM_RATE = 0.001  # learning rate of Adam; the recipes' rates are for plain SGD
 _FROM_THE_TASK = ("vocabulary_size", "classes", "task", "text", "listops")
 
 
@@ -260,7 +260,7 @@ def _of(record: type[ModelConfig | TrainingConfig], values: Mapping[str, Any]) -
     return {name: value for name, value in values.items() if name in names}
 
 
-CONTINUABLE = ("epochs", "until", "snapshots")  # may differ when a run continues
+CONTINUABLE = ("epochs", "until", "snapshots")  # fields that may differ when a run continues
 _TREES = tuple(field.name for field in fields(ListOpsTrees))
 _TEXT = ("text", "holdout_text", "tokenizer", "vocabulary")
 _IN_THE_NAME = (
@@ -268,14 +268,14 @@ _IN_THE_NAME = (
     "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay",
     "score_gradient",
 )  # fmt: skip
-_LONGEST_NAME = 90  # without the hash; the rest is cut off
+_LONGEST_NAME = 90  # without the hash; longer names are cut
 
 
 @dataclass(frozen=True)
 class SweepRun:
     """One run of a sweep."""
 
-    name: str  # of its folder; no two configurations share one
+    name: str  # name of its folder; no two configurations share one
     model: ModelConfig  # architecture
     training: TrainingConfig  # data and optimisation
 
@@ -315,7 +315,7 @@ def read_sweep(path: Path) -> list[SweepRun]:
 
 
 def identity(model: ModelConfig, training: TrainingConfig) -> str:
-    """Return a hash of what a run computes, 8 hexadecimal digits."""
+    """Return a hash of a run's configuration, 8 hexadecimal digits."""
     ran = replace(training, epochs=1, until=None, snapshots=())
     values = {"model": _not_default(model), "training": _not_default(ran)}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
@@ -334,7 +334,7 @@ def _not_default(record: ModelConfig | TrainingConfig) -> dict[str, Any]:
 
 
 def name_run(model: ModelConfig, training: TrainingConfig) -> str:
-    """Return a folder's name: task, attention, seed, what differs from the recipe, and the hash."""
+    """Return a folder's name: task, attention, seed, differences from the recipe, and the hash."""
     usual = configure(
         task_of(training),
         {"attention": model.attention, "k": model.k, "optimizer": training.optimizer},
@@ -372,7 +372,7 @@ class _Expansion:
         self._drawn: dict[tuple[str, ListOpsTrees | None, int], str | None] = {}
 
     def problems(self) -> list[str]:
-        """Return what is wrong, each once."""
+        """Return all problems without repetitions."""
         return list(self._noted)
 
     def note(self, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""One run of a sweep: its progress, and training it to its end in a process of its own."""
+"""One run of a sweep: its record and progress, its training in a process of its own, and estimates of its time."""
 
 import csv
 import io
@@ -39,7 +39,7 @@ _LARGEST = 64 * MEBIBYTE
 
 
 def pack(folder: Path, schema: str) -> int:
-    """Replace the record files of a folder by two tables, after verifying that every record reads back unchanged."""
+    """Replace the record files of a folder by two tables, after a check that every record reads back unchanged."""
     import pandas as pd
 
     files = sorted(folder.glob("*.json"))
@@ -182,7 +182,7 @@ def _short(value: float) -> float:
 
 
 def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
-    """Read the history from a run's record: its file, or the tables of a finished study."""
+    """Return the history in a run's record: its file, or the tables of a finished study."""
     path = folder / f"{run.name}.json"
     content = read_json(path) if path.exists() else read_packed(folder, run.name)
     if content is None:
@@ -218,17 +218,17 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """A row of a sweep's results."""
+    """One row of a sweep's results."""
 
     run: str  # name of the folder
-    status: str  # a key of ``STATUSES``
-    task: str  # what was learned
-    attention: str  # kind, with k and global tokens in columns of their own
+    status: str  # key of ``STATUSES``
+    task: str  # label of the task
+    attention: str  # kind of attention, with k and global tokens in columns of their own
     k: int | None
     global_tokens: int
     activation: str
     seed: int
-    epochs: int  # finished ones, among those requested
+    epochs: int  # number of finished epochs, among those requested
     epochs_to_target: int | None  # first epoch that reaches the target's training accuracy; None if none does
     train_accuracy: float | None  # after the last epoch, in [0, 1]
     holdout_accuracy: float | None  # after the last epoch
@@ -245,15 +245,15 @@ class RunResult:
 class Order:
     """What a worker process needs to train runs; everything in it can be pickled."""
 
-    runs: tuple[SweepRun, ...]  # to train; several of the same size share their steps
-    folder: Path  # of the run folders, which have the runs' names; absolute
+    runs: tuple[SweepRun, ...]  # runs to train; several of the same size share their steps
+    folder: Path  # absolute folder of the run folders, which have the runs' names
     device: str  # ``cpu``, ``cuda`` or ``mps``
     provenance: dict[str, Any]  # stored in every snapshot
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: a status, and one line with the reason unless it is ``done``."""
+    """End of an attempt: a status, and one line with the reason unless it is ``done``."""
 
     status: str
     problem: str = ""
@@ -308,7 +308,7 @@ def train_order(order: Order) -> list[Outcome]:
 
 
 def _train(order: Order, left: list[tuple[int, bool]]) -> None:
-    """Train the runs at these positions; the values say whether each has begun."""
+    """Train the runs at these positions; the values tell whether each has begun."""
     device, runs = find_device(order.device), []
     with ExitStack() as undo:
         for i, begun in left:
@@ -343,7 +343,7 @@ def result(
         recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
         if status == "done" and records is not None:
-            _record_runs(records, run, saved, recorded)
+            _write_finished_record(records, run, saved, recorded)
     except InputError as error:
         status, problem = "failed", str(error)
     history = {} if saved is None else saved.history
@@ -352,7 +352,7 @@ def result(
     if outcome is not None and status != "done":
         status = outcome.status
     epochs, asked = len(history.get("epoch", ())), run.training.epochs
-    if epochs > asked:  # the file requested more before
+    if epochs > asked:  # the file requested more epochs before
         history = {name: values[:asked] for name, values in history.items()}
         problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {asked}"
     train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
@@ -375,30 +375,30 @@ def result(
     )
 
 
-def _record_runs(
+def _write_finished_record(
     records: Path, run: SweepRun, saved: Checkpoint | None, recorded: dict[str, list[float]] | None
 ) -> None:
-    """Write the record of a finished run, unless an existing one goes as far."""
+    """Write the record of a finished run, unless an existing one has as many epochs."""
     known = 0 if recorded is None else len(recorded["epoch"])
     if saved is not None and known < saved.epoch:
         write_record(records, run, saved)
 
 
-STEPS = 3  # timed steps, after an untimed one
+STEPS = 3  # number of timed steps, after an untimed one
 _COSTLY = (
     "train_samples", "holdout_samples", "batch_size", "optimizer", "precision", "compiled", "listops",
 )  # fmt: skip
-_HELD_OUT = 25  # further samples to evaluate
+_HELD_OUT = 25  # number of further samples to evaluate
 _COLD = 20.0  # seconds: anything faster is timed again, without warm-up costs
-_WHOLE, _LARGEST_ESTIMATES = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
+_WHOLE, _LARGEST_BLOCK = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
 
 
 @dataclass(frozen=True)
 class Estimate:
     """The remaining work of one run."""
 
-    epochs: int  # left to train; fewer if the target accuracy is reached before
-    epoch_seconds: float  # per epoch, including evaluation
+    epochs: int  # number of epochs left to train; fewer if the target accuracy is reached before
+    epoch_seconds: float  # seconds per epoch, including evaluation
 
     @property
     def hours(self) -> float:
@@ -473,11 +473,11 @@ def time_epoch(run: SweepRun, device: str) -> float:
     model, times, on_cpu = run.model, 1, where.type == "cpu"
     if training_memory(model, few, on_cpu) > _WHOLE:
         model, times = replace(model, blocks=1), model.blocks
-    if (needed := training_memory(model, few, on_cpu)) > _LARGEST_ESTIMATES:
+    if (needed := training_memory(model, few, on_cpu)) > _LARGEST_BLOCK:
         raise InputError(
             f"{run.name} cannot be timed: one block in training takes more than {needed / 2**30:,.1f} GiB of "
-            f"memory, and a dry run takes up to {_LARGEST_ESTIMATES / 2**30:.0f}. Make it smaller, or train it without "
-            "--dry-run."
+            f"memory, and a dry run takes up to {_LARGEST_BLOCK / 2**30:.0f}. Make it smaller, or train it "
+            "without --dry-run."
         )
     before = random_state(where)
     try:
@@ -493,12 +493,12 @@ def time_epoch(run: SweepRun, device: str) -> float:
     return times * (steps * step + (training.train_samples + training.holdout_samples) * sample)
 
 
-SCHEMA_RESULTS = "semdiag.sweep/1"
+RESULTS_SCHEMA = "semdiag.sweep/1"
 
 
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
     """Return the results as plain values for JSON."""
-    return {"schema": SCHEMA_RESULTS, "provenance": provenance, "results": [row.to_dict() for row in rows]}
+    return {"schema": RESULTS_SCHEMA, "provenance": provenance, "results": [row.to_dict() for row in rows]}
 
 
 def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:

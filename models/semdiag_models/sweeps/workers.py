@@ -1,4 +1,4 @@
-"""Train or measure several things at once: in processes on this machine, or anything with the same contract."""
+"""Train or measure several things at a time: in processes on this machine, or on Ray."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 
 TICK = 1.0  # seconds between polls
-_BYTES = 2**29  # of a process with torch, before it has a model
+_BYTES = 2**29  # memory of a process with torch, before it has a model
 KILLED = Outcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
 
 
@@ -40,7 +40,7 @@ class Workers(Protocol):
         """Return the result of an ended order; None if its process died."""
 
     def close(self) -> None:
-        """End all processes at once; what they saved stays. Further calls do nothing."""
+        """End all processes immediately; what they saved stays. Further calls do nothing."""
 
 
 class LocalWorkers:
@@ -102,7 +102,7 @@ class LocalWorkers:
 
 
 def _work_for(parent: int) -> None:
-    """Ignore interrupts, and end this process, whatever it does, when its parent is gone."""
+    """Ignore interrupts, and end this process when its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
@@ -114,7 +114,7 @@ def _work_for(parent: int) -> None:
 
 
 def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
-    """Train many runs, several at once, each from its current state."""
+    """Train many runs, several at a time, each from its current state."""
     waiting, attempts = deque(orders), Counter[str]()
     running: dict[Any, tuple[Order, list[int]]] = {}
 
@@ -214,7 +214,7 @@ class RayWorkers:
 
 
 def _carry_out_in(folder: str, carry_out: Callable[[Any], Any], order: Any) -> Any:
-    """Execute an order in the folder where the command was started, if it exists, so that paths stay valid."""
+    """Execute an order in the folder where the command started, if it exists, so that paths stay valid."""
     if os.path.isdir(folder):
         os.chdir(folder)
     return carry_out(order)

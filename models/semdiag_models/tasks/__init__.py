@@ -41,7 +41,7 @@ TASKS: dict[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """Look a task up by its name or by an alias."""
+    """Return the task with a name or an alias."""
     for task in TASKS.values():
         if name == task.name or name in task.aliases:
             return task
@@ -51,7 +51,7 @@ def find_task(name: str) -> Task:
 
 
 def task_of(training: TrainingConfig) -> Classification:
-    """Return what a run learns."""
+    """Return the task or text of a run."""
     if training.text is not None:
         return Text(training.text)
     if training.listops is not None:

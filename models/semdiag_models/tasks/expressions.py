@@ -1,4 +1,4 @@
-"""Random ListOps trees, conditioned on their length."""
+"""Random ListOps trees and arithmetic expressions of given lengths; tokenizers of texts."""
 
 import io
 import re
@@ -17,21 +17,21 @@ Floats = NDArray[np.float64]
 
 DIGIT_PROBABILITY = 0.75
 OPENERS = ("[MIN", "[MAX", "[MED", "[SM")
-SYMBOLS = (*"0123456789", *OPENERS, "]")  # the digits have their values as ids
+SYMBOLS = (*"0123456789", *OPENERS, "]")  # digits have their values as ids
 FIRST_OPENER, CLOSER, PAD = 10, 14, 15
 
 
 @dataclass(frozen=True)
 class TreeLaw:
-    """The law of the source's trees before any is thrown away."""
+    """Law of the source's trees before any is rejected."""
 
-    longest: int  # the largest length that matters, in tokens; the probabilities up to it are exact
-    max_depth: int  # the depth at which every node is a digit; the root has depth 1
+    longest: int  # largest length that matters, in tokens; the probabilities up to it are exact
+    max_depth: int  # depth at which every node is a digit; the root has depth 1
     min_arity: int  # smallest number of arguments
     max_arity: int  # largest number of arguments
 
     def powers(self, length_law: Floats) -> Floats:
-        """Return laws of the total length of 0 … max_arity trees, shape (max_arity + 1, longest + 1)."""
+        """Return the laws of the total length of 0 … max_arity trees, shape (max_arity + 1, longest + 1)."""
         powers = np.zeros((self.max_arity + 1, self.longest + 1))
         powers[0, 0] = 1
         for k in range(1, self.max_arity + 1):
@@ -66,7 +66,7 @@ class TreeWriter:
     def _write_nodes(
         self, tokens: Integers, depth: int, row: Integers, start: Integers, length: Integers
     ) -> Integers:
-        """Write the nodes of one depth with all that is below them; return their values."""
+        """Write the nodes of one depth with everything below them; return their values."""
         values = np.empty(row.size, dtype=np.int64)
         leaf = length == 1
         values[leaf] = self.rng.integers(10, size=np.count_nonzero(leaf))
@@ -108,18 +108,18 @@ class TreeWriter:
         return sizes
 
     def _draw(self, weights: Floats, row: Integers) -> Integers:
-        """For each given row of a table of weights, one column, with probability proportional to its weight."""
+        """Draw, for each row of a table of weights, one column with probability proportional to its weight."""
         shares = weights.cumsum(1)
         shares /= np.maximum(shares[:, -1:], np.finfo(np.float64).tiny)
         shifted = (shares + np.arange(len(shares))[:, None]).ravel()
-        # Below 1 by more than the rounding of the shift, so that no draw slips into the next row.
+        # Below 1 by more than the rounding of the shift, so that no draw reaches the next row.
         uniform = self.rng.random(row.size) * (1 - 2.0**-40)
         column: Integers = np.searchsorted(shifted, row + uniform, side="right") - row * weights.shape[1]
         return column
 
 
 def _apply(operator: Integers, arguments: Integers, present: NDArray[np.bool_]) -> Integers:
-    """Return values of operators, given the values of all their arguments in order and where these stand."""
+    """Return the values of operators, from the values of all their arguments in order and where these stand."""
     count = present.sum(1)
     table = np.full(present.shape, 10)  # above every digit: absent arguments sort last
     table[present] = arguments
@@ -164,7 +164,7 @@ def draw_expressions(
         row = row.repeat(2)
     below = np.zeros(0, dtype=np.int64)
     for value, leaf, operator in reversed(levels):
-        value[~leaf] = _apply_bracket_expressions(operator, below[0::2], below[1::2], symbols)
+        value[~leaf] = _apply_arithmetic(operator, below[0::2], below[1::2], symbols)
         below = value
     return tokens, below
 
@@ -177,7 +177,7 @@ def _write_leaves(
     symbols: tuple[str, ...],
     rng: np.random.Generator,
 ) -> Integers:
-    """Write d, -d, (d) or (-d), by size, into the tokens; return the values."""
+    """Write d, -d, (d) or (-d), by size, into the tokens; return their values."""
     digit = rng.integers(MODULUS, size=row.size)
     negative = size % 2 == 0
     bracketed = size >= 3
@@ -188,17 +188,15 @@ def _write_leaves(
     return np.where(negative, -digit, digit) % MODULUS
 
 
-def _apply_bracket_expressions(
-    operator: Integers, left: Integers, right: Integers, symbols: tuple[str, ...]
-) -> Integers:
-    """Return values of ``left operator right`` modulo 5, elementwise; what is neither plus nor minus is times."""
+def _apply_arithmetic(operator: Integers, left: Integers, right: Integers, symbols: tuple[str, ...]) -> Integers:
+    """Return values of ``left operator right`` modulo 5, elementwise; operators other than + and - multiply."""
     plus, minus = operator == symbols.index("+"), operator == symbols.index("-")
     return np.where(plus, left + right, np.where(minus, left - right, left * right)) % MODULUS
 
 
 def evaluate(text: str) -> int:
-    """Value modulo 5 of one expression."""
-    # One frame per open bracket: operators as text, operands as (value, is it a plain signed digit?).
+    """Return the value modulo 5 of one expression."""
+    # One frame per open bracket: operators as text, operands as (value, whether it is a plain signed digit).
     frames: list[Frame] = [[]]
     for character in text:
         if character == "(":
@@ -230,7 +228,7 @@ def _append_digit(frame: Frame, digit: int) -> None:
 
 
 def _value_in_brackets(inner: Frame) -> int | None:
-    """Value of what stood between a pair of brackets; None if it cannot stand there."""
+    """Return the value of the content of a pair of brackets; None if it cannot stand there."""
     match inner:
         case [(int(value), True)]:
             return value
@@ -248,9 +246,9 @@ TOKENIZERS = {
     "unigram": "the likeliest cut under a unigram model of pieces",
     "bpe": "byte-pair encoding: the commonest neighbours are merged",
 }
-_LARGEST_VOCABULARY = 99_999  # and PAD: what a model may have
-_LONGEST_LINE = 4192  # bytes; SentencePiece's default, below which raising it changes nothing
-_LINES_AT_ONCE = 10_000  # python's lists of numbers are ten times the size of tensors
+_LARGEST_VOCABULARY = 99_999  # largest vocabulary of a model, without PAD
+_LONGEST_LINE = 4192  # bytes; SentencePiece's default, below which a limit changes nothing
+_LINES_AT_ONCE = 10_000  # Python's lists of numbers are ten times the size of tensors
 
 
 class Pieces(NamedTuple):
@@ -261,7 +259,7 @@ class Pieces(NamedTuple):
 
 
 def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
-    """Train a SentencePiece model: all settings are the library's but kind, size and one thread."""
+    """Train a SentencePiece model with the library's settings, except for kind, size and one thread."""
     if kind not in TOKENIZERS:
         raise unknown_name("tokenizer", kind, TOKENIZERS)
     if not 3 <= vocabulary <= _LARGEST_VOCABULARY:
@@ -285,7 +283,7 @@ def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
 
 
 def encode(model: bytes, vocabulary: int, lines: list[str]) -> Pieces:
-    """Cut lines into pieces; no begin or end marks are added."""
+    """Cut lines into pieces, without begin and end marks."""
     library = _sentencepiece()
     try:
         processor = library.SentencePieceProcessor(model_proto=model)
@@ -314,7 +312,7 @@ def _sentencepiece() -> Any:
 
 
 def _refusal(message: str, vocabulary: int) -> str:
-    """Return sentencePiece's refusal of a vocabulary in our words."""
+    """Return SentencePiece's refusal of a vocabulary in our words."""
     if most := re.search(r"to a value <= (\d+)", message):
         return f"--vocabulary {vocabulary} is more than this text supports. Use --vocabulary {most[1]} or less."
     if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):

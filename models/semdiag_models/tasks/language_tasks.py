@@ -1,4 +1,4 @@
-"""Seven small tasks from formal languages."""
+"""Tasks from formal languages: stacks, strings, cycles, pairs, parity, ListOps, equations, modular arithmetic."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ from semdiag_models.tasks.expressions import (
 from semdiag_models.tasks.task import Recipe, Task
 
 POP, PUSH_0, PUSH_1 = 2, 3, 4
-EMPTY = 2  # the label of an empty stack
+EMPTY = 2  # label of an empty stack
 
 
 class StackManipulation(Task):
@@ -184,12 +184,12 @@ class Parity(Task):
 
 
 def numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """Seed a numpy generator from a torch generator, so that what it draws is a function of the latter."""
+    """Return a numpy generator that a torch generator seeds, so that its draws are a function of the latter."""
     return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
-LEAST_ROUND = 100  # trees to draw at once, at least
-FRUITLESS_ROUNDS = 50  # rounds without a new tree after which to stop looking
+LEAST_ROUND = 100  # smallest number of trees to draw at a time
+FRUITLESS_ROUNDS = 50  # number of rounds without a new tree after which drawing stops
 
 
 class ListOps(Task):
@@ -266,7 +266,7 @@ class ListOps(Task):
         return open_lists[0][0]
 
     def _value(self, opener: str, arguments: list[int]) -> int:
-        """Value of one operator on its arguments."""
+        """Return the value of one operator on its arguments."""
         k = len(arguments)
         if not self.law.min_arity <= k <= self.law.max_arity:
             allowed = f"{self.law.min_arity} to {self.law.max_arity} arguments"
@@ -289,7 +289,7 @@ class ListOps(Task):
 
 
 def _first_occurrences(tokens: Integers) -> Integers:
-    """Return indices of the rows that equal no earlier row, ascending."""
+    """Return the indices of rows that equal no earlier row, in ascending order."""
     first: dict[bytes, int] = {}
     for i, row in enumerate(tokens):
         first.setdefault(row.tobytes(), i)

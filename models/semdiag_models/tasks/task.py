@@ -1,4 +1,4 @@
-"""The contract every task fulfils."""
+"""What a task is to the trainer, the contract of formal-language tasks, and shortcuts that do not solve them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Samples = tuple[Tensor, Tensor]  # tokens (n, length) int64 and labels (n,) int6
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the paper trained on a task: the defaults of ``semdiag train``."""
+    """The paper's training of a task: the defaults of ``semdiag train``."""
 
     length: int  # tokens per sample, before padding
     epochs: int
@@ -37,7 +37,7 @@ class Classification(Protocol):
 
     @property
     def name(self) -> str:
-        """The name on the command line."""
+        """Name on the command line."""
 
     @property
     def classes(self) -> int:
@@ -58,13 +58,13 @@ class Classification(Protocol):
 class Task(ABC):
     """A single-label sequence-classification task over a small vocabulary."""
 
-    name: ClassVar[str]  # the name on the command line and in JSON
-    # names the same task has in the benchmark's source and in the paper's released code
+    name: ClassVar[str]  # name on the command line and in JSON
+    # names of the task in the benchmark's source and in the paper's released code
     aliases: ClassVar[tuple[str, ...]]
     summary: ClassVar[str]  # one line for ``semdiag list tasks``
     symbols: ClassVar[tuple[str, ...]]  # printable form of each token id
     classes: ClassVar[int]  # number of labels
-    majority: ClassVar[float]  # accuracy of always answering the commonest label, at the recipe's length
+    majority: ClassVar[float]  # accuracy of the commonest label as the only answer, at the recipe's length
     # accuracy of the best rule that ignores almost all of the input, and that rule
     shortcut: ClassVar[tuple[float, str]]
     recipe: ClassVar[Recipe]  # training defaults
@@ -85,7 +85,7 @@ class Task(ABC):
         return 1 / self.classes
 
     def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
-        """Draw twice from one law; see :meth:`Classification.draw`."""
+        """Draw training and held-out samples from one law; see :meth:`Classification.draw`."""
         return self.sample(train, length, generator), self.sample(holdout, length, generator)
 
     @abstractmethod
@@ -94,10 +94,10 @@ class Task(ABC):
 
     @abstractmethod
     def label(self, tokens: list[int]) -> int:
-        """Label of one string of any legal length, by a rule independent of :meth:`sample`."""
+        """Return the label of one string of any legal length, by a rule independent of :meth:`sample`."""
 
     def parse(self, text: str) -> list[int]:
-        """Token ids of a string written with the task's symbols."""
+        """Return the token ids of a string written with the task's symbols."""
         ids = {symbol: i for i, symbol in enumerate(self.symbols)}
         words = text.split()
         parts = words if max(map(len, self.symbols)) > 1 else list("".join(words))
@@ -123,18 +123,18 @@ class Task(ABC):
             raise InputError(f"Token id {wrong[0]} is not a symbol of {self.name}. {known}")
 
 
-_SAMPLES = 20_000  # to find the rule on, and as many to try it on
+_SAMPLES = 20_000  # number of samples to find the rule on, and again to try it on
 _BEYOND_CHANCE = 1.5 / _SAMPLES**0.5  # three standard errors
-_EDGE = 32  # positions at either end, where a task is longer than both
-_SEED = 2**33  # no run's
+_EDGE = 32  # positions at either end that are examined where a task is longer than both
+_SEED = 2**33  # random seed of no run
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """The best rule on few tokens that does not solve the task."""
+    """Best rule on few tokens that does not solve the task."""
 
-    accuracy: float  # of the rule on samples that it was not found on; at least that of the commonest label
-    positions: tuple[int, ...]  # whose tokens it looks at, from 0
+    accuracy: float  # accuracy on samples that the rule was not found on; at least that of the commonest label
+    positions: tuple[int, ...]  # positions of the tokens that the rule looks at, from 0
 
 
 @lru_cache
@@ -163,7 +163,7 @@ def shortcut(task: Task, length: int) -> Shortcut:
 
 
 def _right(tokens: NDArray[np.int64], labels: NDArray[np.int64], symbols: int, classes: int) -> NDArray[np.int64]:
-    """Count the samples on which the best rule on the tokens at i ≤ j is right, (L, L); at i = j on one."""
+    """Count the samples on which the best rule on the tokens at i ≤ j is right, (L, L); one token at i = j."""
     samples, length = tokens.shape
     seen = np.zeros((samples, length, symbols), np.float32)
     np.put_along_axis(seen, tokens[:, :, None], 1.0, 2)

@@ -1,4 +1,4 @@
-"""Language modelling: the next piece of a text."""
+"""Language modelling: predict the next piece of a text."""
 
 import base64
 import binascii
@@ -49,7 +49,7 @@ def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 class Text:
-    """Which piece follows C consecutive pieces of a line?"""
+    """The task of naming the piece after C consecutive pieces of a line."""
 
     name = "text"
     summary = "the next piece of any UTF-8 text file"
@@ -60,7 +60,7 @@ class Text:
 
     @property
     def classes(self) -> int:
-        """Number of pieces, each a possible next one."""
+        """Number of pieces, each of which may come next."""
         return self.source.vocabulary
 
     @property
@@ -70,7 +70,7 @@ class Text:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The paper's small model of Penn Treebank with the fewest of its blocks, on all windows of the text."""
+        """The paper's smallest model of Penn Treebank, on all windows of the text."""
         train, holdout = self._pieces()
         window = self._window if self._window is not None else int(train.lengths.double().mean())
         if window < 1:
@@ -102,13 +102,13 @@ class Text:
         return drawn[0], drawn[1]
 
     def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
-        """Draw windows of another text, cut into pieces by this one's tokenizer."""
+        """Draw windows of another text, which this text's tokenizer cuts into pieces."""
         pieces = self._encode(read_lines(path)[0])
         total = self._count(pieces, length, str(path))
         return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
 
     def _pieces(self) -> tuple[Pieces, Pieces]:
-        """Training and held-out lines in pieces, from files that are what they were."""
+        """Training and held-out lines in pieces, from unchanged files."""
         source = self.source
         lines = _unchanged(source.file, source.sha256)
         if source.holdout_file is None:
@@ -164,7 +164,7 @@ def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
 
 
 def perplexity(loss: float) -> float:
-    """exp(mean cross-entropy): how many equally likely pieces the model hesitates between."""
+    """Return exp(mean cross-entropy), the number of equally likely pieces between which the model hesitates."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -178,7 +178,7 @@ def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: in
 
 
 def _unchanged(file: str, sha256: str | None) -> list[str]:
-    """Return the lines of a run's text, if it is still there and the same."""
+    """Return the lines of a run's text; refuse a file that is gone or changed."""
     path = Path(file)
     if not path.exists():
         raise InputError(f"The text {file} of this run is not here. Any other text works with --inputs FILE.txt.")

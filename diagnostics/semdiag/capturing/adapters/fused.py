@@ -20,26 +20,27 @@ from semdiag.capturing.recording import FORBIDDING, ROOM, SharedChange, full_row
 
 
 class CachedKeys(NamedTuple):
-    """What a cache returned for one call."""
+    """Keys that a cache returned for one call."""
 
-    keys: int  # number of keys; they are the first of the call's
+    keys: int  # number of keys, the first ones of the call
     new: int  # number of tokens that the call added
-    before: int | None  # tokens before the first key, which the cache has dropped
-    room: int  # keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length
+    before: int | None  # number of tokens before the first key, which the cache has dropped
+    # number of keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length
+    room: int
 
 
 class _Last(threading.local):
-    keys: Tensor | None = None  # returned by a cache last; the module may have changed them since
+    keys: Tensor | None = None  # keys that a cache returned last; the module may have changed them since
     layer: int | None = None
 
 
-_RETURNED: Any = WeakTensorKeyDictionary()  # by the keys that a cache returned
+_RETURNED: Any = WeakTensorKeyDictionary()  # records by returned keys
 _LAST = _Last()
 
 
 @contextlib.contextmanager
 def watched_caches() -> Iterator[None]:
-    """Record, inside the context, how many tokens came before the first key whenever a cache returns keys."""
+    """Record, in the context, the number of tokens before the first key whenever a cache returns keys."""
     if hasattr(_cache(), "update"):
         with _PATCHED.held():
             yield
@@ -48,7 +49,7 @@ def watched_caches() -> Iterator[None]:
 
 
 def cached_keys(keys: Tensor, layer: int | None, queries: int) -> CachedKeys | None:
-    """Return what a cache returned of a call's keys."""
+    """Return the record of a call's keys from a cache; None if there is none."""
     known: CachedKeys | None = _RETURNED.get(keys)
     last = _LAST.keys
     if known is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):
@@ -61,7 +62,7 @@ def cached_keys(keys: Tensor, layer: int | None, queries: int) -> CachedKeys | N
 
 
 def forget_last() -> None:
-    """Forget the last keys of a cache in this thread: a model starts, and they are none of its calls'."""
+    """Forget the last keys of a cache in this thread: a model starts, and its calls have other keys."""
     _LAST.keys = None
 
 
@@ -94,7 +95,7 @@ _PATCHED = SharedChange(_patched)
 
 
 def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
-    """Record what a cache returned; its last key is the last token's unless the cache has unused room."""
+    """Record a cache's keys; the last one is the last token's unless the cache has unused room."""
     with contextlib.suppress(Exception):  # custom caches may raise anything
         keys, layer = result[0], cache.layers[layer_idx]
         count, length = keys.shape[2], layer.get_seq_length()
@@ -113,8 +114,8 @@ MECHANISM = "transformers attention interface"
 class InterfaceCall:
     """The arguments of one call."""
 
-    name: str  # of the module
-    module: nn.Module  # that attends
+    name: str  # dotted name of the module
+    module: nn.Module  # module that attends
     implementation: str  # name of the function that the model looked up
     q: Tensor  # queries (B, H, Lq, D)
     k: Tensor  # keys (B, Hk, Lk, D)
@@ -128,7 +129,7 @@ class InterfaceCall:
 
     @cached_property
     def cached(self) -> CachedKeys | None:
-        """The keys that a cache returned for it; None if they come from no watched cache."""
+        """Record of the keys from a cache; None if they come from no watched cache."""
         return cached_keys(self.k, getattr(self.module, "layer_idx", None), self.q.shape[2])
 
     @property
@@ -138,7 +139,7 @@ class InterfaceCall:
 
     @property
     def keys_before(self) -> int | None:
-        """Tokens before key 0, which a cache with a window has dropped; None if it does not say how many."""
+        """Number of tokens before key 0, which a cache with a window has dropped; None if unknown."""
         before = None if self.cached is None else self.cached.before
         queries, keys, window = self.q.shape[2], self.k.shape[2], self.options.get("sliding_window")
         full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
@@ -157,7 +158,7 @@ class InterfaceCall:
         sinks: Tensor | None = None,
         forbidding: float | None = None,
     ) -> AttentionCall:
-        """Describe the attention; its layer and occurrence are not known here."""
+        """Return the attention; layer and occurrence are unknown here."""
         scale, given = self.options.get("scaling"), self.options.get("s_aux")
         sinks = sinks if given is None else given
         return AttentionCall(
@@ -189,11 +190,11 @@ OPTIONS = ("attention_mask", "dropout", "scaling", "sliding_window", "softcap", 
 
 
 class NotFollowedError(Exception):
-    """Raised for a form of the kernels' arguments that is not supported; the message says which."""
+    """Raised for an unsupported form of the kernels' arguments, which the message names."""
 
 
 def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
-    """Describe a call of a flash-attention kernel."""
+    """Return a call of a flash-attention kernel."""
     options = given.options
     if options.get("cache") is not None or options.get("block_table") is not None:
         raise NotFollowedError("its keys are in the pages of a cache")
@@ -232,7 +233,7 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
 def _masked(
     mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """Apply a mask (B, Lk) of real tokens."""
+    """Return queries and keys under a mask (B, Lk) of real tokens."""
     if q_length == k_length and window is None:
         return mask[:, None, None], mask, causal
     queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
@@ -291,7 +292,7 @@ def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: b
 
 
 def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False) -> AttentionCall:
-    """Describe fully masked rows as they act: the constant swallows their scores, so all keys weigh equally."""
+    """Return a call with fully masked rows as they act: a constant swallows the scores; all keys weigh equally."""
     if full is None or call.sinks is not None:
         return call
     swallowed = not (fused and call.q.dtype == torch.float16)
@@ -302,7 +303,7 @@ def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False)
 def with_full_rows_read(
     history: ScoreHistory, scores: Tensor
 ) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
-    """Read fully masked rows, and rows at one low constant, from the softmax's input."""
+    """Return a call with its fully masked rows, and rows at one low constant, read from the softmax's input."""
     allowed, top = history.allowed, scores.amax(-1, keepdim=True)
     enough = FORBIDDING + ROOM
     low = (top <= enough) & top.isfinite()
@@ -330,7 +331,7 @@ _AXES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0
 
 
 def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> AttentionCall:
-    """Describe a call of the operator flex_attention."""
+    """Return a call of the operator flex_attention."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     q, k, v = (given[name].detach() for name in _ARGUMENTS[:3])
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
@@ -380,7 +381,7 @@ def _places(shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
 def _over_all(
     function: Callable[..., Tensor], first: tuple[int, ...], buffers: tuple[Any, ...]
 ) -> Callable[..., Tensor]:
-    """Vectorise a function of scalars over all axes, as torch evaluates it uncompiled."""
+    """Return a function of scalars vectorised over all axes, as torch evaluates it uncompiled."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     for axes in _AXES:

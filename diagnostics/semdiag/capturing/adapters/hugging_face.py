@@ -41,11 +41,11 @@ def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
 
 
 def others_behind(allowed: Tensor | None, end: int, keys: int) -> bool:
-    """Return whether queries attend to keys after their tokens', which a cache's unused room would not allow."""
+    """Return whether queries attend to keys after their tokens', which a cache's unused room does not allow."""
     return end < keys and (allowed is None or bool(allowed[..., end:].any()))
 
 
-# With masks that are functions, or tensors over queries and keys.
+# Implementations with masks that are functions, or tensors over queries and keys.
 _UNDERSTOOD = ("eager", "sdpa", "flex_attention")
 _LOAD = "load the model with attn_implementation='sdpa' or 'eager' to capture it"
 _NAMES = ("attention_mask", "scaling", "dropout")
@@ -62,7 +62,7 @@ _OTHERS = (
 )
 IGNORED = "its function ignores the mask: load the model with another attn_implementation ('sdpa') to mask it"
 _CHECKED = 16  # queries of one sample, in all heads, on which a mask is checked
-_RECORDERS: list[Recorder] = []  # active ones; those with a mask come last, in the order they began
+_RECORDERS: list[Recorder] = []  # active recorders; those with a mask come last, in the order they began
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
     """Return the options that keep only some keys, (B, H, Lq, Lk) bool."""
     mask = _mask(given)
     kept = kept[:, :1] if kept.stride(1) == 0 else kept  # heads with the same keys need one mask
-    if mask is None and given.implementation == "eager":  # which adds it to the scores
+    if mask is None and given.implementation == "eager":  # eager attention adds the mask to the scores
         mask = given.q.new_zeros(())
     if mask is None or mask.dtype == torch.bool:
         combined = kept if mask is None else kept & mask[..., : kept.shape[-1]]
@@ -168,7 +168,7 @@ def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
 
 
 def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor | None = None) -> bool:
-    """Return whether a function attended to keys that it was told to leave out."""
+    """Return whether a function attended to keys that it should leave out."""
     whole = allowed_keys(full.part())
     dropped = whole & ~kept
     if full.dropout:
@@ -203,7 +203,7 @@ def _adds_bools(given: InterfaceCall) -> bool:
 
 
 def _kept_alone(full: AttentionCall | None, kept: Tensor) -> AttentionCall | None:
-    """Return the attention with only the keys that a mask keeps; a query without any keeps none."""
+    """Return the attention with only the keys that a mask keeps; a query without any key keeps none."""
     if full is None:
         return None
     allowed = kept if full.allowed is None else kept & full.allowed
@@ -263,7 +263,7 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     allowed, forbidding, full = None, None, None
     if mask is not None:
         mask = mask[..., :k_length]
-        if bias is not None:  # judged as a sum, among the keys that are left
+        if bias is not None:  # judged as a sum, among the remaining keys
             mask = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
         allowed, bias, forbidding, full = split_mask(mask)
     sinks = getattr(given.module, "sinks", None) if implementation == "eager" else None
@@ -290,7 +290,7 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
 
 
 def _first_query(given: InterfaceCall, allowed: Tensor | None) -> int:
-    """Return the position of query 0: by the cache's count of tokens, else by the mask."""
+    """Return the position of query 0, from the cache's count of tokens or else from the mask."""
     cached, queries = given.cached, given.q.shape[2]
     if cached is None:
         return first_query(allowed, queries, given.k.shape[2])

@@ -59,7 +59,7 @@ class FunctionWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the function, and record it if it is attention."""
+        """Run the function, and record its attention."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
         if name not in _WATCHED and name not in _higher_order_ops:
@@ -166,7 +166,7 @@ _WATCHED = frozenset((*_SOFTMAX, *_SPECIAL, *FOLLOWED))
 
 
 def _not_overridden(func: FunctionType) -> FunctionType:
-    """Return a copy that leaves itself to no override: it runs inside a mode, which sees what it calls."""
+    """Return a copy that asks no override, because it runs inside a mode, which sees its calls."""
     known = func.__globals__ | {"has_torch_function": lambda tensors: False}
     copy = FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
@@ -196,7 +196,7 @@ def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
 def _sdpa_call(
     given: dict[str, Any], mixed: Tensor, recorder: Recorder
 ) -> tuple[AttentionCall, tuple[int, ...], str | None]:
-    """Return the call; the order in which it has the axes before the queries; a remark on them, or None."""
+    """Return the call; the order of its axes before the queries; a remark on them, or None."""
     heads = recorder.heads
     q, k, v = (given[name].detach() for name in _SDPA[:3])
     mask, causal, first = given.get("attn_mask"), bool(given.get("is_causal")), 0
@@ -210,7 +210,7 @@ def _sdpa_call(
     order, remark = tuple(range(mixed.ndim - 2)), None
     if given.get("enable_gqa"):
         k, v = _as_many_heads(k, v)
-        samples = mixed.shape[:-3] or (1,)  # of three axes the first is that of the heads
+        samples = mixed.shape[:-3] or (1,)  # the first of three axes is the heads'
         q, k, v, mixed = (x.expand(*samples, *x.shape[-3:]) for x in (q, k, v, mixed))
     else:
         q, k, v = (x.expand(*mixed.shape[:-2], *x.shape[-2:]) for x in (q, k, v))
@@ -274,7 +274,7 @@ def _own(hook: Callable[..., object]) -> bool:
 
 
 def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
-    """Describe one call of an :class:`AttentionCore`."""
+    """Return one call of an :class:`AttentionCore`."""
     q, k, v, scale, valid, selected = inputs
     queries = cast("Tensor | None", valid)
     allowed = None if queries is None else queries[:, None, None, :]
@@ -316,7 +316,7 @@ def key_positions(kept: Tensor) -> Tensor:
 
 
 def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tensor:
-    """Fill in the rows of queries that attend to all valid keys, if any: (B, H, L, K) -> (B, H, L, L)."""
+    """Fill in the rows of queries that attend to all valid keys: (B, H, L, K) -> (B, H, L, L)."""
     first, last = core.everywhere
     if first + last == 0:
         return selected

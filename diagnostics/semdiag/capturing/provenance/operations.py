@@ -1,4 +1,4 @@
-"""Watch torch's dispatcher: trace every softmax to the values that it weights."""
+"""Watch torch's dispatcher: classify its operations, and trace every softmax to the values that it weights."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,8 @@ MODES_SUPPORTED = hasattr(TorchDispatchMode, "supports_higher_order_operators") 
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under dispatch modes
-_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")  # theirs do not; they only call a body
+# their kernels only call a body, under no mode
+_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")
 _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_attention", "flex_attention_backward")
 
 
@@ -109,7 +110,7 @@ def _runs_once_more() -> bool:
 
 
 def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide a body's first run from all modes."""
+    """Return a body whose first run is hidden from all modes."""
     runs = 0
 
     def run(*args: Any) -> Any:
@@ -181,7 +182,7 @@ def names_attention(schema: Any) -> bool:
 
 
 def is_suspect(func: Any) -> bool:
-    """Return whether the schema of one of torch's own operators, otherwise unknown, fits attention."""
+    """Return whether the schema of an unknown operator of torch's own fits attention."""
     schema = func._schema
     read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
     mixes = len(read) >= 3 and torch.Tag.pointwise not in func.tags
@@ -189,7 +190,7 @@ def is_suspect(func: Any) -> bool:
 
 
 def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
-    """Return the dispatch key and device of an operator whose kernel is written in Python."""
+    """Return the dispatch key and device of an operator with a kernel in Python."""
     with torch._C.DisableTorchFunction():  # a function mode would see every property access
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
@@ -214,7 +215,7 @@ def may_attend(
     fixed: Callable[[Tensor], bool],
     named: bool = False,
 ) -> bool:
-    """Return whether an operator of which we see only inputs and outputs may be attention."""
+    """Return whether an operator of which only inputs and outputs are seen may be attention."""
     moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
     made = [t for t in out if is_plain(t) and t.is_floating_point()]
     if not moving or not made:
@@ -241,15 +242,15 @@ _NOISE = ("bernoulli_", "bernoulli")
 
 
 class Plan(NamedTuple):
-    """What is known about an operation before it runs."""
+    """Facts about an operation before it runs."""
 
     name: str  # without namespace and overload
     kind: str
     writes: tuple[tuple[int, str], ...]  # position and name of the arguments that it writes to
     composite: bool  # whether it only calls other operations
     runs_others: bool  # whether it may call operations that can be watched
-    full: str  # its name with the namespace
-    named: bool  # whether it is suspect because its schema names queries, keys and values
+    full: str  # name with the namespace
+    named: bool  # whether its schema names queries, keys and values, which makes it suspect
 
 
 @lru_cache(4096)
@@ -302,16 +303,16 @@ def _kind(name: str) -> str:
 
 
 _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
-_STORED = (torch.strided, torch.jagged)  # layouts whose storage lets us trace entries
+_STORED = (torch.strided, torch.jagged)  # layouts in whose storage entries can be traced
 
 
 class OperationWatch(TorchDispatchMode):
-    """Traces softmaxes below Python."""
+    """Traces softmaxes below Python, at torch's dispatcher."""
 
     supports_higher_order_operators = True
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # true would import the compiler at first use: a second
+    def _should_skip_dynamo(cls) -> bool:  # true would import the compiler at first use, which takes a second
         return False
 
     def __init__(self, recorder: Recorder) -> None:
@@ -330,7 +331,7 @@ class OperationWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation and look at it."""
+        """Run the operation and observe it."""
         kwargs = kwargs or {}
         recorder = self._recorder
         if in_backward():
@@ -354,15 +355,15 @@ class OperationWatch(TorchDispatchMode):
         return result
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave, even if modes that were entered later are still active."""
+        """Leave, even while modes that were entered later are active."""
         take_off_dispatch(self)
 
     def writes(self, tensor: Tensor) -> int:
-        """Return how many operations have written to a tensor's storage so far."""
+        """Return the number of operations that have written to a tensor's storage so far."""
         return self._tags.writes(tensor)
 
     def product(self, scores: Tensor) -> Scores | None:
-        """Return the product that scores came from; None if there is none."""
+        """Return the product behind a tensor of scores; None if there is none."""
         return self._tags.scores(scores)
 
     def offer(self, history: History | None, masked: bool = False) -> None:
@@ -375,7 +376,7 @@ class OperationWatch(TorchDispatchMode):
             self._merged.mark_output(output, sums)
 
     def settle(self) -> None:
-        """Note the outcome of every softmax, then forget them all."""
+        """Note the outcome of every softmax, then forget all of them."""
         self._softmaxes.settle()
         self._tags.forget()
 
@@ -401,7 +402,7 @@ class OperationWatch(TorchDispatchMode):
         return result
 
     def _attention_count(self) -> int:
-        """Return how many attention operations were captured or skipped so far."""
+        """Return the number of attention operations captured or skipped so far."""
         audit = self._recorder.audit
         return audit.captured.total() + audit.skipped.total()
 
@@ -427,7 +428,7 @@ class OperationWatch(TorchDispatchMode):
             excluded = excluded.remove(torch._C.DispatchKey.PythonTLSSnapshot)
             if torch.is_inference_mode_enabled():  # matmul asks views about gradients
                 excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)
-            with enable_reentrant_dispatch():  # restores what was on when the composite was called
+            with enable_reentrant_dispatch():  # restores the modes of the composite's call
                 cast = is_autocast_available(device) and torch.is_autocast_enabled(device)
                 if cast and not has_kernel(func, autocast := f"Autocast{key_of(device)}"):
                     excluded = excluded.remove(getattr(torch._C.DispatchKey, autocast))
@@ -435,7 +436,7 @@ class OperationWatch(TorchDispatchMode):
                     return func._op_dk(key, *args, **kwargs)
 
     def _guarded(self, plan: Plan, look: Callable[..., Any], *args: Any) -> Any:
-        """Call one of our functions; its failure is noted and never reaches the model."""
+        """Call one of our functions; note its failure, which never reaches the model."""
         try:
             with torch._C.DisableTorchFunction():
                 return look(*args)
@@ -487,7 +488,7 @@ class OperationWatch(TorchDispatchMode):
     def _noise(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """Handle noise: it may be dropout that is written out."""
+        """Handle noise, which may be dropout written out."""
         kept = float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
         self._tags.tag_noise(result, kept)
 
@@ -501,7 +502,7 @@ class OperationWatch(TorchDispatchMode):
     def _exponential(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """Handle an exponential: it may be a softmax that is written out."""
+        """Handle an exponential, which may be a softmax written out."""
         if result.ndim > 1 and result.is_floating_point():
             self._softmaxes.observe_exponential(plan.name, args, result, bool(plan.writes))
         propagate(self._tags, plan.name, args, given, result)
@@ -509,7 +510,7 @@ class OperationWatch(TorchDispatchMode):
     def _foreign(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
     ) -> None:
-        """Handle an unknown operator: it may be attention, but cannot be inspected."""
+        """Handle an unknown operator, which may be attention and cannot be inspected."""
         recorder = self._recorder
         if recorder.running:
             written = [args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes]

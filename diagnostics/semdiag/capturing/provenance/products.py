@@ -1,4 +1,4 @@
-"""Matrix products: of queries and keys, which make scores; of weights and values, which complete attention."""
+"""Matrix products of queries and keys, or of weights and values; how tags pass through other operations."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ OUTSIDE = "runs outside the model's modules: call the module itself inside the c
 
 
 class Products:
-    """Looks at matrix products."""
+    """Tags products that make scores, and finds those that complete attention."""
 
     def __init__(self, recorder: Recorder, tags: Tags, softmaxes: Softmaxes) -> None:
         self._recorder, self._tags, self._softmaxes = recorder, tags, softmaxes
@@ -43,7 +43,7 @@ class Products:
     def observe(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> AttentionCall | None:
-        """Look at a matrix product that has run."""
+        """Observe a matrix product that has run."""
         a, b = (*args, *kwargs.values())[1:3] if name in _ADDED else args[:2]
         if not (is_plain(a) and is_plain(b)):
             return None
@@ -66,7 +66,7 @@ class Products:
         return None
 
     def observe_entrywise(self, given: list[Tensor], result: Tensor) -> AttentionCall | None:
-        """Look at an entrywise product: einsum makes one where weights of a single key meet values."""
+        """Observe an entrywise product: einsum makes one where weights of a single key meet values."""
         for source, other in (given, given[::-1]):
             tag = self._tags.weights(source)
             if tag is None or tag.axes is None or not (tag.softmax.one_key and is_plain(other)):
@@ -89,9 +89,9 @@ class Products:
     def _note_no_softmax(
         self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor
     ) -> None:
-        """Note a product of values with scores that no softmax has changed, unless it makes scores itself."""
+        """Note a product of values with scores that met no softmax, unless the product makes scores itself."""
         made = self._tags.scores(result)
-        if made is None or not self._recorder.running:  # outside: an optimiser's
+        if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
             if scores is None or any(scores.product.fixed) or self._tags.fixed(other):
@@ -118,7 +118,7 @@ class Products:
     def _weighted(
         self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
     ) -> AttentionCall | None:
-        """Handle a product of weights with another tensor; return the attention if this completes it."""
+        """Handle a product of weights with another tensor; return the attention that it completes, if any."""
         softmax, axes, axis = tag.softmax, tag.axes, tag.softmax.axis
         if softmax.done:
             return None
@@ -131,7 +131,7 @@ class Products:
         if axis is None and len(summed) == 1 and summed[0].origin == softmax.number:
             axis = summed[0].axis
             if not softmax.of_a_product:
-                return None  # an exponential of something else
+                return None  # an exponential that is no softmax
         if axis is None or not _over_keys(softmax, axis, summed):
             if constant:
                 moved = _remaining(axes, result, left)
@@ -186,7 +186,7 @@ class Products:
 def _one_key_product(
     axes: Axes, source: Tensor, other: Tensor, result: Tensor
 ) -> tuple[Axes, Tensor, Tensor, Tensor] | None:
-    """Read an entrywise product as a matrix product, where one axis of length 1 of the weights met values."""
+    """Return an entrywise product as a matrix product, where one axis of length 1 of the weights met values."""
     axes = ((),) * (result.ndim - source.ndim) + axes
     w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, other))
     wide = [d for d in range(result.ndim) if w.shape[d] == 1 < v.shape[d]]
@@ -216,7 +216,7 @@ def _whole(softmax: Softmax, axis: int, summed: tuple[AxisPiece, ...]) -> bool:
 
 
 def _history(softmax: Softmax) -> ScoreHistory | None:
-    """Return how the scores were made, if still valid and not from a transform (``torch.func.grad``)."""
+    """Return the history of the scores, if still valid and not from a transform (``torch.func.grad``)."""
     if softmax.history is None or not softmax.history[1]():
         return None
     history = softmax.history[0]
@@ -249,7 +249,7 @@ def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool
 
 
 def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
-    """Return the axes of a product's result; those of the other factor have no origin."""
+    """Return the axes of a product's result; the other factor's have no origin."""
     new = (AxisPiece(-1, 0, result.shape[-1 if left else -2], 1),)
     if left:
         return (*axes[:-1], new)
@@ -258,7 +258,8 @@ def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
-_SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")  # use the shape only
+# only the shape of their input matters
+_SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")
 _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _TIMES = ("mul", "mul_")
 _MOVED = frozenset((*_REGROUPING, *_COPIES, "cat", "stack", "permute", "transpose"))
@@ -296,7 +297,7 @@ def _sampled(tags: Tags, given: list[Tensor]) -> bool:
 def _propagate_scores(
     tags: Tags, name: str, args: tuple[Any, ...], tag: Scores, source: Tensor, out: Tensor
 ) -> None:
-    """Propagate a product's tag as long as both sides of the product are still in the tensor."""
+    """Propagate a product's tag while both sides of the product are in the tensor."""
     axes, _ = _axes_after(name, args, tag.axes, source, out)
     if axes is tag.axes:
         tags.derive_scores(out, tag)
@@ -352,21 +353,21 @@ def _picks_one_per_row(softmax: Softmax, source: Tensor, out: Tensor) -> bool:
 
 
 def _of_inputs(tags: Tags, softmax: Softmax) -> bool:
-    """Return whether a softmax would be attention if it met values: its keys or scores depend on the input."""
+    """Return whether a softmax is attention if it meets values: its keys or scores depend on the input."""
     return softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
 
 
 def _joins_stream(
     tags: Tags, name: str, softmax: Softmax, source: Tensor, others: list[Tensor], out: Tensor
 ) -> bool:
-    """Return whether something computed from weights is added to a stream with other content."""
+    """Return whether a tensor computed from weights is added to a stream with other content."""
     if name in _TIMES and source.shape == out.shape and _of_inputs(tags, softmax):
         return False
     return any(t.shape == out.shape and t.is_floating_point() for t in others)
 
 
 def _times_noise(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
-    """Recognise dropout that is written out as a product with noise."""
+    """Recognise dropout written as a product with noise."""
     kept = next((kept for t in others if (kept := tags.noise(t)) is not None), None)
     return None if kept is None else tag._replace(dropout=1 - (1 - tag.dropout) * kept)
 
@@ -376,11 +377,11 @@ def _dropped(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tenso
 
 
 def _exponential(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
-    """Return the tag of the weights whose logarithms went in."""
+    """Return the tag of weights from the tag of their logarithms."""
     return tag._replace(logarithm=False) if tag.logarithm and tag.exact else None
 
 
-# Operations that change entries in a known way; None means that they add no knowledge.
+# Operations that change entries in a known way; None adds no knowledge.
 _KNOWN_ENTRIES: dict[str, Callable[[Tags, Weights, tuple[Any, ...], list[Tensor]], Weights | None]] = {
     **dict.fromkeys(_TIMES, _times_noise),
     "native_dropout": _dropped,

@@ -1,4 +1,4 @@
-"""What happened to scores since they were the product of queries and keys."""
+"""History of scores: the operations between the product of queries and keys and the softmax."""
 
 import math
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ class ScoreHistory:
     q: Tensor  # (…, Lq, D)
     k: Tensor  # (…, Lk, D)
     lead: torch.Size  # shape of the scores before their last two axes
-    scale: float = 1.0  # factor on the product; inside tanh, if scores are soft-capped
+    scale: float = 1.0  # factor on the product; inside tanh for soft-capped scores
     softcap: float | None = None  # factor outside tanh; None means no soft-cap
-    bias: Tensor | None = None  # broadcastable to the scores; None means none
+    bias: Tensor | None = None  # term broadcastable to the scores; None means none
     allowed: Tensor | None = None  # bool, broadcastable to the scores: entries that no mask forbids
-    floor: float | None = None  # entries at or below it were overwritten as well; None means none was
-    forbidding: float | None = None  # the finite constant that was added or filled in to forbid keys
-    eps: float = 0.0  # of the least precise dtype that the scores have had
-    lowest: float = -1e36  # a term at or below this counts as -inf
+    floor: float | None = None  # entries at or below it were overwritten too; None means none was
+    forbidding: float | None = None  # finite constant that was added or filled in to forbid keys
+    eps: float = 0.0  # eps of the least precise dtype of the scores so far
+    lowest: float = -1e36  # largest term that counts as -inf
 
     def times(self, factor: Any) -> "ScoreHistory":
         """Multiply by a number, or by a tensor that is constant over the keys."""
@@ -59,7 +59,7 @@ class ScoreHistory:
         return replace(changed, softcap=self.softcap * number)
 
     def plus(self, term: Any, dtype: torch.dtype) -> "ScoreHistory":
-        """Add a bias or a mask; a term that is the same for all keys does not change the softmax and is dropped."""
+        """Add a bias or a mask; drop a term that is constant over the keys, which changes no softmax."""
         if as_number(term) is not None:
             return self
         if not isinstance(term, Tensor) or term.is_complex():
@@ -71,7 +71,7 @@ class ScoreHistory:
         return replace(self, bias=bias, lowest=max(self.lowest, lowest(dtype)))
 
     def filled(self, value: Any, dtype: torch.dtype, kept: Tensor | None = None) -> "ScoreHistory":
-        """Replace some scores by a very low number; ``kept`` marks the others, None if unknown."""
+        """Replace some scores by a very low number; ``kept`` marks the other scores, None if unknown."""
         number = as_number(value)
         if number is None or number > FORBIDDING:
             raise UntraceableError
@@ -115,18 +115,18 @@ class ScoreHistory:
         )[index]
 
     def reach(self, index: tuple[Tensor, ...]) -> Tensor:
-        """Return the largest |scale| · ‖q‖ · ‖k‖ of some rows, except NaN: what rounding is relative to."""
+        """Return the largest |scale| · ‖q‖ · ‖k‖ of some rows, except NaN, to which their rounding is relative."""
         q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].float().norm(dim=-1)
         q, k = (norms.nan_to_num(0.0, torch.inf) for norms in (q, self.k.float().norm(dim=-1)))
         reach: Tensor = abs(self.scale) * (self.softcap or 1.0) * q.amax() * k.amax()
         return reach
 
     def rounding(self, scores: Tensor) -> float:
-        """Return eps of the least precise dtype that the scores have had."""
+        """Return eps of the least precise dtype of the scores so far."""
         return max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, scores)))
 
     def split(self, scores: Tensor) -> "ScoreHistory":
-        """Tell terms that forbid keys from the bias, among the keys that the softmax's input leaves."""
+        """Separate terms that forbid keys from the bias, among the keys that the softmax's input leaves."""
         allowed, terms = self.allowed, self.bias
         if self.floor is not None:
             allowed = scores > self.floor if allowed is None else (scores > self.floor) & allowed
@@ -147,7 +147,7 @@ class ScoreHistory:
         heads: int | None,
         full: Tensor | None = None,
     ) -> AttentionCall:
-        """Describe the attention, without module, layer and occurrence, which are not known here."""
+        """Return the attention without module, layer and occurrence, which are unknown here."""
         q = self.q.expand(*self.lead, *self.q.shape[-2:])
         k, v = (_shared(x, self.lead) for x in (self.k, v))
         if k.shape[:-2] != v.shape[:-2]:
@@ -189,7 +189,7 @@ class ScoreHistory:
 
 
 def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:
-    """Return a history for scores of unknown origin: all of them go into the bias."""
+    """Return a history for scores of unknown origin: all scores go into the bias."""
     allowed, bias, forbidding = split_scores(scores)
     zero = scores.new_zeros(())
     q, k = zero.expand(*scores.shape[:-1], 1), zero.expand(*keys, 1)
@@ -204,15 +204,15 @@ def as_number(value: Any) -> float | None:
 
 
 def reshaped(tensor: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
-    """Reshape the leading axes; a tensor that is constant along all of them keeps its shape."""
+    """Return a tensor with other leading axes; one that is constant along all of them keeps its shape."""
     if old == new or tensor.ndim <= 2 or math.prod(tensor.shape[:-2]) == 1:
         return tensor.reshape(tensor.shape[-2:]) if tensor.ndim > 2 and old != new else tensor
     return tensor.expand(*old, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
 
 
 def _shared(x: Tensor, lead: torch.Size) -> Tensor:
-    """Expand to the leading axes, except for the heads' if one head serves all."""
-    if len(lead) < 2:  # a single axis may or may not be the heads'
+    """Return a tensor expanded to the leading axes, except for the heads' if one head serves all."""
+    if len(lead) < 2:  # a single axis may be the heads' or another
         return x.expand(*lead, *x.shape[-2:])
     heads = x.shape[-3] if x.ndim > 2 else 1
     return x.expand(*lead[:-1], heads, *x.shape[-2:])

@@ -1,4 +1,4 @@
-"""Trace scores in Python: from the product of queries and keys to the softmax."""
+"""Trace scores from the product of queries and keys to the softmax, and softmaxes until they meet values."""
 
 import math
 from collections import Counter
@@ -47,7 +47,7 @@ EXPONENTIALS = ("exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "pow", "pow_"
 
 
 class Softmaxes:
-    """The softmaxes of one forward pass whose outcome is not known yet."""
+    """Softmaxes of one forward pass whose outcome is still unknown."""
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
@@ -72,7 +72,7 @@ class Softmaxes:
         self._tags.tag_weights(result, Weights(softmax, axes, logarithm="log" in name))
 
     def observe_exponential(self, name: str, args: Sequence[object], out: Tensor, overwritten: bool) -> None:
-        """Start to trace an exponential: it may be a softmax whose sum divides later, or is 1 already."""
+        """Start to trace an exponential, which may be a softmax whose sum divides later, or is 1 already."""
         source, unit = _exponent(name, args), _unit(name, args, out.dtype)
         if not is_plain(source) or not unit or source.shape != out.shape:
             return
@@ -124,16 +124,16 @@ class Softmaxes:
                         self._saved[storage] = source.detach().clone()
 
     def release(self, softmax: Softmax) -> None:
-        """Mark a softmax as captured and free what was held for it."""
+        """Mark a softmax as captured, and free its memory."""
         softmax.done = True
         if softmax.tag is not None:
             self.without.pop(softmax.tag.product.number, None)
         self._inputs_in_use[address(softmax.scores)] -= 1
-        softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # its shape alone
+        softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # only its shape
         softmax.history = None
 
     def settle(self) -> None:
-        """Note the outcome of every softmax, then forget them all."""
+        """Note the outcome of every softmax, then forget all of them."""
         for softmax in self._open:
             if softmax.reason is not None and not softmax.done:
                 self._recorder.skip("softmax", softmax.reason, softmax.module)
@@ -158,7 +158,7 @@ def _exponent(name: str, args: Sequence[object]) -> object:
 
 
 def _unit(name: str, args: Sequence[object], dtype: torch.dtype) -> float:
-    """Return ln of an exponential's base: its argument times this are the scores."""
+    """Return ln of an exponential's base, the factor from its argument to the scores."""
     if not name.startswith("pow"):
         return math.log(2) if name.startswith("exp2") else 1.0
     base = args[0].detach() if isinstance(args[0], Tensor) else args[0]
@@ -170,7 +170,7 @@ def _unit(name: str, args: Sequence[object], dtype: torch.dtype) -> float:
 
 
 def find_axis(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
-    """Find the axis of a softmax that is written out: the one along which the weights sum to one."""
+    """Find the axis of a softmax that is written out, along which the weights sum to one."""
     if softmax.axis is not None or not weights.numel():
         return
     with outside_all_modes(weights.device.type):
@@ -197,7 +197,7 @@ class Product:
     q: Tensor  # (…, Lq, D)
     k: Tensor  # (…, Lk, D)
     alpha: float = 1.0  # factor on the product
-    added: Tensor | None = None  # added to it; None means nothing
+    added: Tensor | None = None  # term added to it; None means none
 
 
 def product_factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
@@ -229,7 +229,7 @@ def _usable(x: object) -> bool:
 
 
 def _einsum(args: tuple[Any, ...]) -> Product | None:
-    """Read "…id,…jd->…ij"; the letters of each factor may be in any order."""
+    """Return the factors of "…id,…jd->…ij", with the letters of each factor in any order."""
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if not isinstance(args[0], str) or len(operands) != 2 or not all(map(_usable, operands)):
         return None
@@ -263,7 +263,7 @@ class SoftmaxProvenance:
         self._scores.clear()
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forget operands' tags that are no longer valid, before an operation runs."""
+        """Forget invalid tags of operands before an operation runs."""
         if not self._scores:
             return
         for x in (*args, *kwargs.values()):
@@ -271,7 +271,7 @@ class SoftmaxProvenance:
                 del self._scores[x]
 
     def history(self, tensor: Tensor) -> tuple[ScoreHistory, Callable[[], bool]] | None:
-        """Return how scores were made, and a check that this is still valid; None if unknown."""
+        """Return the history of scores, and a check that it is still valid; None if unknown."""
         history, stamps = self._scores.get(tensor, (None, []))
         if history is None or any(self._writes(x) != count for x, count in stamps):
             return None
@@ -281,7 +281,7 @@ class SoftmaxProvenance:
     def masked(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-        """Return a softmax's arguments with the scores of keys that the recorder's mask drops at -inf."""
+        """Return a softmax's arguments with -inf as the scores of keys that the recorder's mask drops."""
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         tag = self._product_of(scores)
@@ -333,7 +333,7 @@ class SoftmaxProvenance:
         return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Look at an operation that has just run."""
+        """Observe an operation that has just run."""
         try:
             if name in _PRODUCTS:
                 self._product(name, args, kwargs, result)
@@ -484,20 +484,20 @@ _SPREADING = frozenset(("expand", "repeat", "stack", "cat"))
 
 
 class MergedBlocks:
-    """Follows what is computed from attention's outputs and from its sums of exponentials, one per row."""
+    """Follows tensors computed from attention's outputs and from its sums of exponentials, one per row."""
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
 
     def mark_output(self, output: Tensor, sums: object = None) -> None:
-        """Mark what a captured attention returned."""
+        """Mark the output of a captured attention."""
         if is_plain(output):
             self._tags.mark(output, "output", self._recorder.module)
         if is_plain(sums):
             self._tags.mark(sums, "sums", self._recorder.module)
 
     def observe(self, name: str, product: bool, args: Sequence[Any], given: list[Tensor], result: object) -> None:
-        """Look at an operation that has run."""
+        """Observe an operation that has run."""
         if name in SUMS and self._are_sums(name, args, given[0]):
             for out in tensors((result,)):
                 self._tags.mark(out, "sums", self._recorder.module)

@@ -1,4 +1,4 @@
-"""What is known of tensors below Python: which come from a product, a softmax, or parameters alone."""
+"""Tags of tensors below Python: whether they come from a product, a softmax, or parameters alone; their axes."""
 
 import math
 from collections import Counter
@@ -24,8 +24,8 @@ OWN_KEYS = "each query has keys of its own: it counts as the only query, 0, of a
 class AxisRoles:
     """The roles of the axes of scores."""
 
-    lead: tuple[int, ...]  # the axes before the queries: samples, then, if there are two or more, heads
-    query: int | None  # the queries' axis; None if there is none
+    lead: tuple[int, ...]  # axes before the queries: samples, then, if there are two or more, heads
+    query: int | None  # axis of the queries; None if there is none
 
     @property
     def in_order(self) -> bool:
@@ -33,7 +33,7 @@ class AxisRoles:
         return list(self.lead) == sorted(self.lead)
 
     def rows(self, shape: torch.Size) -> int:
-        """Return the number of samples times queries."""
+        """Return the product of the numbers of samples and queries."""
         samples = self.lead[:-1] if len(self.lead) > 1 else self.lead
         return math.prod(shape[d] for d in samples) * (1 if self.query is None else shape[self.query])
 
@@ -141,19 +141,19 @@ def _crossed(weighted: "WeightedProduct", lead: tuple[int, ...]) -> bool:
 
 
 class AxisPiece(NamedTuple):
-    """A part of an axis that came from one axis of an earlier tensor."""
+    """A part of an axis that comes from one axis of an earlier tensor."""
 
-    origin: int  # number of that tensor; -1 if the entries are copies (broadcast) or come from elsewhere
-    axis: int  # which of its axes
+    origin: int  # number of that tensor; -1 for copies (broadcast) and entries from elsewhere
+    axis: int  # number of its axis
     size: int  # number of entries
     step: int  # stride along that axis between neighbouring entries; 0 if entries were selected or reordered
 
 
-Axes = tuple[tuple[AxisPiece, ...], ...]  # for each axis of a tensor its pieces, slowest first
+Axes = tuple[tuple[AxisPiece, ...], ...]  # pieces of each axis of a tensor, the slowest first
 
 
 def own_axes(shape: Sequence[int], origin: int) -> Axes:
-    """Return the axes of a tensor that is itself an origin; axes of length 1 have no pieces."""
+    """Return the axes of a tensor that is an origin itself; axes of length 1 have no pieces."""
     return tuple((AxisPiece(origin, i, size, 1),) if size != 1 else () for i, size in enumerate(shape))
 
 
@@ -208,7 +208,7 @@ def broadcast(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes |
 
 
 def selected(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:
-    """Return the axes after indexing or padding: an axis whose length changed is no longer whole."""
+    """Return the axes after indexing or padding: an axis with another length is no longer whole."""
     if len(shape) != len(result):
         return None
     return tuple(
@@ -218,7 +218,7 @@ def selected(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | 
 
 
 def entries(pieces: Sequence[AxisPiece]) -> int:
-    """Return the number of entries of all pieces together."""
+    """Return the total number of entries of the pieces."""
     return math.prod(piece.size for piece in pieces)
 
 
@@ -228,18 +228,18 @@ History = tuple[ScoreHistory, Callable[[], bool]]
 class Product(NamedTuple):
     """A product (N, M, D) x (N, D, K)."""
 
-    number: int  # identifies it
+    number: int  # number that identifies it
     sizes: tuple[int, int]  # M and K
-    fixed: tuple[bool, bool]  # for each factor, whether it is computed from parameters alone
+    fixed: tuple[bool, bool]  # whether each factor is computed from parameters alone
 
     def whole_in(self, axes: Axes) -> bool:
-        """Return whether the axes still contain both sides of the product that are longer than 1."""
+        """Return whether the axes still contain both sides of the product, where longer than 1."""
         there = {p.axis for pieces in axes for p in pieces if p.origin == self.number}
         return all(axis in there or size == 1 for axis, size in enumerate(self.sizes, start=1))
 
 
 class Scores(NamedTuple):
-    """A tensor that came from a product, and where the product's axes are in it."""
+    """Tag of a tensor that came from a product, with the places of the product's axes."""
 
     product: Product
     axes: Axes
@@ -257,7 +257,7 @@ class Scores(NamedTuple):
         return bool(sides) and self.product.sizes[sides[0] - 1] == size
 
     def rows(self, key: int) -> set[int]:
-        """Return the axes that belong to the factor without the keys: queries, and heads that share the keys."""
+        """Return the axes of the factor without the keys: queries, and heads that share the keys."""
         number, axes = self.product.number, enumerate(self.axes)
         return {d for d, pieces in axes if d != key and any(p.origin == number and p.axis > 0 for p in pieces)}
 
@@ -266,16 +266,16 @@ class Scores(NamedTuple):
 class Softmax:
     """A softmax, from its input to the product with values."""
 
-    number: int  # identifies it as the origin of axes
+    number: int  # number that identifies it as the origin of axes
     scores: Tensor  # its input
-    axis: int | None  # the axis that it normalises
-    tag: Scores | None  # the product of queries and keys that made its input; None if there is none
-    history: History | None  # how its input came from that product, if this was seen in Python
+    axis: int | None  # axis that it normalises
+    tag: Scores | None  # product of queries and keys behind its input; None if there is none
+    history: History | None  # operations from that product to its input, if they were seen in Python
     heads: int | None  # number of heads, where the surrounding function knows it and the tensors do not
-    module: str  # where it ran
+    module: str  # name of the running module
     outside: bool  # whether no module of the model was running
-    masked: bool = False  # whether a mask was applied to its input as if it were attention
-    reason: str | None = None  # why it is not captured although it met values; None otherwise
+    masked: bool = False  # whether its input got a mask as if it were attention
+    reason: str | None = None  # reason why it is not captured although it met values; None otherwise
     done: bool = False  # whether it is captured
     # factor on its input: the logarithm of the base, where it is written out with a base other than e
     unit: float = 1.0
@@ -307,7 +307,7 @@ class Softmax:
         return scores.to(torch.promote_types(self.scores.dtype, torch.float32))
 
     def refuse(self, reason: str) -> None:
-        """Note why it is not captured; the first reason stays."""
+        """Note why it is not captured; keep the first reason."""
         self.reason = self.reason or reason
 
     def keys_fixed(self, axis: int | None) -> bool | None:
@@ -323,20 +323,20 @@ class Softmax:
 
 
 class Weights(NamedTuple):
-    """A tensor that came from a softmax."""
+    """Tag of a tensor that came from a softmax."""
 
-    softmax: Softmax  # the softmax
-    axes: Axes | None  # where the softmax's axes are in it; None if unknown
+    softmax: Softmax
+    axes: Axes | None  # places of the softmax's axes in the tensor; None if unknown
     exact: bool = True  # whether its entries are still the softmax's
-    dropout: float = 0.0  # probability with which they were dropped
-    spread: bool = False  # whether they were multiplied with a tensor that has more axes
-    logarithm: bool = False  # whether they are log-probabilities
-    added_up: bool = False  # whether they were summed or averaged over an axis other than the keys'
-    sampled: bool = False  # whether they were multiplied with values interpolated between positions
+    dropout: float = 0.0  # probability with which entries were dropped
+    spread: bool = False  # whether the softmax's entries were multiplied with a tensor that has more axes
+    logarithm: bool = False  # whether the entries are log-probabilities
+    added_up: bool = False  # whether the entries were summed or averaged over an axis other than the keys'
+    sampled: bool = False  # whether the entries were multiplied with values interpolated between positions
 
 
 class _Store:
-    """What is known of one storage. Tags belong to tensors in it, identified by their geometry."""
+    """Tags of one storage. They belong to tensors in it, identified by their geometry."""
 
     __slots__ = ("fixed", "marks", "noise", "ref", "scores", "weights")
 
@@ -350,7 +350,7 @@ class _Store:
 
 
 class Tags:
-    """What one thread knows of tensors."""
+    """Tags of all tensors that one thread has seen."""
 
     def __init__(self, parameters: set[int]) -> None:
         self.marks: set[str] = set()
@@ -402,7 +402,7 @@ class Tags:
         self._store(tensor).scores[_geometry(tensor)] = tag
 
     def derive_scores(self, tensor: Tensor, tag: Scores) -> None:
-        """Tag a tensor as derived from scores, unless it already has a better tag."""
+        """Tag a tensor as derived from scores, unless it has a better tag."""
         store, key = self._store(tensor), _geometry(tensor)
         known = store.scores.get(key)
         if known is None or (any(known.product.fixed) and not any(tag.product.fixed)):
@@ -420,7 +420,7 @@ class Tags:
         store.weights.pop(key, None)
 
     def marked(self, tensor: Tensor, kind: str) -> str | None:
-        """Return the module that a mark names, if the tensor's storage has a mark of this kind."""
+        """Return the module that a mark of this kind on the tensor's storage names; None if there is none."""
         store = self._stores.get(address(tensor))
         return None if store is None else store.marks.get(kind)
 
@@ -436,11 +436,11 @@ class Tags:
             self._store(tensor).fixed = True
 
     def writes(self, tensor: Tensor) -> int:
-        """Return how many operations have written to a tensor's storage so far."""
+        """Return the number of operations that have written to a tensor's storage so far."""
         return self._writes[address(tensor)]
 
     def written(self, tensor: Tensor, noise: bool) -> bool:
-        """Note a write to a tensor: the entries of all tensors that share its storage may change."""
+        """Note a write to a tensor, which may change all tensors that share its storage."""
         storage = address(tensor)
         self._writes[storage] += 1
         store = self._stores.get(storage)
@@ -452,7 +452,7 @@ class Tags:
         return True
 
     def forget(self) -> None:
-        """Forget everything except which tensors are computed from parameters alone."""
+        """Forget everything except the tensors computed from parameters alone."""
         self.marks.clear()
         self._stores = {
             key: store for key, store in self._stores.items() if store.fixed and not store.ref.expired()
@@ -484,7 +484,7 @@ def address(tensor: Tensor) -> int:
     """Return an identifier of a tensor's storage, valid while it lives; -1 if it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, for one, have none
+    except (NotImplementedError, RuntimeError):  # sparse tensors, for example, have none
         return -1
 
 

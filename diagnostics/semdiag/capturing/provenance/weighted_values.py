@@ -18,14 +18,14 @@ from semdiag.mathematics.planes import unraveled
 
 @dataclass(frozen=True)
 class WeightAxes:
-    """The pieces of the weights' axes in a product, without the keys'."""
+    """Pieces of the weights' axes in a product, without the keys'."""
 
     batch: tuple[AxisPiece, ...]  # pieces of the batch axis, which both factors share
-    rows: tuple[AxisPiece, ...]  # pieces of the weights' own axis: queries, and heads that share their values
+    rows: tuple[AxisPiece, ...]  # pieces of the weights' other axis: queries, and heads that share their values
 
     @classmethod
     def of(cls, axes: Axes, shape: torch.Size, left: bool) -> "WeightAxes":
-        """Read them from the axes and shape of the factor with the weights; ``left`` if it comes first."""
+        """Return the pieces from the axes and shape of the factor with the weights; ``left`` if it comes first."""
         if len(shape) == 1:
             return cls((), ())
         return cls(axes[0] if len(shape) == 3 else (), axes[-2 if left else -1])
@@ -55,18 +55,18 @@ class WeightAxes:
 
 
 def _sorted(pieces: Sequence[AxisPiece], order: Sequence[int]) -> list[int]:
-    """Return the positions of pieces sorted by ``order``, and within an axis the slowest first."""
+    """Return the positions of pieces in the order of axes ``order``, the slowest first within an axis."""
     rank = {axis: i for i, axis in enumerate(order)}
     return sorted(range(len(pieces)), key=lambda i: (rank[pieces[i].axis], -pieces[i].step))
 
 
 _REACH = 1_000.0  # scores further above a sink hide its rounding
-_OFF = 0.25  # a larger relative error is no rounding in any dtype
-_CHECKED = 16  # random rows on which a history is checked against the softmax's input
+_OFF = 0.25  # relative errors above this are no rounding in any dtype
+_CHECKED = 16  # random rows on which a history is compared with the softmax's input
 
 
 class UnfollowedError(Exception):
-    """Raised for attention that cannot be described; the message says why."""
+    """Raised for attention that cannot be described; the message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,22 +74,23 @@ class WeightedProduct:
     """A product of a softmax's result with another tensor."""
 
     scores: Tensor  # the softmax's input
-    key: int  # the axis that the softmax normalises
-    history: ScoreHistory | None  # how the scores came from queries and keys; None if unknown
-    product: Axes | None  # the axes of that product in the scores; None if unknown
+    key: int  # axis that the softmax normalises
+    history: ScoreHistory | None  # operations from queries and keys to the scores; None if unknown
+    product: Axes | None  # axes of the product of queries and keys in the scores; None if unknown
     heads: int | None  # number of heads, where the surrounding function knows it
-    number: int  # the softmax's number as an origin in ``axes``
-    axes: Axes  # of the factor that holds the weights
-    weights: Tensor | None  # that factor, if its entries may differ from the softmax's; None if they are the same
+    number: int  # number of the softmax as an origin in ``axes``
+    axes: Axes  # axes of the factor that holds the weights
+    weights: Tensor | None  # that factor, if its entries may differ from the softmax's; else None
     dropout: float  # probability with which weights were dropped
     left: bool  # whether the weights are the left factor
-    input_shapes: Sequence[tuple[int, ...]] = ()  # of the first inputs of the running modules, the innermost last
+    # shapes of the first inputs of the running modules, the innermost last
+    input_shapes: Sequence[tuple[int, ...]] = ()
 
 
 def attention_of(
     weighted: WeightedProduct, shape: torch.Size, other: Tensor, result: Tensor, generator: torch.Generator
 ) -> tuple[AttentionCall, str | None]:
-    """Describe the attention, without module, layer, occurrence and mechanism, which are not known here."""
+    """Return the attention without module, layer, occurrence and mechanism, which are unknown here."""
     v, mixed, weights = _upright(weighted, other, result)
     axes = WeightAxes.of(weighted.axes, shape, weighted.left)
     _check_all_there(weighted, axes)
@@ -154,7 +155,7 @@ def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None
 
 
 def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, weighted: WeightedProduct) -> AttentionCall:
-    """Describe attention whose first or last column meets no value: an extra logit in the denominator."""
+    """Return attention whose first or last column meets no value: a further logit in the denominator."""
     ends = (slice(None, -1), slice(-1, None)), (slice(1, None), slice(0, 1))
     keys, rest = next((end for end in ends if _are_of(weights, s, weighted.dropout, end[0])), (None, None))
     if keys is None or rest is None:
@@ -166,7 +167,7 @@ def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, weighted: W
     if not bool((sink.isfinite() & (bias.amax(-1, keepdim=True) - sink < _REACH)).all()):
         raise UnfollowedError("the column that meets no value is masked in some rows")
     by_head = four_axes(sink, heads)[:1, :, :1]
-    if not bool((four_axes(sink, heads) == by_head).all()):  # rows were shifted; shift each to a sink of 0
+    if not bool((four_axes(sink, heads) == by_head).all()):  # rows were shifted: shift each to a sink of 0
         bias, by_head = bias - sink, torch.zeros_like(by_head)
     if allowed is not None:
         allowed = allowed[..., keys]
@@ -201,7 +202,7 @@ def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> boo
 
 
 def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttentionCall | None:
-    """Describe fused attention by the arguments of its operation; None for an operation we do not know."""
+    """Return fused attention from the arguments of its operation; None for an unknown operation."""
     if name != "_scaled_dot_product_flash_attention_for_cpu":
         return None
     given = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False)) | kwargs

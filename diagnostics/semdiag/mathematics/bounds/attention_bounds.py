@@ -1,4 +1,4 @@
-"""λ_A and λ_M: how far attention outputs move when tokens or the score form change. Sound forms."""
+"""λ_A and λ_M: how far attention outputs move when tokens or the score form change; sound and paper's forms."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from semdiag.mathematics.spectral_norms import (
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
-    """Norms of one attention, one entry per head (or a scalar for a single head).
+    """Norms of one attention layer, with one entry per head (or a scalar for a single head).
 
     Attributes:
         gamma: Γ_h, see :func:`~semdiag.mathematics.spectral_norms.bilinear_form_norm`.
@@ -44,12 +44,12 @@ class HeadNorms:
 
     @property
     def log_form_reach(self) -> Tensor:
-        """ln(Γ Ξ Ξ̃), a bound of every score's size (without b_k)."""
+        """ln(Γ Ξ Ξ̃), an upper bound of |score| (without b_k)."""
         return log(self.gamma) + log(self.token) + log(self.query)
 
     @property
     def worst_case_dispersion(self) -> Tensor:
-        """2ΓΞΞ̃, the largest dispersion that these norms allow (the paper's 2ΓΞ² without biases)."""
+        """2ΓΞΞ̃, the largest dispersion under these norms (the paper's 2ΓΞ² without biases)."""
         return 2 * float64(self.gamma) * float64(self.token) * float64(self.query)
 
 
@@ -64,8 +64,8 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
 
     Args:
         rows: constants of the rows, shape (..., L).
-        selected: bool, shape (..., L, L), query by key: S_i; for heavy-hitter masks the union S_i ∪ S'_i of
-            all ends that are compared.
+        selected: bool, shape (..., L, L), query by key: S_i; for heavy-hitter masks the union S_i ∪ S'_i over all
+        compared inputs.
         norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
 
     Returns:
@@ -106,7 +106,7 @@ def attention_map_bound_from_load(
 
     Args:
         rows: constants of the rows, shape (..., queries).
-        largest_load: l = max_j l_j, raw count, the largest over everything that is compared.
+        largest_load: l = max_j l_j, a count, over everything that is compared.
         norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
         heavy_hitter: whether the mask depends on the scores.
 
@@ -179,7 +179,7 @@ def head_norms(
         token_norm: Ξ.
 
     Returns:
-        Γ and Υ of shape (heads,), Ξ and Ξ̃ as given.
+        Γ and Υ of shape (heads,), Ξ and Ξ̃ in the shape of ``token_norm``.
 
     Example:
         >>> import torch
@@ -208,10 +208,10 @@ def paper_attention_map_bound(
     its ξ is not an ℓ1 constant everywhere (docs/theory.md#where-the-paper-form-fails).
 
     Args:
-        dispersion: δ in nats, largest over the queries (or a percentile of theirs).
+        dispersion: δ in nats, the largest over the queries (or a percentile).
         norms: Γ and Ξ.
         load_ratio: β = max_j l_j / k; 1 for full attention.
-        separation: Δ_h in nats, smallest over the queries; None for masks that ignore the scores.
+        separation: Δ_h in nats, the smallest over the queries; None for masks that ignore the scores.
 
     Returns:
         ln λ_A, in the broadcast shape; +inf where Δ_h ≤ 0.
@@ -238,10 +238,10 @@ def paper_bilinear_form_bound(
     Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none.
 
     Args:
-        dispersion: δ in nats, largest over the queries (or a percentile of theirs).
+        dispersion: δ in nats, the largest over the queries (or a percentile).
         norms: Υ and Ξ.
-        tokens: L.
-        separation: Δ_h in nats, smallest over the queries; None for masks that ignore the scores.
+        tokens: number of tokens L.
+        separation: Δ_h in nats, the smallest over the queries; None for masks that ignore the scores.
 
     Returns:
         ln λ_W, in the broadcast shape; +inf where Δ_h ≤ 0.
@@ -266,7 +266,7 @@ def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...
 
 
 def _no_query_bias(norms: HeadNorms) -> Assumption:
-    """Return the norms without a query bias, Ξ̃ = Ξ, as in the paper's formulas."""
+    """Return the assumption of the paper's formulas that there is no query bias, Ξ̃ = Ξ."""
     return Assumption(
         "the query projection has no bias", {}, holds=bool((float64(norms.query) == float64(norms.token)).all())
     )

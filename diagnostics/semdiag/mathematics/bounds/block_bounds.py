@@ -1,4 +1,4 @@
-"""One transformer block: its constant in its input, and in each of its parameter tensors."""
+"""Activations, normalisations, bounds with their assumptions, and the constants of one transformer block."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ def activation_lipschitz(name: str) -> float:
     Source: docs/theory.md#layer-constants. Deviation: none.
 
     Args:
-        name: one of :data:`ACTIVATION_LIPSCHITZ`.
+        name: a key of :data:`ACTIVATION_LIPSCHITZ`.
 
     Returns:
         max |σ'|, rounded up.
@@ -54,7 +54,7 @@ def split_rows(weight: Tensor, heads: int) -> Tensor:
         heads: number of heads.
 
     Returns:
-        shape (heads, d_head, d), or (heads, d_head).
+        Shape (heads, d_head, d), or (heads, d_head).
 
     Raises:
         ValueError: if the rows cannot be shared equally.
@@ -78,7 +78,7 @@ def split_columns(weight: Tensor, heads: int) -> Tensor:
         heads: number of heads.
 
     Returns:
-        shape (heads, d, d_head).
+        Shape (heads, d, d_head).
 
     Raises:
         ValueError: if the columns cannot be shared equally.
@@ -120,7 +120,7 @@ def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Te
     Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
 
     Args:
-        token_std: s of every observed token, at both ends of a comparison; shape (..., tokens), positive.
+        token_std: s of every observed token, shape (..., tokens), positive; both inputs of a comparison included.
         gain: affine weight of the normalisation, or None.
 
     Returns:
@@ -147,7 +147,7 @@ class Assumption:
 
     Attributes:
         statement: the assumption in words, as a report prints it.
-        measured: the numbers that decided it, by name (for instance the smallest separation).
+        measured: numbers that decide it, by name (for instance the smallest separation).
         holds: whether the measured values meet the assumption.
 
     Example:
@@ -175,8 +175,8 @@ class Bound:
     Attributes:
         log_value: ln of the bound, float64, any shape (a scalar, or one value per query, head, …);
             −inf stands for the constant 0, +inf for no guarantee.
-        assumptions: all that were checked, in order.
-        source: where the formula comes from.
+        assumptions: all assumptions that were checked, in order.
+        source: equation of the paper or section of docs/theory.md.
 
     Example:
         >>> import torch
@@ -213,10 +213,10 @@ def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
     """Return the assumptions of several bounds as one tuple, each once.
 
     Args:
-        groups: the assumptions of each part.
+        groups: assumptions of each part.
 
     Returns:
-        All of them in order of first appearance, without exact repetitions.
+        All assumptions in order of first appearance, without repetitions.
 
     Example:
         >>> a, b = Assumption("a", {}, holds=True), Assumption("b", {}, holds=True)
@@ -240,7 +240,7 @@ class AttentionConstants:
     Attributes:
         log_map: ln λ_A per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.attention_map_bound`.
         log_form: ln λ_M per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.bilinear_form_bound`.
-        upsilon: Υ_h.
+        upsilon: Υ_h per head.
         query_weight: ‖[W_q b_q]‖₂ per head.
         key_weight: ‖W_k‖₂ per head.
         value_weight: ‖W_v‖₂ per head.
@@ -270,8 +270,8 @@ class MlpConstants:
         weight_in: B_P = ‖W_P‖₂.
         weight_out: B_R = ‖W_R‖₂.
         activation: λ_σ, see :func:`~semdiag.mathematics.bounds.block_bounds.activation_lipschitz`.
-        token_norm: Ξ_P, largest norm of a token at the MLP's input (after a pre-norm).
-        hidden_norm: max_i ‖σ(W_P y_i + b_P)‖.
+        token_norm: Ξ_P, largest norm of a token at the MLP's input (after the normalisation of a pre-norm block).
+        hidden_norm: largest norm of a token's hidden units, max_i ‖σ(W_P y_i + b_P)‖.
     """
 
     weight_in: Real
@@ -290,9 +290,9 @@ class BlockConstants:
         mlp: constants of the MLP.
         tokens: L, number of tokens that are not padding.
         attention_norm: λ_LN1 of the normalisation before (pre-norm) or after (post-norm) the attention.
-        mlp_norm: λ_LN2, the same for the MLP.
+        mlp_norm: λ_LN2 of the MLP's normalisation, before or after it.
         pre_norm: Y = U + Attn(LN U), Z = Y + MLP(LN Y) if true; Y = LN(U + Attn U), Z = LN(Y + MLP Y) if not.
-        assumptions: of λ_A and λ_M.
+        assumptions: assumptions of λ_A and λ_M.
     """
 
     attention: AttentionConstants
@@ -313,7 +313,7 @@ def log_input_constant(block: BlockConstants) -> Tensor:
     Source: paper, Thm 2, which is post-norm (docs/theory.md#block). Deviation: pre-norm and several heads.
 
     Args:
-        block: the block's constants.
+        block: constants of the block.
 
     Returns:
         ln λ_X, shape (...), float64.
@@ -332,7 +332,7 @@ def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
     :func:`log_paper_parameter_constants` and no biases.
 
     Args:
-        block: the block's constants.
+        block: constants of the block.
 
     Returns:
         ln λ of shape (...) by name: W_q (with b_q as its last column), W_k, b_k (−∞: it cancels),
@@ -364,7 +364,7 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
     Source: paper, Thm 2 (docs/theory.md#parameters). Deviation: none for one head.
 
     Args:
-        block: the block's constants, with the paper's λ_A and λ_W in ``attention`` for the paper's form.
+        block: constants of the block, with the paper's λ_A and λ_W in ``attention`` for the paper's form.
 
     Returns:
         ln λ of shape (...) by name: W, V, W_P, W_R.
@@ -380,7 +380,7 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return the constants of the MLP's parameters at the MLP's own output."""
+    """Return the constants of the MLP's parameters at the MLP's output."""
     mlp, log_tokens = block.mlp, log(block.tokens)
     log_bias = log_tokens + log(mlp.weight_out) + log(mlp.activation)
     return {
@@ -403,13 +403,13 @@ def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Te
 
 
 def _log_attention_residual(block: BlockConstants, log_heads: Tensor) -> Tensor:
-    """Return the constant of Y in U; ``log_heads`` is ln Σ_h Υ_h λ_A,h."""
+    """Return the Lipschitz constant of Y in U; ``log_heads`` is ln Σ_h Υ_h λ_A,h."""
     log_norm = log(block.attention_norm)
     return log_one_plus(log_product(log_norm, log_heads)) if block.pre_norm else log_norm + log_one_plus(log_heads)
 
 
 def _log_mlp_residual(block: BlockConstants) -> Tensor:
-    """Return the constant of Z in Y."""
+    """Return the Lipschitz constant of Z in Y."""
     log_mlp = log(block.mlp.weight_in) + log(block.mlp.weight_out) + log(block.mlp.activation)
     log_norm = log(block.mlp_norm)
     return log_one_plus(log_norm + log_mlp) if block.pre_norm else log_norm + log_one_plus(log_mlp)

@@ -19,8 +19,8 @@ class Condition:
     Attributes:
         left_side: float64, any shape (one entry per percentile); +inf if an assumption leaves no value.
         threshold: 1 for the paper's conditions, 0 for differences of logarithms.
-        assumptions: what was checked.
-        source: where the condition comes from.
+        assumptions: assumptions that were checked.
+        source: equation of the paper or section of docs/theory.md.
 
     Example:
         >>> Condition(float64([0.97, 1.2]), 1.0, (), "eq. 304").met
@@ -54,7 +54,7 @@ def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, maske
     Args:
         full_dispersion: δ_s of the full model in nats, per percentile.
         masked_dispersion: δ_h of the heavy-hitter model, at the same percentiles.
-        masked_separation: Δ_h of the heavy-hitter model, at the mirrored percentiles (100 − p).
+        masked_separation: Δ_h of the heavy-hitter model in nats, at the mirrored percentiles (100 − p).
 
     Returns:
         Left side against 1; +inf where δ_s = 0 or Δ_h ≤ 0.
@@ -82,7 +82,7 @@ def paper_input_condition(
     Args:
         full_dispersion: δ_s of the full model in nats, per percentile.
         masked_dispersion: δ_h of the heavy-hitter model, at the same percentiles.
-        masked_separation: Δ_h of the heavy-hitter model, at the mirrored percentiles (100 − p).
+        masked_separation: Δ_h of the heavy-hitter model in nats, at the mirrored percentiles (100 − p).
         load_ratio: β, key load over k, at the same percentiles.
 
     Returns:
@@ -136,8 +136,8 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
     with e^δ_s.
 
     Args:
-        masked_rows: rows of the masked model, shape (..., queries).
-        full_rows: rows of the full model, shape (..., queries).
+        masked_rows: constants of the masked model's rows, shape (..., queries).
+        full_rows: constants of the full model's rows, shape (..., queries).
 
     Returns:
         The margin against 0, shape (...).
@@ -178,7 +178,7 @@ def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
 
 
 def _per_full_dispersion(numerator: Tensor, delta_s: Tensor, gap: Tensor | None, source: str) -> Condition:
-    """Divide by δ_s; +inf if a condition cannot be stated."""
+    """Divide by δ_s; +inf where an assumption leaves no value."""
     stated = delta_s > 0
     dispersed = Assumption(
         "the full model's dispersion is positive",

@@ -1,4 +1,4 @@
-"""Theorem 2: the training objective is λ_L-Lipschitz in the parameters. In log space throughout."""
+"""Theorem 2: Lipschitz constants of the loss in all parameters, globally and at one point; in logarithms."""
 
 import math
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ class Readout:
 
     Attributes:
         head_weight: ‖Φ‖₂.
-        pooled_norm: largest norm of a pooled representation.
-        pooling: weight of each token in the pooled representation: 1/L for the mean, 1 for a CLS token.
+        pooled_norm: largest norm of a pooled token.
+        pooling: weight of each token in the pooled token: 1/L for the mean, 1 for a CLS token.
         loss: Lipschitz constant of the loss in the logits: √2 for cross-entropy.
     """
 
@@ -52,7 +52,7 @@ class Readout:
 
     @property
     def log_token_constant(self) -> Tensor:
-        """How far the loss moves per unit of the last block's output, as a logarithm."""
+        """ln of the loss's Lipschitz constant in one token of the last block's output."""
         return log_product(log(self.loss), log(self.head_weight) + log(self.pooling))
 
 
@@ -80,15 +80,15 @@ def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
-    """Return, as a logarithm, how far the embedded sequence moves per unit (Frobenius) of the embedding table.
+    """Return ln of the change of the embedded sequence per unit (Frobenius) of the embedding table.
 
     scale · sqrt(Σ_v count_v²): a sequence of one repeated token moves most.
 
     Source: docs/theory.md#embedding. Deviation: the paper does not train an embedding in Thm 2.
 
     Args:
-        counts: how often each token id occurs in the sequence, shape (..., vocabulary).
-        scale: factor applied to the embedding (sqrt(d) in the paper's code).
+        counts: number of occurrences of each token id in the sequence, shape (..., vocabulary).
+        scale: factor on the embedding (sqrt(d) in the paper's code).
 
     Returns:
         ln of the constant, shape (...), float64.
@@ -112,7 +112,7 @@ def log_parameter_bounds(
 
     Args:
         blocks: constants of the blocks, first to last.
-        readout: constants of what follows the last block.
+        readout: constants of pooling, head and loss.
         log_embedding: ln of the embedding's constant, or None if it is not trained.
 
     Returns:
@@ -135,7 +135,7 @@ def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readou
 
     Args:
         blocks: constants of the blocks, first to last.
-        readout: constants of what follows the last block.
+        readout: constants of pooling, head and loss.
 
     Returns:
         ln λ_g, shape (...), by name: "block 0 W", "block 0 V", "block 0 W_P", "block 0 W_R", …
@@ -150,11 +150,11 @@ def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assum
 
     Args:
         log_parameters: ln λ_g by name, from :func:`log_parameter_bounds`.
-        assumptions: of the constants, from :func:`network_assumptions`.
+        assumptions: assumptions of the constants, from :func:`network_assumptions`.
 
     Returns:
-        ln λ_L, in the broadcast shape. The bound holds for the inputs and parameters over which the constants were
-        measured, and for no others.
+        ln λ_L, in the broadcast shape. The bound holds only for the inputs and parameters over which the constants
+        were measured.
 
     Raises:
         ValueError: if there is no parameter.
@@ -186,7 +186,7 @@ def network_assumptions(blocks: Sequence[BlockConstants]) -> tuple[Assumption, .
 def _through_network(
     blocks: Sequence[BlockConstants], inside: Sequence[dict[str, Tensor]], readout: Readout
 ) -> dict[str, Tensor]:
-    """Propagate each block's parameter constants through the blocks above it and the readout."""
+    """Propagate each block's parameter constants through the later blocks and the readout."""
     above = readout.log_token_constant
     per_block: list[dict[str, Tensor]] = []
     for t in reversed(range(len(blocks))):
@@ -270,7 +270,7 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
     Args:
-        at: the attention.
+        at: attention at one input.
 
     Returns:
         (L, L), query by token.
@@ -295,8 +295,8 @@ def attention_columns(at: AttentionAtPoint, token: int) -> Tensor:
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
     Args:
-        at: the attention.
-        token: l.
+        at: attention at one input.
+        token: index l of the token.
 
     Returns:
         (L, d, d), ∂(Σ_h W_o mixed_i)/∂u_l by query i.
@@ -329,13 +329,13 @@ def score_gradient_sums(
 
     Args:
         weights: p, (B, H, L, L), rows of padded queries 0.
-        query_key_value: each (B, H, L, D).
+        query_key_value: q, k and v, each (B, H, L, D).
         tokens: u, (B, L, d).
         cotangents: g, (B, H, L, D).
         scale: s = τ / sqrt(d_head).
 
     Returns:
-        (3, H): of W_q, b_q and W_k, head by head, summed over queries and inputs.
+        (3, H): bounds for W_q, b_q and W_k by head, summed over queries and inputs.
 
     Example:
         >>> p, x = torch.full((1, 1, 2, 2), 0.5), torch.tensor([[[[1.0], [3.0]]]])
@@ -371,6 +371,6 @@ def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     moments = covariances(weights, left, right)
     largest = left.norm(dim=-1).amax(-1) * right.norm(dim=-1).amax(-1)
     norms: Tensor = (moments @ moments.mT).square().sum((-2, -1)).pow(0.25)
-    # Roundings of sums over the keys, and a few more.
+    # Bounds the rounding of the sums over the keys, and of a few further operations.
     rounding: Tensor = (16 + weights.shape[-1]) * _EPS * largest[..., None]
     return norms + rounding

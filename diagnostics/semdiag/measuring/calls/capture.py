@@ -46,13 +46,13 @@ LARGEST_K = 32
 
 
 class Calls:
-    """The attention calls of a capture, reduced on arrival: nothing of size L × L, no query and no key is kept.
+    """Attention calls of a capture, reduced on arrival: nothing of size L × L, no query and no key is kept.
 
     ``capture(model, scores=True)`` also keeps the scores, for :meth:`scores` and :meth:`weights`.
 
     Every table has the columns call (number in the context), module, layer (in order of first calls), occurrence
-    (which call of the module in one forward pass), sample (row of the batch axis), head, and query or key. If a
-    call tells the positions of its queries among its keys, as with a cache, ``query`` is that position, else the
+    (number of the module's call in one forward pass), sample (row of the batch axis), head, and query or key. If a
+    call gives the positions of its queries among its keys, as with a cache, ``query`` is that position, else the
     number in the call. Padded queries are left out. Everything counts from 0; scores are in nats.
     """
 
@@ -74,11 +74,11 @@ class Calls:
         return f"Calls: {counts}; k up to {self._k}. Tables: dispersion(), separation(), loads(), …"
 
     def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
-        """Return the semantic dispersion δ of every query: the range of the scores it attends to.
+        """Return the semantic dispersion δ of every query: the range of the scores that it attends to.
 
         Args:
-            k: as if each query kept its k largest scores; one k or several, up to the capture's. None means the
-                keys that the model really attends to.
+            k: number of largest scores that each query would keep; one number or several, up to the capture's k.
+                None means the keys that the model really attends to.
 
         Returns:
             One row per query (and k), with the further columns keys, k (missing for None) and dispersion, NaN for
@@ -93,7 +93,7 @@ class Calls:
         """Return the semantic separation Δ of every query: the smallest kept score minus the largest dropped one.
 
         Args:
-            k: as in :meth:`dispersion`.
+            k: numbers as in :meth:`dispersion`.
 
         Returns:
             One row per query (and k), with the further columns keys, k and separation, +inf if nothing is dropped.
@@ -107,7 +107,7 @@ class Calls:
         """Return the key load: how many queries attend to each key, a raw count.
 
         Args:
-            k: as in :meth:`dispersion`.
+            k: numbers as in :meth:`dispersion`.
 
         Returns:
             One row per key (and k), with the further columns k and load; no row for padded keys.
@@ -130,8 +130,8 @@ class Calls:
         """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
 
         Args:
-            layer: as in the tables.
-            head: one head; None means all of them.
+            layer: number of the layer in the tables.
+            head: number of one head; None means all heads.
             occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
 
         Returns:
@@ -148,8 +148,8 @@ class Calls:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
         Args:
-            layer: as in the tables.
-            head: one head; None means all of them.
+            layer: number of the layer in the tables.
+            head: number of one head; None means all heads.
             occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
 
         Returns:
@@ -157,7 +157,7 @@ class Calls:
             rows sum to less than 1.
 
         Raises:
-            InputError: as :meth:`scores`.
+            InputError: in the cases of :meth:`scores`.
 
         Example:
             >>> from semdiag_models import Encoder, ModelConfig
@@ -271,13 +271,13 @@ class Calls:
 
 
 class _Batch(threading.local):
-    """Number of samples in this thread's current batch, by its first tensor; 0 if unknown."""
+    """Number of samples in this thread's current batch, from its first tensor; 0 if unknown."""
 
     samples = 0
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[None]:
-        """Listen to the model's arguments, except those of torch's own layers, which keep their heads apart."""
+        """Observe the model's arguments, except those of torch's own layers, which keep their heads apart."""
         if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn."):
             yield
             return
@@ -309,24 +309,24 @@ def capture(
 
     The model's outputs, parameters, mode and gradients are unchanged, and nothing is left behind after the
     context. The capture never stops the model: if it fails itself, :attr:`Calls.audit` says so. Watches may
-    overlap, in threads and in asynchronous tasks: each sees the calls of the thread or task in which it was
-    opened, and of those without a watch of their own. With dropout in training mode, layers have no residual.
+    overlap, in threads and in asynchronous tasks: each sees the calls of the thread or task that opened it, and of
+    those without a watch of their own. With dropout in training mode, layers have no residual.
 
     Args:
         model: any module, unmodified.
         k: the largest k for :meth:`Calls.dispersion` and its like. Each query keeps k + 1 scores.
-        queries: how many queries of the first call are drawn per sample and head; of other calls the same fraction
-            is drawn. None means all. Every query has the same chance, and no score of the others is computed: made
-            for sequences of 100,000 tokens.
+        queries: number of queries of the first call that are drawn per sample and head; of other calls the same
+            fraction is drawn. None means all. Every query has the same chance, and no score of the others is
+            computed: made for sequences of 100,000 tokens.
         scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
             queries × keys numbers for each call, so for a few texts.
         real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass
             (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` lists the calls that it does not
             fit.
-        seed: of the draws.
+        seed: random seed for the draws.
 
     Yields:
-        The calls; they fill while the model runs.
+        Calls, which fill while the model runs.
 
     Raises:
         InputError: unless the model is a module, k and the seed are whole numbers of at least 0, ``queries`` one

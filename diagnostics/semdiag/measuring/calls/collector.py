@@ -1,4 +1,4 @@
-"""Reduce attention calls to columns of numbers on arrival; nothing of a call is kept."""
+"""Reduce attention calls to columns of numbers on arrival: layers, drawn queries, scores to keep, and tables."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,23 +30,24 @@ from semdiag_models import InputError
 
 @dataclass
 class Layer:
-    """What is known of one attention layer: a module, and which of its calls in a forward pass."""
+    """Facts about one attention layer: a module, and one of its calls in a forward pass."""
 
     number: int  # position in the order of first calls
-    mechanism: str  # the adapter that saw it
+    mechanism: str  # adapter that saw it
     kinds: set[str] = field(default_factory=set)  # kinds of its masks so far
     heads: int = 0  # number of query heads
     key_heads: int = 0  # number of key heads
-    width: int | None = None  # of a head; None where the scores alone are known
+    width: int | None = None  # width of a head; None where the scores alone are known
     longest: int = 0  # largest number of keys
     calls: int = 0  # number of calls so far
-    residual: float = 0.0  # largest so far, relative to the largest output; NaN if one was NaN
-    residual_over_rounding: float = 0.0  # the same, in units of the possible effect of rounding
+    residual: float = 0.0  # largest residual so far, relative to the largest output; NaN if one was NaN
+    residual_over_rounding: float = 0.0  # the same in units of the possible effect of rounding
     rounding: float = 0.0  # largest possible effect of rounding so far, relative to the largest output
 
     def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
         """Record a call; the generator draws the rows on which the residual is checked."""
-        residual = recomputation_residual(call, generator)  # first: a call for which it fails does not count
+        # first, because a call for which it fails does not count
+        residual = recomputation_residual(call, generator)
         self.kinds.add(kind)
         self.heads, self.key_heads = call.q.shape[1], call.k.shape[1]
         self.width = call.q.shape[3] if call.factored else None
@@ -58,7 +59,7 @@ class Layer:
 
 
 class Layers:
-    """Numbers layers in the order of first calls; a module called twice per forward pass is two layers."""
+    """Numbers layers in the order of first calls; a module called twice per forward pass makes two layers."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, int], Layer] = {}
@@ -84,7 +85,7 @@ class Layers:
 
     @property
     def kind(self) -> str:
-        """The kind of all layers' masks together."""
+        """Common kind of all layers' masks."""
         return joint_kind({kind for place in self._places.values() for kind in place.kinds})
 
     def largest(self, name: str) -> float:
@@ -127,12 +128,12 @@ class NotAvailableError(InputError):
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """Rows of scores and statistics of their sets; shapes (B, H, L) unless stated otherwise."""
+    """Scores of rows and statistics of their sets; shapes (B, H, L) unless stated otherwise."""
 
     scores: Tensor  # (B, H, L, L) float64, nats; -inf where a key is not allowed
     selected: Tensor  # (B, H, L, L) bool, S_i; empty for padded queries
     counted: Tensor  # bool, false for padded queries and for rows without keys
-    kept: Tensor  # int64, k_i
+    kept: Tensor  # number of kept keys k_i, int64
     dispersion: Tensor  # δ_i in nats; 0 if a row does not count
     separation: Tensor  # Δ_i in nats
 
@@ -149,7 +150,7 @@ class ScoredRows:
 
 
 def scored_rows(call: AttentionCall) -> ScoredRows:
-    """Score an attention call and compute δ, Δ and the sets."""
+    """Return the scores of an attention call, with δ, Δ and the sets."""
     if call.sinks is not None:
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
     scores, seen = call.scores(torch.float64), call.part().allowed
@@ -193,7 +194,7 @@ class QueryDraws:
         if count is not None:
             whole_number(count, "Queries to draw per sample and head", FEWEST)
         self.count, self.seed, self._longest, self._started = count, seed, 1, False
-        self._seen = 0  # real queries of the longest sequence so far
+        self._seen = 0  # number of real queries of the longest sequence so far
         self._samples: Counter[tuple[int, int]] = Counter()
 
     def expect(self, longest: int) -> None:
@@ -202,12 +203,12 @@ class QueryDraws:
 
     @property
     def share(self) -> float:
-        """Probability of every query, N / L; 1 if all are looked at."""
+        """Probability with which a query is drawn, N / L; 1 if all are looked at."""
         return 1.0 if self.count is None else min(1.0, self.count / self._longest)
 
     @property
     def remarks(self) -> list[str]:
-        """A remark on how many are drawn of the longest sequence so far, if not N; else empty."""
+        """Remark on the number drawn of the longest sequence so far, if it is not N; else empty."""
         if self.count is None or abs(self.share * self._seen - min(self.count, self._seen)) < 1:
             return []
         return [
@@ -216,7 +217,7 @@ class QueryDraws:
         ]
 
     def places(self, call: AttentionCall) -> Tensor | None:
-        """Draw from the queries of a call that count."""
+        """Return the positions of queries drawn from those of a call that count; None for all."""
         batch, heads, length, _ = call.q.shape
         if not self._started:
             self._longest, self._started = max(self._longest, length), True
@@ -229,10 +230,10 @@ class QueryDraws:
         place = call.layer, call.occurrence
         first, self._samples[place] = self._samples[place], self._samples[place] + batch
         drawn = []
-        for row, counted in enumerate(real, first):
-            own, rng = np.flatnonzero(counted), np.random.default_rng([self.seed, *place, row])
-            indices = draw_queries(len(own), heads, self.count, self._longest, rng)
-            drawn.append(np.where(indices >= 0, own[indices], -1) if len(own) else indices)
+        for row, real_row in enumerate(real, first):
+            positions, rng = np.flatnonzero(real_row), np.random.default_rng([self.seed, *place, row])
+            indices = draw_queries(len(positions), heads, self.count, self._longest, rng)
+            drawn.append(np.where(indices >= 0, positions[indices], -1) if len(positions) else indices)
         places = np.full((batch, heads, max(columns.shape[1] for columns in drawn)), -1)
         for row, columns in enumerate(drawn):
             places[row, :, : columns.shape[1]] = columns
@@ -261,7 +262,7 @@ class KeptScores:
         self._sinks[layer] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
 
     def scores(self, layer: int, occurrence: int | None = None) -> Tensor:
-        """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are concatenated along B."""
+        """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are joined along B."""
         own = self._occurrences.get(layer)
         if own is None:
             known = (
@@ -280,7 +281,7 @@ class KeptScores:
         return torch.cat(parts)
 
     def weights(self, layer: int, occurrence: int | None = None) -> Tensor:
-        """Return the softmax of :meth:`scores`, with the sink's logit in the denominator; 0 in rows without keys."""
+        """Return the softmax of :meth:`scores`, the sink's logit in the denominator; 0 in rows without keys."""
         scores = self.scores(layer, occurrence)
         total = scores.logsumexp(-1, keepdim=True)
         sinks = self._sinks[layer]
@@ -290,7 +291,7 @@ class KeptScores:
 
 
 def rows_per_sample(rows: int, samples: int) -> int:
-    """Return how many consecutive rows count as one sample."""
+    """Return the number of consecutive rows that count as one sample."""
     return rows // samples if samples and rows % samples == 0 else 1
 
 
@@ -301,7 +302,7 @@ class SampleNumbers:
         self._batch, self._first, self._next = 0, 0, 0
 
     def start(self, samples: int) -> None:
-        """Start a batch with so many samples."""
+        """Start a batch of this many samples."""
         self._batch, self._first, self._next = samples, self._next, self._next + samples
 
     def of(self, rows: int) -> NDArray[np.int32]:
@@ -312,7 +313,7 @@ class SampleNumbers:
 
 
 def folded(rows: int, samples: int) -> str | None:
-    """Say that a batch axis does not hold one row per sample."""
+    """Return a remark that a batch axis does not hold one row per sample; None if it does."""
     if not samples or rows == samples:
         return None
     if rows % samples == 0:
@@ -321,7 +322,7 @@ def folded(rows: int, samples: int) -> str | None:
 
 
 def counted_as(rows: int, samples: int) -> str:
-    """Say as which sample the rows of such a batch axis count: the second half of a sentence."""
+    """Return the sample as which the rows of such a batch axis count: the second half of a sentence."""
     several = rows_per_sample(rows, samples)
     if several == 1:
         return "each row counts as a sample"
@@ -338,7 +339,7 @@ def check_rows(call: AttentionCall, samples: int) -> None:
         )
 
 
-MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
+MAX_QUERIES = 20_000_000  # rows held in memory at a time: about 1 GB
 LEAST_MAX_QUERIES = 50  # with fewer, the sample of a larger table may be empty
 _QUERY_PLACES = ("sample", "layer", "head", "query", "stratum", "kept")
 _KEY_PLACES = ("sample", "layer", "head", "key")
@@ -358,17 +359,17 @@ class Collector:
     ) -> None:
         self.model, self.k, self.draws, self.wanted = model, k, draws, wanted
         self._min_keys = min_keys
-        self.samples = 0  # so far, the current batch included
+        self.samples = 0  # number of samples so far, the current batch included
         self._numbers = SampleNumbers()
         self.layers = Layers()
-        self.counted: Counter[int] = Counter()  # real queries of each layer
+        self.counted: Counter[int] = Counter()  # number of real queries of each layer
         self._queries = KeptRows(max_queries, _QUERY_PLACES)
         self._loads = KeptRows(max_queries, _KEY_PLACES)
         self._non_finite: list[dict[str, np.ndarray]] = []
-        self._heads: dict[int, Tensor] = {}  # by layer, (4 + number of k, H): queries, and sums over them
+        self._heads: dict[int, Tensor] = {}  # (4 + number of k, H) by layer: queries, and sums over them
 
     def start(self, samples: int) -> None:
-        """Start a batch with so many samples."""
+        """Start a batch of this many samples."""
         self.samples += samples
         self._numbers.start(samples)
 
@@ -461,7 +462,7 @@ class Collector:
 
     @property
     def share_kept(self) -> float:
-        """Probability that a query that was looked at is in the table: below 1 if not all were kept."""
+        """Probability with which a query that was looked at is in the table: below 1 if not all were kept."""
         return self._queries.share
 
     def non_finite(self) -> pd.DataFrame:
@@ -488,7 +489,7 @@ def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:
 
 
 def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray]:
-    """Return the rows of the entries to keep."""
+    """Return the entries to keep of every column."""
     if bool(keep.all()):
         return columns
     kept = _flat(keep)
@@ -497,7 +498,7 @@ def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class ReducedCall:
-    """What is kept of a call: its identity, positions of query 0 and key 0, what is real, row statistics."""
+    """A call's identity, positions of query 0 and key 0, real queries and keys, and row statistics."""
 
     place: dict[str, Any]
     first_query: int

@@ -1,4 +1,4 @@
-"""Which queries and keys of an attention call count, and the statistics of its rows: computed once per call."""
+"""Row statistics of an attention call, computed once, and which of its queries and keys count."""
 
 import math
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
 from semdiag.mathematics.score_strips import part_of, rows_of
 
-_STRIP = 2**24  # entries of a mask processed at once
+_STRIP = 2**24  # entries of a mask processed at a time
 
 
 @dataclass(frozen=True, eq=False)
 class CountedRows:
-    """The row statistics of an attention call, and which of its queries and keys count."""
+    """Row statistics of an attention call, and which of its queries and keys count."""
 
-    call: AttentionCall  # the call
-    statistics: RowStatistics  # of every row that is looked at, padded queries included
+    call: AttentionCall
+    statistics: RowStatistics  # statistics of every row that is looked at, padded queries included
     queries: Tensor  # (B, H, R) bool, false for padded queries
-    attending: Tensor  # (B, H, R) bool, queries that count and keep a key, and so have a softmax
+    attending: Tensor  # (B, H, R) bool, queries that count and keep a key, so that they have a softmax
     places: Tensor | None = None  # (B, H, R) int64, positions of the queries, -1 for none
-    # what :attr:`keys` shall be, where the call is a part that lacks queries of the whole; else None
+    # value of :attr:`keys`, if the call is a part that lacks queries of the whole; else None
     real_keys: Tensor | None = None
 
     @cached_property
@@ -70,7 +70,7 @@ class CountedRows:
         return seen & (z >= (top[..., k - 1] + top[..., k]) / 2)
 
     def _at(self, values: Tensor | None, key: Tensor) -> Tensor | None:
-        """Select one key per head, (B, H, 1), from a tensor broadcastable to (B, H, Lq, Lk)."""
+        """Return the values at one key per head, (B, H, 1), of a tensor broadcastable to (B, H, Lq, Lk)."""
         values = part_of(values, slice(None), slice(None))
         if values is None or values.shape[3] == 1:
             return None if values is None else values[..., 0]
@@ -87,7 +87,7 @@ def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) ->
     )
     shape, device = (len(counted), call.q.shape[1], call.k.shape[2]), call.k.device
     rows, keys = (torch.arange(length, device=device) for length in (counted.shape[2], shape[2]))
-    if allowed is None or allowed.shape[2] == 1:  # the last real query sees all that others see
+    if allowed is None or allowed.shape[2] == 1:  # the last real query sees all keys that others see
         last = torch.where(counted, rows, -1 - first).amax(-1, keepdim=True)
         reached = keys <= first + last if call.causal else last >= 0
         return (reached if allowed is None else reached & allowed[:, :, 0]).expand(shape)

@@ -48,7 +48,7 @@ from semdiag_models import InputError
 
 
 class Outputs:
-    """The tables of a monitor, and the loggers that get what is added to them."""
+    """Tables of a monitor, and the loggers that get their rows."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Outputs:
         self._scalars.open()
 
     def add(self, step: int, rows: list[dict[str, Any]], heads: list[dict[str, Any]], faults: Faults) -> None:
-        """Keep and send the rows of a step; failures are reported to ``faults`` and stop nothing."""
+        """Keep and send the rows of a step; report failures to ``faults`` and go on."""
         if self._scalars.wanted:
             with faults.reporting():
                 self._scalars.send(step, scalars(heads, self._k))
@@ -80,7 +80,7 @@ class Outputs:
                 log.add(more)
 
     def close(self, faults: Faults) -> None:
-        """Write the remaining rows, and close everything; failures are reported to ``faults``."""
+        """Write the remaining rows, and close everything; report failures to ``faults``."""
         for log in (self.layers, self.heads):
             with faults.reporting():
                 log.close()
@@ -102,9 +102,9 @@ class Monitor:
     fails, even on a full disk, it warns. It also warns, once, if it cannot see some attention, which then has no
     rows. With gradient accumulation, there are more forward calls than optimiser steps.
 
-    For compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. Forward calls that are
-    looked at then run uncompiled, with other rounding (about 1e-7); the others run compiled. Hooks of a module
-    inside a compiled one are compiled with it and cannot look.
+    For compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls of
+    looks then run uncompiled, with other rounding (about 1e-7); the others run compiled. Hooks of a module inside
+    a compiled one are compiled with it and cannot look.
 
     Several threads may train the model: a look belongs to the thread that began it, and other threads' forward
     calls meanwhile are only counted. Under torch.distributed, every rank starts a monitor.
@@ -119,14 +119,14 @@ class Monitor:
     Extremes are over the ``rows`` that were looked at; with ``rows="all"``, over every row.
 
     Args:
-        model: the module whose forward calls are counted; an encoder of semdiag_models or any transformer that
+        model: module whose forward calls are counted; an encoder of semdiag_models or any transformer that
             :func:`semdiag.watch_attention` understands.
         every: number of forward calls in training mode from one look to the next; the first call is looked at.
-        k: numbers of heavy hitters for the counterfactual columns, one or several.
+        k: number of heavy hitters for the counterfactual columns, or several numbers.
         path: ``.csv`` or ``.parquet`` file to which rows are appended; an existing one is continued. Rows of heads
             go to ``NAME-heads`` beside it. The monitor locks both until it stops.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
-        log: called with a dictionary of numbers and the step, like ``wandb.log``. Keys are
+        log: function of a dictionary of numbers and the step, like ``wandb.log``. Keys are
             ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
             ``attention/layer_3/max_logit/max``, ``min`` and ``median``; TensorBoard gets the same.
         rows: ``sample``, or ``all`` to look at every query row, without storing scores.
@@ -134,14 +134,14 @@ class Monitor:
             warning and a severe alarm, ``(0.5, 0.05, "below")``; or a change within so many steps: ``("halves",
             500)`` or ``("doubles", 500)``. Each head alarms once per rule.
         on_alarm: ``warn`` (one warning per look), ``raise`` (:class:`~.monitor_alarms.AlarmError` after the
-            forward call), or a function that is called with each :class:`~.monitor_alarms.Alarm`.
+            forward call), or a function of each :class:`~.monitor_alarms.Alarm`.
         accumulation: forward calls in training mode per step, if gradients are accumulated: only the first of a
             step is looked at.
         ranks: with ``all``, under torch.distributed, each look waits for all ranks, which then have the same rows
             and alarms (:class:`~.monitor_reduction.Reduction`); rank 0 writes, logs and warns. With ``own``, each
             rank is on its own.
-        seed: of the choice of samples and queries.
-        queries: number per sample; medians of more rows vary less from look to look.
+        seed: random seed for the choice of samples and queries.
+        queries: number of queries per sample; medians of more rows vary less from look to look.
         first_step: number of the first step, for resumed training; it warns if the file already has this step.
 
     Raises:
@@ -199,22 +199,22 @@ class Monitor:
         self.seconds = 0.0
         self._ranks, self._reduction = Ranks(ranks), Reduction()
         self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0) + self._ranks.rank)
-        if self._ranks.rank:  # rank 0 writes
+        if self._ranks.rank:  # only rank 0 writes
             path = tensorboard = log = None
         self._outputs = Outputs(None if path is None else Path(path), tensorboard, log, self.k, self.step)
         self._faults = Faults()
         self._hooks: hooks.Hooks | None = None
         self._look = ExitStack()
         self._looked_at: int | None = None
-        self._looker: threading.Thread | None = None  # owner of the current look
+        self._looker: threading.Thread | None = None  # thread of the current look
         self._forwards: set[int] = set()  # threads that run the model
-        self._turn = threading.Lock()  # guards counting and starting a look
+        self._turn = threading.Lock()  # held while counting a call and starting a look
         self._rows: list[dict[str, Any]] = []
         self._head_rows: list[dict[str, Any]] = []
-        self._last: list[dict[str, Any]] = []  # rows of heads of the last look
+        self._last: list[dict[str, Any]] = []  # rows of heads in the last look
         self._seen: bool | None = None  # whether the current look saw attention; None if it cannot look
         self._padding = Padding(model)
-        self._audit = Audit()  # of the current look
+        self._audit = Audit()  # audit of the current look
 
     @property
     def table(self) -> pd.DataFrame:
@@ -227,7 +227,7 @@ class Monitor:
         return self._outputs.heads.table()
 
     def summary(self) -> str:
-        """Return every alarm, and the extremes of the last step that was looked at, as plain text."""
+        """Return every alarm, and the extremes of the last look, as plain text."""
         return summary_of(self._last, self.alarms, quantities(self.k))
 
     def begin_step(self, step: int) -> None:
@@ -250,7 +250,7 @@ class Monitor:
                 "would be compiled too. Give it the compiled model: Monitor(torch.compile(model))."
             )
         with watch_attention(self.model, lambda call: None):
-            pass  # refuse a model that cannot be watched now, not in the middle of training
+            pass  # refuse an unsuitable model now, not in the middle of training
         agreed = {"every": self.every, "k": self.k, "accumulation": self._accumulation, "first_step": self.step}
         try:
             self._outputs.open()
@@ -341,7 +341,7 @@ class Monitor:
 
     def _reduce(self, call: AttentionCall, step: int) -> None:
         if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
-            return  # belongs to another thread's forward pass
+            return  # another thread's forward pass
         start, self._seen = time.perf_counter(), True
         with self._faults.reporting():
             call = self._marked(call)
@@ -353,7 +353,7 @@ class Monitor:
         self.seconds += time.perf_counter() - start
 
     def _marked(self, call: AttentionCall) -> AttentionCall:
-        """Return the call with its padded queries marked; warn once about masks that could not be matched."""
+        """Return the call with its padded queries marked; warn once of masks that could not be matched."""
         audit = Audit()
         call = self._padding.marked(call, audit)
         self._faults.name_remarks(audit)
@@ -379,7 +379,7 @@ class Monitor:
         return alarms
 
     def _report_alarms(self, alarms: list[Alarm]) -> None:
-        """Report alarms in the way the user chose."""
+        """Report alarms in the user's way."""
         if callable(self._on_alarm):
             for alarm in alarms:
                 self._on_alarm(alarm)

@@ -1,4 +1,4 @@
-"""Alarms of a training monitor: their rules, checked at the start, and the heads that crossed them."""
+"""Alarms, faults and files of a training monitor: rules that heads cross, warnings, and logged rows."""
 
 import math
 import os
@@ -33,19 +33,19 @@ _SPELLINGS = (
 
 @dataclass(frozen=True)
 class Alarm:
-    """A head whose quantity crossed a threshold for the first time.
+    """First crossing of a threshold by a head's quantity.
 
-    ``str(alarm)`` holds the same as ``name=value`` pairs, separated by spaces.
+    ``str(alarm)`` gives the attributes as ``name=value`` pairs, separated by spaces.
 
     Attributes:
-        step: number of the step that was looked at.
+        step: number of the step of the look.
         layer: position of the attention layer.
         head: position of the head.
         quantity: a column of the monitor's table of heads.
-        value: of the quantity.
+        value: value of the quantity.
         band: ``WARNING`` or ``SEVERE``.
-        rule: what was crossed: ``above 50``, ``below 0.05``, ``halves within 500``.
-        occurrence: which call of the layer in that step.
+        rule: rule that was crossed: ``above 50``, ``below 0.05``, ``halves within 500``.
+        occurrence: number of the layer's call in that step.
 
     Example:
         >>> print(Alarm(400, 3, 5, "max_logit", 61.25, "SEVERE", "above 50"))
@@ -68,7 +68,7 @@ class Alarm:
 
 
 class AlarmError(RuntimeError):
-    """Raised when a rule is crossed, with ``on_alarm="raise"``; ``alarm`` is the first."""
+    """Raised when a rule is crossed, with ``on_alarm="raise"``; ``alarm`` is the first alarm."""
 
     def __init__(self, alarm: Alarm, others: int) -> None:
         super().__init__(f"{alarm}{f' and {others} more' if others else ''}")
@@ -80,13 +80,13 @@ class Rule:
     """A threshold of a quantity, or a change of it."""
 
     quantity: str  # a column of the table of heads
-    band: str  # of the alarm
+    band: str  # ``WARNING`` or ``SEVERE``, the alarm's band
     side: str  # ``above``, ``below``, ``halves`` or ``doubles``
-    threshold: float  # a value; for a change, the number of steps within which it happens
+    threshold: float  # threshold of the quantity; for a change, the number of steps within which it happens
 
     @property
     def text(self) -> str:
-        """The rule in words."""
+        """Rule in words."""
         within = "within " if self.side in CHANGES else ""
         return f"{self.side} {within}{self.threshold:g}"
 
@@ -164,12 +164,12 @@ class Watch:
     rules: Sequence[Rule]  # severe ones first
     # quantity, band, side, layer, occurrence and head of every alarm so far
     crossed: set[tuple[Any, ...]] = field(default_factory=set)
-    # values of the steps that a change looks back to, by quantity, layer, occurrence and head
+    # values of earlier steps that a change compares with, by quantity, layer, occurrence and head
     history: dict[tuple[Any, ...], deque[tuple[int, float]]] = field(default_factory=dict)
-    met: set[str] = field(default_factory=set)  # quantities that had a value in some row
+    met: set[str] = field(default_factory=set)  # quantities with a value in some row
 
     def look(self, rows: Sequence[dict[str, Any]]) -> list[Alarm]:
-        """Check the rows of one step."""
+        """Return the new alarms in the rows of one step."""
         alarms = []
         for row in rows:
             place = row["layer"], row["occurrence"], row["head"]
@@ -231,7 +231,7 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
     for row in rows:
         for alarm in row["alarm"].split() if isinstance(row["alarm"], str) else ():
             quantity = alarm.removesuffix(f":{SEVERE}")
-            if quantity != alarm:  # it has crossed the threshold of the warning as well
+            if quantity != alarm:  # a severe head has crossed the threshold of the warning, too
                 crossed.setdefault(f"{quantity}:{WARNING}", []).append(row)
             crossed.setdefault(alarm, []).append(row)
     alarms = []
@@ -274,7 +274,7 @@ def _ends(
 
 
 _CANNOT_WRITE = "The monitor cannot write"
-_NAMED = 3  # modules named in a warning
+_NAMED = 3  # modules that a warning names
 
 
 def warn(text: str, stacklevel: int = 3) -> None:
@@ -298,13 +298,13 @@ class Faults:
         self._stuck = False
 
     def end(self) -> None:
-        """End a look; if it could write, a later failure to write is a new fault."""
+        """End a look; after one that could write, a later failure to write is a new fault."""
         if not self._stuck:
             self._faults = {fault for fault in self._faults if not fault.startswith(_CANNOT_WRITE)}
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Warn of an exception inside, and go on."""
+        """Warn of an exception in the context, and go on."""
         try:
             yield
         except OSError as error:
@@ -330,7 +330,7 @@ class Faults:
         self.name_remarks(Audit(remarks=Counter(r for r in audit.remarks if r.code == "private-part")))
 
     def name_missed(self, audit: Audit) -> None:
-        """Warn once of attention that has no rows, and why."""
+        """Warn once of attention without rows, with the reason."""
         missed: dict[str, list[str]] = {}
         for seen in audit.skipped.keys() - self._noted:
             self._noted.add(seen)
@@ -357,7 +357,7 @@ class MonitorLog:
     def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
         self.path, self.columns = path, columns
         self._rows: list[dict[str, Any]] = []
-        self._written = self._size = 0  # rows written, and bytes of the file since
+        self._written = self._size = 0  # rows written, and bytes of the file afterwards
         self._earlier = pd.DataFrame(columns=columns)
         self._lock: RunLock | None = None
         if path is None:
@@ -382,7 +382,7 @@ class MonitorLog:
             )
 
     def open(self) -> None:
-        """Lock the file and read its rows; nothing happens if the log is already open."""
+        """Lock the file and read its rows; do nothing if the log is open."""
         if self.path is None or self._lock is not None:
             return
         with suppress(OSError, NotImplementedError):  # on file systems without locks

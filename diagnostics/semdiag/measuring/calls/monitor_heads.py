@@ -1,4 +1,4 @@
-"""Combine the monitors of several processes: each look joins what all ranks saw."""
+"""What a monitor records in a look: quantities of layers and heads, reduced over ranks, and sent to loggers."""
 
 import hashlib
 import math
@@ -22,17 +22,17 @@ from semdiag.mathematics.softmax_stability import local_stability_of_weight
 from semdiag.measuring.calls.counted_rows import CountedRows, attended_keys, counted_rows
 from semdiag_models import InputError
 
-PATIENCE = timedelta(minutes=10)  # how long a look waits for the other ranks
+PATIENCE = timedelta(minutes=10)  # longest time that a look waits for the other ranks
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one rank saw of one step."""
+    """What one rank saw in one step."""
 
-    step: int  # its number
-    rows: list[dict[str, Any]]  # of the table of layers
-    heads: list[dict[str, Any]]  # of the table of heads
-    parts: dict[str, str]  # by module, a fingerprint of the part of its weights that the rank holds
+    step: int  # number of the step
+    rows: list[dict[str, Any]]  # rows of the table of layers
+    heads: list[dict[str, Any]]  # rows of the table of heads
+    parts: dict[str, str]  # fingerprint of the rank's part of a module's weights, by module
 
 
 class Ranks:
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def reports(self) -> bool:
-        """Whether this process reports what all of them would report alike."""
+        """Whether this process reports what all processes would report alike."""
         return self.rank == 0 or self._group is None
 
     def open(self, settings: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Ranks:
                 )
 
     def together(self, look: Look) -> list[Look]:
-        """Return what every rank saw of a step, in rank order; if they cannot be reached, what this one saw."""
+        """Return every rank's look at a step, in rank order; this rank's alone if they cannot be reached."""
         if self._group is None:
             return [look]
         try:
@@ -101,13 +101,13 @@ class Ranks:
             self._go_on_alone(step, "its forward pass failed")
 
     def part(self, model: nn.Module, name: str) -> None:
-        """Note which part of a module's weights this rank holds when it first attends."""
+        """Note this rank's part of a module's weights when the module first attends."""
         if self._group is not None and name not in self._parts:
             self._parts[name] = _fingerprint(model, name)
 
     @property
     def parts(self) -> dict[str, str]:
-        """What :meth:`part` noted, by module."""
+        """Parts that :meth:`part` noted, by module."""
         return dict(self._parts)
 
     def leave(self) -> None:
@@ -139,7 +139,7 @@ def _several() -> bool:
 
 
 def _why(error: Exception) -> str:
-    """Return the reason why a collective operation failed, in words."""
+    """Return the reason for the failure of a collective operation, in words."""
     text = str(error)
     if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
         return "another rank has ended or stopped its monitor"
@@ -182,7 +182,7 @@ def _weights(module: nn.Module) -> list[torch.Tensor]:
     return samples
 
 
-# Quantities, and the bounds between which each must lie.
+# Quantities with their smallest and largest possible value.
 LIMITS = {
     "max_logit": (-math.inf, math.inf),
     "above": (0.0, 1.0),
@@ -203,7 +203,7 @@ LARGEST, SMALLEST = (
 )  # extremes of rows; others are averages
 OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "mass": (0.0, 1.0)}
 PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
-LOGIT = 50.0  # nats: rows above it are counted unless a rule says otherwise
+LOGIT = 50.0  # nats: rows above it are counted unless a rule gives another number
 
 
 def head_columns(k: Sequence[int]) -> list[str]:
@@ -228,7 +228,7 @@ def head_key(row: Mapping[str, Any]) -> str:
 
 
 def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
-    """Reduce the rows of a call to one row per head; NaN for a quantity that no row has."""
+    """Return one row per head for a call's rows; NaN for a quantity that no row has."""
     statistics, used = rows.statistics, rows.attending
     weight = statistics.largest_weight()
     above = (statistics.kept_maximum > logit) | (statistics.non_finite > 0)
@@ -315,7 +315,7 @@ def _output_rank(rows: CountedRows) -> list[float]:
 
 
 def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, float]:
-    """Return the numbers of one step for a logger: of every head, and the largest, smallest and median per layer."""
+    """Return the numbers of one step for a logger: by head, and the largest, smallest and median per layer."""
     logged: dict[str, float] = {}
     layers: dict[str, dict[str, list[float]]] = {}
     for row in rows:
@@ -339,7 +339,8 @@ class Reduction:
     """Combines the looks of all ranks; every rank gets the same result."""
 
     def __init__(self) -> None:
-        self._heads_before: dict[tuple[str, str], int] = {}  # by module and part of its weights
+        # number of heads of earlier parts, by module and part of its weights
+        self._heads_before: dict[tuple[str, str], int] = {}
 
     def __call__(self, looks: Sequence[Look]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the rows of layers and of heads of one step, from the ranks' looks in rank order."""
@@ -372,7 +373,7 @@ class Reduction:
 
 
 def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any]]:
-    """Return one row per module, occurrence and head, in the order that a single process would have."""
+    """Return one row per module, occurrence and head, in the order of a single process."""
     if not rows:
         return []
     table = pd.DataFrame(rows)
@@ -397,7 +398,7 @@ def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any
     return [{str(name): value for name, value in row.items()} for row in joined.to_dict("records")]
 
 
-_SAMPLES = 4  # looked at per attention call: score rows = samples × queries × heads
+_SAMPLES = 4  # samples looked at per attention call: score rows = samples × queries × heads
 
 
 def columns(k: Sequence[int]) -> list[str]:
@@ -417,7 +418,7 @@ def sampled_rows(
     batch, _, length, _ = call.q.shape
     b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
     r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
-    # On the CPU: a few rows take a thousand small operations, and an accelerator takes longer to start each.
+    # On the CPU: a few rows take a thousand small operations, each of which an accelerator starts more slowly.
     rows = counted_rows(_on_cpu(call.part(b, r)), top=most)
     return replace(rows, real_keys=attended_keys(call, b).cpu())
 
@@ -451,14 +452,14 @@ def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
 
 
 class ScalarWriter(Protocol):
-    """The part of a TensorBoard SummaryWriter that is used."""
+    """The method of a TensorBoard SummaryWriter that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Log one number."""
 
 
 class Scalars:
-    """Sends numbers by name."""
+    """Sends numbers by name to loggers."""
 
     def __init__(
         self,
@@ -495,7 +496,7 @@ class Scalars:
             self._log(numbers, step)
 
     def close(self) -> None:
-        """Close the writer, unless the user passed it."""
+        """Close the writer, unless it is the user's."""
         if self._own and self._writer is not None:
             self._writer.close()
         self._writer = None

@@ -12,17 +12,17 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.provenance.softmaxes import MECHANISM as BY_HAND
 from semdiag.mathematics.planes import unraveled
 
-_CHECKED_ROWS = 32  # of all samples, heads and queries, drawn at random
+_CHECKED_ROWS = 32  # number of random rows, over all samples, heads and queries
 _DEVIATIONS = 6  # standard deviations allowed for a sum of rounding errors, taken as independent
-_UNDIVIDED = 32  # units by which ln Σ e^z differs from 0 at most, where z is less a rounded logsumexp
+_UNDIVIDED = 32  # largest difference of ln Σ e^z from 0, in units, where z is less a rounded logsumexp
 _HALVES = torch.float16, torch.bfloat16
 
 
 class Residual(NamedTuple):
-    """The deviation of the attention's formula, recomputed on random rows, from the layer's output."""
+    """Deviation of the attention's formula, recomputed on random rows, from the layer's output."""
 
-    residual: float  # the largest deviation, relative to the largest output of these rows
-    over_rounding: float  # the largest deviation in units of the possible effect of rounding on that output
+    residual: float  # largest deviation, relative to the largest output of these rows
+    over_rounding: float  # largest deviation in units of the possible effect of rounding on that output
     rounding: float
 
 
@@ -98,7 +98,7 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
 
 
 def _of_sums(terms: int, squares: Tensor, total: Tensor) -> Tensor:
-    """√Σ_i S_i² of the partial sums S_i of n terms in an order of chance: a share i/n of the total, and a walk."""
+    """Return √Σ_i S_i² of partial sums S_i of n terms in random order: a share i/n of the total, and a walk."""
     return math.sqrt(terms) * (squares + total / math.sqrt(3))
 
 
@@ -123,7 +123,7 @@ def _units(call: AttentionCall) -> tuple[float, float]:
 
 
 def _with_keys(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the real rows that may attend to some key, and to which keys (r, n): others may hold NaN."""
+    """Return the real rows that may attend to some key, and these keys (r, n): others may hold NaN."""
     sample, _, query = index
     full = (*call.q.shape[:3], call.k.shape[2])
     keep = torch.ones(len(query), full[3], dtype=torch.bool, device=call.q.device)
@@ -138,7 +138,7 @@ def _with_keys(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[tuple[Te
 
 
 def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Rows:
-    """Evaluate the formula on some rows, which may attend to the keys ``keep``."""
+    """Return the formula on some rows, which may attend to the keys ``keep``."""
     sample, head, _ = index
     dtype = torch.float32 if call.q.dtype in _HALVES else call.q.dtype
     full = (*call.q.shape[:3], call.k.shape[2])

@@ -25,7 +25,7 @@ DRAWS = "its forward pass draws random numbers in evaluation mode"
 
 
 class RandomNumbers:
-    """The state of torch's global generators at construction, for the CPU and a CUDA device."""
+    """States of torch's global generators at construction, for the CPU and a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,7 +33,7 @@ class RandomNumbers:
 
     @property
     def drawn(self) -> bool:
-        """Whether numbers have been drawn since."""
+        """Whether numbers have been drawn since then."""
         return any(not torch.equal(now, then) for now, then in zip(self._now(), self._states, strict=True))
 
     def again(self) -> None:
@@ -54,13 +54,13 @@ _GROUPED = (
 
 
 class Run:
-    """Runs the model on a batch when called; a consumer gets every attention call of the forward pass."""
+    """Runs the model on a batch; a consumer gets every attention call of the forward pass."""
 
-    module: nn.Module  # what runs: the model, or a copy that was moved or converted
-    device: torch.device  # of the module
-    dtype: torch.dtype  # of the module
-    audit: Audit  # of the capture
-    padding: Padding  # which queries are padding
+    module: nn.Module  # model that runs, or a copy that was moved or converted
+    device: torch.device  # device of the module
+    dtype: torch.dtype  # dtype of the module
+    audit: Audit  # audit of the capture
+    padding: Padding  # rule that decides which queries are padding
 
     def __init__(
         self, loaded: LoadedModel, consume: Callable[[AttentionCall], None], queries: Tensor | None
@@ -150,7 +150,7 @@ def running(
 def in_evaluation(
     loaded: LoadedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
-    """Put a model on a device, in evaluation mode without gradients; restore the mode of every module afterwards."""
+    """Put a model on a device, in evaluation mode without gradients; restore every module's mode afterwards."""
     module, place, kind = _placed(loaded.module, device, dtype)
     modes = [(part, part.training) for part in module.modules()]
     try:
@@ -175,7 +175,7 @@ def unnamed(module: LoadedModel | nn.Module) -> LoadedModel:
 
 
 def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return a model's device and dtype: those of its first floating-point tensor with values."""
+    """Return device and dtype of a model: those of its first floating-point tensor with values."""
     tensors = _floating(module)
     first = next((t for t in tensors if not t.is_meta), None)
     kind = torch.get_default_dtype() if not tensors else tensors[0].dtype
@@ -195,7 +195,7 @@ def placed(
 
 
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str]]:
-    """Return where the tensors stand that transformers keeps in float32 while it loads a model in 16 bits."""
+    """Return the places of tensors that transformers keeps in float32 when it loads a model in 16 bits."""
     names = ["_keep_in_fp32_modules_strict"] * (dtype in (torch.bfloat16, torch.float16))
     names += ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     named = {kept for part in module.modules() for name in names for kept in getattr(part, name, None) or ()}
@@ -210,7 +210,7 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple
 
 
 def _frequencies(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where rotary frequencies of transformers' modules stand."""
+    """Return the places of rotary frequencies in transformers' modules."""
     parts = (part for part in module.modules() if type(part).__module__.startswith("transformers."))
     return [
         (part._buffers, name)
@@ -233,7 +233,7 @@ def _floating(module: nn.Module) -> list[Tensor]:
 def _placed(
     module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[nn.Module, torch.device, torch.dtype]:
-    """Return the module on a device and in a dtype; a copy only if it must change."""
+    """Return the module on a device and in a dtype; copy it only if it must change."""
     tensors = _floating(module)
     place, kind = home_of(module)
     place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype

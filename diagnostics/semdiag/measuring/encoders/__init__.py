@@ -1,1 +1,1 @@
-"""Measurements of semdiag's own encoders, whose parts are all known."""
+"""Measurements of semdiag's own encoders, of which all parts are known."""

@@ -1,4 +1,4 @@
-"""Theorem 2 on the evaluated inputs of one encoder: the constants of its blocks, in both forms."""
+"""Theorem 2 on the evaluated inputs of one encoder: constants of its blocks in both forms, and local bounds."""
 
 import math
 from collections.abc import Iterator
@@ -52,17 +52,17 @@ POST_NORM = Assumption("blocks normalise their outputs (post-norm), as in the pa
 class BlockForms:
     """One block's constants."""
 
-    weights: BlockWeights  # of the block
-    trace: LayerTrace  # what the inputs showed
-    sound: BlockConstants  # per sample, shape (N,) and (N, H)
-    paper: BlockConstants  # for all inputs together, shape () and (H,)
+    weights: BlockWeights  # weights of the block
+    trace: LayerTrace  # quantities of the inputs in the block
+    sound: BlockConstants  # sound constants per sample, shape (N,) and (N, H)
+    paper: BlockConstants  # paper's constants for all inputs together, shape () and (H,)
 
 
 @dataclass(frozen=True, eq=False)
 class NetworkForms:
     """A network's constants."""
 
-    blocks: list[BlockForms]  # first to last
+    blocks: list[BlockForms]  # forms of the blocks, first to last
     log_sound: dict[str, Tensor]  # ln λ_g by name, the largest over the samples
     # the paper's ln λ_g by name: for its W, V, P, R, and for our tensors by the chain rule
     log_paper: dict[str, Tensor]
@@ -183,7 +183,7 @@ def _covered(encoder: Encoder) -> bool:
 
 
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
-    """Return the assumptions of the block's constants, except those that a later Assumption repeats."""
+    """Return the assumptions of the block's constants, except those that a later assumption repeats."""
     kind, activation = encoder.config.attention, encoder.config.activation
     bad = int(trace.not_finite.sum())
     checks = [
@@ -232,14 +232,14 @@ _MLP_NORM_EPS = 1e-5
 class BlockAtPoint:
     """One block at one input, with its L tokens that are not padding."""
 
-    attention: AttentionAtPoint  # at this input
+    attention: AttentionAtPoint  # attention at this input
     tokens: Tensor  # (L, d), the attention's input
-    mlp_tokens: Tensor  # (L, d), the MLP's
+    mlp_tokens: Tensor  # (L, d), the MLP's input
     hidden: Tensor  # (L, mlp width), input of the MLP's second matrix
-    weights: BlockWeights  # of the block
+    weights: BlockWeights  # weights of the block
     pre_norm: bool  # whether it normalises the inputs of its parts rather than their outputs
     streams: Tensor  # (2, L, d), inputs of the two normalisations
-    eps: tuple[float, float]  # of the two normalisations
+    eps: tuple[float, float]  # eps of the two normalisations
     slopes: Tensor  # (L, mlp width), σ' of the MLP's hidden units
     activation: float  # λ_σ, the largest possible slope
 
@@ -324,7 +324,7 @@ def log_point_constant(at: BlockAtPoint) -> float:
 
 
 def log_exact_constant(at: BlockAtPoint) -> float:
-    """Return the largest column sum of a block's Jacobian at one input, max_l Σ_i ‖∂Z_i/∂X_l‖₂, for a fixed mask."""
+    """Return the largest column sum of a block's Jacobian at one input, Σ_i ‖∂Z_i/∂X_l‖₂, under a fixed mask."""
     if not len(at.slopes):
         return -math.inf
     first, after = at.norm_jacobians[0], at.after_attention
@@ -359,9 +359,9 @@ def _norm_jacobians(x: Tensor, eps: float) -> Tensor:
     return (project - centred[:, :, None] * centred[:, None] / (width * std.square())) / std
 
 
-_SCORES = 2**20  # scores of one pass, at most (or one sample's)
+_SCORES = 2**20  # largest number of scores in one pass (or one sample's)
 _GRAM_STEPS = 3  # overestimates a norm of width 64 by a few per cent, 30% at most
-_ROUNDING = 4 * torch.finfo(torch.float64).eps  # of softmax − one-hot in a measured gradient
+_ROUNDING = 4 * torch.finfo(torch.float64).eps  # rounding of softmax − one-hot in a measured gradient
 Tensors = dict[str, Tensor]
 
 
@@ -369,8 +369,8 @@ Tensors = dict[str, Tensor]
 class LocalBounds:
     """Bounds of the gradient of the mean loss at one parameter vector; natural logarithms."""
 
-    tensors: dict[str, float]  # by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`
-    network: float  # of all parameters together
+    tensors: dict[str, float]  # bounds by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`
+    network: float  # bound for all parameters together
     any_residual: float  # the same with the largest possible residual, √2, for every input
 
 

@@ -1,4 +1,4 @@
-"""Trace the evaluated inputs through each block: the norms, stabilities and masks behind the bounds."""
+"""Evaluated inputs in each block: norms, stabilities and masks behind the bounds; bounds of score gradients."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,19 +21,19 @@ from semdiag.measuring.calls.collector import ScoredRows, scored_rows
 from semdiag.measuring.encoders.weights import block_weights
 from semdiag_models import Encoder, InputError
 
-_MLP_NORM_EPS = 1e-5  # of the normalisation before the MLP (pre-norm) or after it (post-norm)
-_SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
+_MLP_NORM_EPS = 1e-5  # eps of the normalisation before the MLP (pre-norm) or after it (post-norm)
+_SCORES = 2**22  # largest number of scores in one forward pass (or one sample's)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """One block on the evaluated inputs: one entry per sample (and head), without padding."""
+    """Quantities of the evaluated inputs in one block: one entry per sample (and head), without padding."""
 
     token_norm: Tensor  # (N,) Ξ, largest norm at the attention's input
     # (N,) largest |scale|·‖q‖·‖k‖, a bound of the scores to which their rounding is proportional
     score_reach: Tensor
     attention_std: Tensor  # (N,) smallest sqrt(var + eps) that the first normalisation sees
-    mlp_std: Tensor  # (N,) the same for the second
+    mlp_std: Tensor  # (N,) the same for the second normalisation
     mlp_token_norm: Tensor  # (N,) Ξ_P, largest norm at the MLP's input
     hidden_norm: Tensor  # (N,) largest norm at the MLP's second matrix
     log_map: Tensor  # (N, H) ln λ_A; +inf if the kind of attention is not covered, or Δ ≤ 0
@@ -41,19 +41,19 @@ class LayerTrace:
     dispersion: Tensor  # (N, H) largest δ of a query
     separation: Tensor  # (N, H) smallest Δ of a query
     not_positive: Tensor  # (N, H) int64, queries with Δ ≤ 0
-    not_finite: Tensor  # (N, H) int64, queries with a score that is NaN or infinite; their sample has no constant
+    not_finite: Tensor  # (N, H) int64, queries with a NaN or infinite score; their sample has no constant
     load: Tensor  # (N, H) int64, largest key load
 
 
 @dataclass(frozen=True, eq=False)
 class InputTraces:
-    """The evaluated inputs, layer by layer."""
+    """Quantities of the evaluated inputs, layer by layer."""
 
     layers: Sequence[LayerTrace]  # one trace per block
-    tokens: Tensor  # (N,) int64, tokens that are not padding, CLS and global tokens included
-    counts: Tensor  # (N, rows of the embedding) int64, how often each token id occurs among them
+    tokens: Tensor  # (N,) int64, number of tokens that are not padding, CLS and global tokens included
+    counts: Tensor  # (N, rows of the embedding) int64, number of occurrences of each token id among them
     pooled_norm: Tensor  # (N,) norm of the pooled representation
-    logits: Tensor  # (N, classes) of the head
+    logits: Tensor  # (N, classes) logits of the head
 
 
 def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
@@ -140,7 +140,7 @@ class _Tracer:
         }
 
     def _united(self, rows: AttentionRows) -> AttentionRows:
-        """Double the sums over a token's queries for heavy hitters, to cover the union of two masks."""
+        """Return rows with doubled sums over a token's queries for heavy hitters, for the union of two masks."""
         if self.kind not in HEAVY_HITTERS:
             return rows
         double = math.log(2)
@@ -159,7 +159,7 @@ def _token_std(x: Tensor, eps: float) -> Tensor:
     return (x.var(-1, unbiased=False) + eps).sqrt()
 
 
-_SCORE_GRADIENTS = 2**20  # scores of one pass, at most (or one sample's)
+_SCORE_GRADIENTS = 2**20  # largest number of scores in one pass (or one sample's)
 BOUNDED_TENSORS = ("attention.q.weight", "attention.q.bias", "attention.k.weight")
 
 
@@ -188,7 +188,7 @@ def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> d
 
 @contextmanager
 def _mixed_values(encoder: Encoder) -> Iterator[list[Tensor]]:
-    """Collect, inside the context, the output of each block's attention, with its graph."""
+    """Collect, in the context, the output of each block's attention, with its graph."""
     outputs: list[Tensor] = []
     handles = [
         encoder.attention(layer).core.register_forward_hook(lambda core, inputs, output: outputs.append(output))

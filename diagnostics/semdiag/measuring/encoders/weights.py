@@ -1,4 +1,4 @@
-"""The weights of an encoder as the theory names them: per block and head, with query, key and value split."""
+"""Weights of an encoder by the theory's names, with query, key and value split; encoders that can be moved."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ from semdiag.mathematics.spectral_norms import (
 )
 from semdiag_models import Encoder, InputError
 
-# A tensor's name below "blocks.T." -> the name that the bounds have for it, and its group.
+# Names of tensors below "blocks.T.": their name among the bounds, and their group.
 BLOCK_TENSORS = {
     "attention.q.weight": ("W_q", "qk"),
     "attention.q.bias": ("W_q", "qk"),  # the constant is for [W_q b_q]
@@ -46,12 +46,12 @@ OTHER_TENSORS = {
 class NamedTensor:
     """A parameter tensor, with query, key and value split."""
 
-    name: str  # as in the encoder's state dict, with ``qkv`` split: ``blocks.0.attention.q.weight``
-    layer: int  # of its block; -1 for the embedding and the head
+    name: str  # name in the encoder's state dict, with ``qkv`` split: ``blocks.0.attention.q.weight``
+    layer: int  # number of its block; -1 for the embedding and the head
     group: str  # ``qk``, ``value-output``, ``mlp-in``, ``mlp-out``, ``embedding`` or ``head``
     bound: str  # its name among the constants of Theorem 2
-    values: Tensor  # a view of the parameter: writing to it moves the encoder
-    gradient: Tensor | None  # a view of the parameter's gradient; None before a backward pass
+    values: Tensor  # view of the parameter: writing to it moves the encoder
+    gradient: Tensor | None  # view of the parameter's gradient; None before a backward pass
 
 
 def named_tensors(encoder: Encoder) -> list[NamedTensor]:
@@ -158,17 +158,17 @@ def embedding_scale(encoder: Encoder) -> float:
     return math.sqrt(encoder.config.width)
 
 
-_TOKENS = 10_000  # per forward pass: about what fits into a core's cache
+_TOKENS = 10_000  # tokens per forward pass: about as many as fit into a core's cache
 
 
 @dataclass(frozen=True)
 class TensorPlace:
     """Position of a parameter tensor in the vector of all parameters."""
 
-    name: str  # as in :func:`~semdiag.measuring.encoders.weights.named_tensors`, like group and bound
-    group: str  # of the tensor
+    name: str  # name in :func:`~semdiag.measuring.encoders.weights.named_tensors`, like group and bound
+    group: str  # group of the tensor
     bound: str  # its name among the constants of Theorem 2
-    part: slice  # of the vector
+    part: slice  # its part of the vector
 
 
 class MovableEncoder:

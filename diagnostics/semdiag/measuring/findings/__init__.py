@@ -1,1 +1,1 @@
-"""What all questions share: pairs, percentiles, intervals, words for numbers."""
+"""What all questions share: pairs of models, percentiles, intervals, verdicts, and words for numbers."""

@@ -1,4 +1,4 @@
-"""What drawn queries say about all: estimates with intervals; what needs every query is refused."""
+"""Percentiles of measured queries, and estimates from drawn ones, with intervals; what needs every query."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
 
 
 def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
-    """Return what a top-k mask would keep by one model's own scores, for queries with more than k keys."""
+    """Return what top-k would keep by one model's own scores, for queries with more than k keys."""
     if diverged(findings, model):
         return {}
     queries = findings.measurements.queries[findings.measurements.queries["model"] == model]
@@ -86,7 +86,7 @@ def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) 
 
 
 def _unknown(row: Percentiles) -> Percentiles:
-    """Return percentiles of the same number of queries, all undefined."""
+    """Return undefined percentiles of the same number of queries."""
     return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
 
 
@@ -163,7 +163,7 @@ _SIGNS = {"dispersion": "δ", "separation": "Δ"}
 
 
 def drawn(findings: Findings) -> list[str]:
-    """Return the models whose queries were drawn: statements about them are estimates."""
+    """Return the models whose queries were drawn, about which statements are estimates."""
     models = findings.measurements.models
     return [str(m) for m in models["model"][models["share"] < 1]]
 
@@ -176,7 +176,7 @@ def in_part(findings: Findings, *models: str) -> bool:
 
 
 def require_every_query(findings: Findings, what: str) -> None:
-    """Refuse what rests on extremes or on every query if only some were drawn or kept."""
+    """Refuse what rests on extremes or on every query if only some queries were drawn or kept."""
     if in_part(findings):
         raise InputError(
             f"{what} needs every query, but only some were drawn or kept: measure without --queries, and with at "
@@ -189,9 +189,8 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
     rows: list[list[object]] = []
     for model in drawn(findings):
         own = findings.measurements.of(model)
-        share = float(
-            (own.models["share"] * own.models["share_kept"]).iloc[0]
-        )  # probability of being in the table
+        # probability with which a query is in the table
+        share = float((own.models["share"] * own.models["share_kept"]).iloc[0])
         queries = own.queries.sort_values(["layer", "head", "sample", "stratum"], ignore_index=True)
         place = queries[["layer", "head", "sample", "stratum"]].to_numpy()
         strata = np.cumsum(np.any(np.diff(place, axis=0, prepend=place[:1]) != 0, axis=1))
@@ -218,7 +217,7 @@ def estimates_of(findings: Findings, model: str) -> Summary:
 
 
 def drawing(findings: Findings, model: str) -> Summary:
-    """Return the number of drawn queries of a model, their share, the share kept, and what extremes are over."""
+    """Return the number of drawn queries of a model, their share, the share kept, and what extremes cover."""
     row = rows_of(findings.measurements.models, model).iloc[0]
     shares = {"share": float(row["share"]), "share_kept": float(row["share_kept"])}
     return {"queries": int(row["drawn"]), **shares, "extremes_and_loads": SAMPLED}
@@ -289,7 +288,7 @@ def _counts(findings: Findings, model: str) -> dict[str, int]:
 
 
 def partial_sentences(findings: Findings) -> list[str]:
-    """Return what the tables of queries and keys contain of each model of which they lack some."""
+    """Return sentences on models whose tables of queries and keys are incomplete."""
     sentences = []
     for model in map(str, findings.measurements.models["model"]):
         own, counts, words = findings.measurements.of(model), _counts(findings, model), drawing(findings, model)
@@ -306,7 +305,7 @@ def _out_of(counts: dict[str, int], quantity: str) -> str:
     return f" of {counts[quantity]:,}" if quantity in counts else ""
 
 
-Percentile = Callable[[str], Summary]  # of a column of the queries or loads, for one layer and head
+Percentile = Callable[[str], Summary]  # from a column of the queries or loads, for one layer and head
 Describe = Callable[[Percentile, str], Summary]
 
 
@@ -341,7 +340,7 @@ def without(table: Summary, *names: str) -> Summary:
 
 
 def _capture(own: Measurements) -> Summary:
-    """Return how complete the capture was: modules found and captured, residual, skipped operations, remarks."""
+    """Return the capture's completeness: modules found and captured, residual, skipped operations, remarks."""
     row = own.models.iloc[0]
     found, captured = int(row["attention_found"]), int(row["attention_captured"])
     listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}

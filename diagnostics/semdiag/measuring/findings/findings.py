@@ -1,4 +1,4 @@
-"""Pair trained models that may be compared: same task, seed, size, setting and snapshot."""
+"""Findings, and what all of them use: comparable pairs of models, JSON, numbers in words, and verdicts."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,16 +20,16 @@ Answer = TypeVar("Answer")
 
 
 class Findings:
-    """Measurements, and the answers they give to questions.
+    """Measurements, and the answers that they give to questions.
 
     An answer is a function of findings, like ``mask_table`` of the question mask stability, and may use others.
     Terminal, page, figures, CSV and JSON share one object, so that they agree, and slow answers are computed once.
 
     Args:
-        measurements: of one or several models.
+        measurements: measurements of one or several models.
 
     Attributes:
-        measurements: as given.
+        measurements: the argument.
 
     Example:
         >>> from semdiag.measuring.findings.findings import compared_pairs
@@ -54,10 +54,10 @@ class Findings:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Answer:
-        """Return the answer to a question; it is computed once.
+        """Return the answer to a question, which is computed once.
 
         Args:
-            question: a function of findings. Its result is shared and must not be changed.
+            question: function of findings. Its result is shared and must not be changed.
             *args: further arguments of the question, hashable.
             **kwargs: further keyword arguments of the question, hashable.
         """
@@ -69,7 +69,7 @@ class Findings:
 
 # Models that differ in one of these are never compared or drawn on the same axes.
 RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "setting")
-_TELLING = 50  # samples; fewer do not tell chance from 60%
+_TELLING = 50  # samples; fewer do not distinguish chance from 60%
 RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 
 
@@ -78,8 +78,8 @@ class Pair:
     """A full-attention model and a counterpart that differs from it only in its attention."""
 
     label: str  # task, attention and seed in words
-    full: str  # the full model's path
-    other: str  # the counterpart's path
+    full: str  # path of the full model
+    other: str  # path of the counterpart
 
 
 def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
@@ -103,7 +103,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
 
 
 def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
-    """Return other models that could serve as the full model of a pair."""
+    """Return other models that could be the full model of a pair."""
     full = models[models["attention"] == "full"]
     chosen = full[full["model"] == pair.full].iloc[0]
     same = [all(_equal(row[name], chosen[name]) for name in RUN_AND_SNAPSHOT) for _, row in full.iterrows()]
@@ -174,7 +174,7 @@ def attention_word(row: Any) -> str:
 
 
 def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
-    """Shorten a path to its end."""
+    """Return the end of a path, long enough to distinguish it."""
     tail = path[-letters:]
     if len(path) <= letters or sum(other.endswith(tail) for other in set(among) | {path}) > 1:
         return path
@@ -197,11 +197,11 @@ def _short(row: Any) -> str:
 
 
 Summary = dict[str, Any]
-MODEL_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")  # of every entry of results
+MODEL_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")  # facts in every entry of results
 
 
 def json_ready(value: Any) -> Any:
-    """Replace what JSON cannot represent, at any depth: NaN by None, infinities by the strings "inf" and "-inf"."""
+    """Replace what JSON cannot represent, at any depth: NaN by None, infinities by the texts "inf" and "-inf"."""
     if isinstance(value, dict):
         return {str(key): json_ready(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -226,7 +226,7 @@ def schema(command: str) -> str:
 
 
 def has_schema(content: Any, command: str) -> bool:
-    """Return whether content was written by a command, in this version or the one before."""
+    """Return whether a command wrote the content, in this version or the one before."""
     return isinstance(content, dict) and content.get("schema") in (schema(command), f"semdiag.{command}/1")
 
 
@@ -278,11 +278,11 @@ def limit_of_share(high: float) -> str:
 
 
 class Verdict(StrEnum):
-    """What the measurements say about a claim."""
+    """Verdict of the measurements on a claim."""
 
     HOLDS = "holds"
     VIOLATED = "violated"
-    VACUOUS = "vacuous"  # true of every row, whatever the model: says nothing
+    VACUOUS = "vacuous"  # true of every row, whatever the model: means nothing
     NOT_MET = "assumption not met"
     NOTHING = "nothing conclusive"
 
@@ -291,14 +291,14 @@ class Verdict(StrEnum):
 class Finding:
     """One claim and its verdict."""
 
-    subject: str  # a model's path, or a pair's label
-    claim: str  # in words
+    subject: str  # path of a model, or label of a pair
+    claim: str  # claim in words
     form: str  # ``sound`` or ``paper``; empty if the claim has only one
     where: str  # ``all``, a percentile (``p95``), a layer (``layer 2``) or a tensor's name
-    verdict: Verdict  # one word
-    numbers: Mapping[str, float] = field(default_factory=dict)  # the deciding numbers, by name
-    note: str = ""  # a further remark for readers; may be empty
-    percentile: int | None = None  # at which the claim was judged; None if it was not judged at a percentile
+    verdict: Verdict
+    numbers: Mapping[str, float] = field(default_factory=dict)  # deciding numbers, by name
+    note: str = ""  # further remark for readers; may be empty
+    percentile: int | None = None  # percentile at which the claim was judged; None if there is none
 
     def __str__(self) -> str:
         words_of = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
@@ -317,13 +317,13 @@ def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
 
 
 def agreed(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict that all have in common; inconclusive if they differ or there are none."""
+    """Return the common verdict; inconclusive if they differ or there are none."""
     words = set(verdicts)
     return words.pop() if len(words) == 1 else Verdict.NOTHING
 
 
 def log10(natural: float) -> float:
-    """Return the decimal logarithm for a natural one."""
+    """Return the decimal logarithm from a natural one."""
     return natural / math.log(10)
 
 
@@ -343,8 +343,8 @@ def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]
     ]
 
 
-BLIND = 0.25  # of the largest output: if rounding can change it by so much, missing terms go unnoticed,
-OFF = 0.1  # and a change of so much by rounding may as well be a missing term
+BLIND = 0.25  # fraction of the largest output: missing terms go unnoticed if rounding can change it by so much
+OFF = 0.1  # a change of this fraction by rounding is as large as a missing term
 _OLDER = 1e-3  # residual above which something is missing, if the effect of rounding is unknown
 
 

@@ -1,4 +1,4 @@
-"""95% intervals over whole sequences, because the queries of one sequence are dependent."""
+"""Intervals over whole sequences, because the queries of one sequence are dependent: bootstrap and jackknife."""
 
 import math
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from semdiag.mathematics.sampled_intervals import ratio_ends
 
-FEWEST = 5  # fewest sequences or planes for an interval
-_ROUNDING = 1e-12  # relative, of a quotient of sums
+FEWEST = 5  # fewest sequences, or planes, for an interval
+_ROUNDING = 1e-12  # relative rounding of a quotient of sums
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Interval:
     high: float
 
     def if_varied(self) -> "Interval":
-        """Return it without its ends if they are equal to rounding: sequences all alike show no variation."""
+        """Return the interval without ends if they are equal to rounding: equal sequences show no variation."""
         varied = self.high - self.low > _ROUNDING * max(abs(self.low), abs(self.high))
         return self if varied else Interval(self.estimate, math.nan, math.nan)
 
@@ -80,7 +80,7 @@ _AT_ONCE = 2**21  # numbers held by one step of resampling
 
 
 class _Sequences:
-    """The finite values of a quantity, sorted once, with the sequence of each; in chunks of equal size."""
+    """Finite values of a quantity, sorted once, with the sequence of each; in chunks of equal size."""
 
     def __init__(self, rows: pd.DataFrame, quantity: str) -> None:
         if rows.empty:
@@ -92,12 +92,13 @@ class _Sequences:
         self.count = len(samples)
         chunks = max(1, min(math.isqrt(order.size), _AT_ONCE // self.count))
         size = max(1, -(-order.size // chunks))
-        spare = chunks * size - order.size  # owned by a sequence that is never drawn
+        spare = chunks * size - order.size  # belongs to a sequence that is never drawn
         self.values = np.append(values[order], np.zeros(spare)).reshape(chunks, size)
         self.owner = np.append(owner[order], np.full(spare, self.count)).reshape(chunks, size)
         places = self.owner * chunks + np.arange(chunks)[:, None]
-        held = np.bincount(places.ravel(), minlength=(self.count + 1) * chunks)  # values of each in each chunk
-        self.held = held.reshape(self.count + 1, chunks).astype(np.float64)  # floats: for a product by BLAS
+        # values of each sequence in each chunk
+        held = np.bincount(places.ravel(), minlength=(self.count + 1) * chunks)
+        self.held = held.reshape(self.count + 1, chunks).astype(np.float64)  # floats, for a product by BLAS
 
     def percentiles(self, draws: Sequence[NDArray[np.int64]], percentile: float) -> NDArray[np.float64]:
         """Return the linearly interpolated percentile for each draw, which takes sequence s ``draw[s]`` times."""
@@ -107,7 +108,8 @@ class _Sequences:
 
     def _percentiles(self, times: NDArray[np.int64], percentile: float) -> NDArray[np.float64]:
         times = np.pad(times, [(0, 0), (0, 1)])
-        ends = np.cumsum(times @ self.held, axis=1)  # where the copies of each chunk's values end among all
+        # position, among all values, of the end of each chunk's copies
+        ends = np.cumsum(times @ self.held, axis=1)
         place = (ends[:, -1] - 1) * percentile / 100
         values = []
         for wanted in (np.floor(place), np.ceil(place)):
