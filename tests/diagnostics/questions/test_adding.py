@@ -39,7 +39,7 @@ def test_a_question_is_one_folder_and_one_line(tmp_path):
         shutil.copytree(_ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / "diagnostics/semdiag/questions/peaks"
     folder.mkdir()
-    for name, code in zip(("__init__", "answer", "page"), _STEPS, strict=True):
+    for name, code in zip(("__init__", "answer", "figures"), _STEPS, strict=True):
         (folder / f"{name}.py").write_text(re.sub(r"^   ", "", code, flags=re.M), encoding="utf-8")
     registry = folder.parent / "registry.py"
     registry.write_text(registry.read_text().replace('    "heads",\n', '    "heads",\n    "peaks",\n'))
