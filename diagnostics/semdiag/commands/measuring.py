@@ -73,9 +73,9 @@ def measured(
     from semdiag.capturing.attention_call import DENSE, external
     from semdiag.capturing.audit import WARNING
     from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
-    from semdiag.measuring.counted import counted
     from semdiag.measuring.findings.findings import Findings, unlearned_sentences
     from semdiag.measuring.survey import survey
+    from semdiag.measuring.words import counted
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.terminal import tell
     from semdiag.reporting.page import diverged_sentences

@@ -9,11 +9,11 @@ import typer
 
 from semdiag.commands import training_options as options
 from semdiag.commands.measuring import command_line
-from semdiag.measuring.counted import counted
+from semdiag.measuring.words import counted
 from semdiag.presenting.terminal import Minutes, say, tell, terminal
 
 if TYPE_CHECKING:
-    from semdiag_models import Text, Trainer, TrainingConfig
+    from semdiag_models import Text, TrainingConfig
     from semdiag_models.run_folder import SeedRun
     from semdiag_models.tasks import Classification
     from semdiag_models.training import Progress, Trainer

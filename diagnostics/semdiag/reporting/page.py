@@ -9,9 +9,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
-from semdiag.measuring.findings.findings import Completeness, Findings, completeness, number_words, records
+from semdiag.measuring.findings.findings import Completeness, Findings, completeness, records
+from semdiag.measuring.words import number_words, percent
 from semdiag.presenting.page_style import page_environment, page_style
-from semdiag.presenting.section import Column, Heading, count, percent, plain, text
+from semdiag.presenting.section import Column, Heading, count, plain, text
 from semdiag.questions.registry import sections
 
 

@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import semdiag
+from semdiag.measuring.words import interval, number, percent
 from semdiag.presenting import options as completion
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.section import (
@@ -24,13 +25,9 @@ from semdiag.presenting.section import (
     Column,
     NumberTable,
     count,
-    ends,
     fine_percent,
     finite,
     four_digits,
-    interval,
-    number,
-    percent,
     plain,
     rough_percent,
     text,
@@ -180,7 +177,7 @@ def test_the_ends_of_an_interval_are_told_apart():
     assert interval(0.1496, 0.1504) == "0.1496–0.1504"
     assert interval(0.15001, 0.15002) == "0.15001–0.15002"
     assert interval(0.15, 0.15) == "0.15–0.15"  # they are the same
-    assert ends(float("nan"), float("nan")) == ("–", "–")
+    assert interval(float("nan"), float("nan")) == "–"
 
 
 HOSTILE = ":llama:[red]x[/red]\x1b]0;t\x9b2J\x1b[31m"  # as a name in data; a folder may be called so

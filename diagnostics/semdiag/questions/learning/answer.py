@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE
+from semdiag.measuring.words import counted
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.section import Answer, Glance, count_of, top_words
 from semdiag.questions.convergence.answer import epochs_to

@@ -72,7 +72,7 @@ def look(
     [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
     """
     from semdiag.capturing.loading import find_checkpoints, load_all
-    from semdiag.measuring.counted import counted
+    from semdiag.measuring.words import counted
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.section import say_sentences
     from semdiag.presenting.terminal import say, tell

@@ -14,10 +14,11 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from semdiag.capturing.audit import WARNING
+from semdiag.measuring.words import percent
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.presenting.file_names import file_safe
 from semdiag.presenting.page_style import page_environment, page_style
-from semdiag.presenting.section import finite, percent
+from semdiag.presenting.section import finite
 from semdiag.questions.look.measure import LARGEST, LONGEST, Cut, Head, Seen, SeenLayer
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, visible, write_text

@@ -8,21 +8,13 @@ import pandas as pd
 import scipy
 
 from semdiag.capturing.attention_call import DENSE
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import all_by_name, without
-from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
-    Findings,
-    Summary,
-    interval_words,
-    json_object,
-    percent,
-    records,
-)
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, records
 from semdiag.measuring.findings.resampling import mean_interval, rank_correlation_interval
 from semdiag.measuring.table import ALL
+from semdiag.measuring.words import counted, interval_words
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.section import Answer, Glance, span_words
+from semdiag.presenting.section import Answer, Glance, percent_span
 from semdiag.questions.mask_precision.answer import precision_of
 from semdiag.questions.mask_stability.mask_rows import SELECTIONS
 from semdiag.questions.mask_stability.panels import mask_facts, noise_words
@@ -269,7 +261,7 @@ def _correlation(row: dict[Any, Any], samples: int) -> str:
     if np.isnan(rho):
         same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"
         return f"{same}, and Δ has no rank correlation with disagreement"
-    ends = interval_words(low, high, samples=samples).removeprefix("95% interval ")
+    ends = interval_words(low, high, samples=samples, level="")
     return f"rank correlation of Δ with disagreement {rho:.2f} ({ends})"
 
 
@@ -301,4 +293,4 @@ def masks_glance(findings: Findings) -> Glance:
 
 
 def _share(masks: pd.DataFrame) -> str:
-    return f"{span_words(list(masks['exact']), percent)}%"
+    return percent_span(list(masks["exact"]))

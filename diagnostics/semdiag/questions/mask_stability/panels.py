@@ -3,9 +3,9 @@
 from typing import Any
 
 from semdiag.capturing.attention_call import DENSE
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of, percent
+from semdiag.measuring.words import counted, percent
+from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 
 MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
 
@@ -27,7 +27,7 @@ def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, s
 
 def noise_words(findings: Findings, level: float) -> str:
     """Return a size of noise in words: ``1%``, or ``0.01`` if it is absolute."""
-    return f"{level:g}" if _plan(findings).get("absolute") else percent(level)
+    return f"{level:g}" if _plan(findings).get("absolute") else percent(level, "g")
 
 
 def mask_facts(findings: Findings) -> str:

@@ -2,15 +2,14 @@
 
 import math
 
-from semdiag.measuring.findings.findings import Findings, Summary, number_from_json
+from semdiag.measuring.findings.findings import Findings, Summary
+from semdiag.measuring.words import interval, number_from_json, percent
 from semdiag.presenting.question import title
 from semdiag.presenting.section import (
     Column,
     NumberTable,
     fine_percent,
-    interval,
     not_shown,
-    percent,
     percent_interval,
     plain,
     wide_console,

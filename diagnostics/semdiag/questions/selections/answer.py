@@ -9,16 +9,15 @@ import pandas as pd
 import torch
 
 from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.words import counted, number
 from semdiag.presenting.section import (
     NEVER,
     Column,
     NumberTable,
     count,
     four_decimals,
-    number,
     plain,
     rough_percent,
     say_sentences,
