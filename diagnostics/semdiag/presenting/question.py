@@ -123,7 +123,7 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
         *,
         shared: Shared,
     ) -> None:
-        from semdiag.presenting.option_values import whole_numbers
+        from semdiag.presenting.options import whole_numbers
 
         conditions = shared.conditions(k=whole_numbers(k, "--k"))
         findings = shared.measured(models, conditions)

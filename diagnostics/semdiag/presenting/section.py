@@ -1,4 +1,4 @@
-"""Tables of results in a terminal."""
+"""What a section of a report says: its headings, tables and columns, and the page that holds them."""
 
 import math
 import os
@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -32,6 +35,10 @@ from semdiag.measuring.words import (
 )
 from semdiag.presenting.drawing.panels import factors
 from semdiag.presenting.terminal import results_on_stderr, terminal
+from semdiag_models.reading import visible
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 NEVER = -1
 
@@ -432,3 +439,36 @@ def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
 def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:
     """Return percentiles of a quantity per layer and head, and pooled, with the model's facts."""
     return with_facts(findings, all_by_name(findings(percentile_table, quantity)))
+
+
+_LONGEST = 80  # characters of a name: file systems allow 255 bytes, and a character takes up to four
+
+
+def file_safe(model: str) -> str:
+    """Return a model's name as a valid file name: a run's folder, and its snapshot if it is not the last."""
+    prefix, place = ("hf-", model[3:]) if model.startswith("hf:") else ("", model)
+    path = Path(os.path.normpath(place))
+    name = path.name
+    if path.name == "last.pt" and path.parent.name:
+        name = path.parent.name
+    elif path.suffix == ".pt":
+        name = "-".join(part for part in (path.parent.name, path.stem) if part)
+    return re.sub(r"[^\w.-]+", "-", prefix + name)[:_LONGEST].strip("-.") or "model"
+
+
+def page_style() -> str:
+    """Return the style sheet with which all pages begin: light and dark colours, type, headings."""
+    return files("semdiag.presenting").joinpath("page.css").read_text(encoding="utf-8").rstrip("\n")
+
+
+def page_environment() -> "Environment":
+    """Return jinja's settings for pages: every value is escaped, an unknown name is an error."""
+    from jinja2 import Environment, StrictUndefined
+
+    return Environment(
+        autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+def _shown(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -22,7 +22,7 @@ FIGURE_FILES = [
 WITHOUT_TABLES = ("dispersion", "heads", "separation", "learning")  # drawn from what every measurement has
 SHOWN = [
     pytest.param(shown, id=f"{section.name}-{kind}-{shown.figure}")
-    for section in registry.sections().values()
+    for section in registry.all_sections().values()
     for kind in ("headings", "external")
     for heading in getattr(section, kind)
     for shown in heading.figures
@@ -51,7 +51,7 @@ def test_every_folder_holds_a_question_whose_parts_are_there(name):
 
 def test_every_question_stands_under_its_name_and_has_headings():
     assert len(registry.QUESTIONS) == len(FOLDERS)
-    assert set(registry.QUESTIONS) - set(registry.sections()) == {"selections", "look"}
+    assert set(registry.QUESTIONS) - set(registry.all_sections()) == {"selections", "look"}
     for name, question in registry.QUESTIONS.items():
         assert question.name == name
         assert question.section is None or question.section.headings
@@ -61,7 +61,7 @@ def test_no_two_figures_of_a_report_share_a_name_or_files():
     for kind in ("headings", "external"):
         drawn = [
             shown
-            for s in registry.sections().values()
+            for s in registry.all_sections().values()
             for heading in getattr(s, kind)
             for shown in heading.figures
         ]
@@ -88,7 +88,7 @@ def test_every_figure_file_is_reached_by_a_section():
 def test_anchors_are_unique_in_a_page():
     for kind in ("headings", "external"):
         anchors = [
-            heading.anchor for section in registry.sections().values() for heading in getattr(section, kind)
+            heading.anchor for section in registry.all_sections().values() for heading in getattr(section, kind)
         ]
         assert len(set(anchors)) == len(anchors)
         assert "measured" not in anchors  # the last section of every page
@@ -103,7 +103,7 @@ def test_every_figure_is_described_and_read(shown):
 
 
 def test_every_heading_says_what_it_does_not_cover():
-    for section in registry.sections().values():
+    for section in registry.all_sections().values():
         for heading in (*section.headings, *section.external):
             assert heading.title.endswith("?")
             assert heading.caveats
@@ -111,7 +111,7 @@ def test_every_heading_says_what_it_does_not_cover():
 
 
 def test_tables_have_names_of_their_own(everything):
-    found = {name: section.tables(everything, False) for name, section in registry.sections().items()}
+    found = {name: section.tables(everything, False) for name, section in registry.all_sections().items()}
     names = [name for tables in found.values() for name in tables]
     assert len(set(names)) == len(names)
     assert [section for section, tables in found.items() if not tables] == ["learning"]
@@ -120,17 +120,17 @@ def test_tables_have_names_of_their_own(everything):
 
 
 def test_alone_a_section_has_the_same_tables(everything):
-    for section in registry.sections().values():
+    for section in registry.all_sections().values():
         assert set(section.tables(everything, True)) == set(section.tables(everything, False))
 
 
 def test_every_section_applies_where_everything_was_measured(everything):
-    assert all(section.applies(everything) for section in registry.sections().values())
+    assert all(section.applies(everything) for section in registry.all_sections().values())
 
 
-@pytest.mark.parametrize("name", registry.sections())
+@pytest.mark.parametrize("name", registry.all_sections())
 def test_a_section_applies_only_where_its_tables_have_rows(name, everything, model):
-    section = registry.sections()[name]
+    section = registry.all_sections()[name]
     assert section.applies(Findings(model("full"))) == (name in WITHOUT_TABLES)
     measurements = everything.measurements
     empty = {table: getattr(measurements, table).iloc[:0] for table in section.needs}
@@ -142,11 +142,11 @@ def test_a_section_applies_only_where_its_tables_have_rows(name, everything, mod
         assert section.applies(Findings(measurements.replace(**others)))
 
 
-@pytest.mark.parametrize("name", registry.sections())
+@pytest.mark.parametrize("name", registry.all_sections())
 def test_of_external_models_it_applies_only_with_questions_for_them(name, everything):
     measurements = everything.measurements
     foreign = measurements.replace(models=measurements.models.assign(source="factory"))
-    section = registry.sections()[name]
+    section = registry.all_sections()[name]
     assert section.applies(Findings(foreign)) == bool(section.external)
     assert section.applicable_headings(Findings(foreign)) == section.external
     mixed = measurements.models.copy()

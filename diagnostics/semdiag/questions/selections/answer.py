@@ -360,7 +360,7 @@ def comparison_summary(
             "mean": float(rows["lost"].mean()),
             "largest": float(rows["lost"].max()),
         },
-        "worst": _worst_compare(rows),
+        "worst": _least_overlap(rows),
         "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
         "layers": layers.to_dict("records"),
         "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
@@ -383,7 +383,7 @@ def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
     return layers
 
 
-def _worst_compare(rows: pd.DataFrame) -> dict[str, Any]:
+def _least_overlap(rows: pd.DataFrame) -> dict[str, Any]:
     """Return the row with the smallest overlap; of several, the first that rounding does not explain."""
     explained = rows["class"].isin((SAME, NUMERIC)).to_numpy()
     row = rows.iloc[int(np.lexsort((explained, rows["overlap"].to_numpy()))[0])]
