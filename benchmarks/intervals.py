@@ -12,7 +12,8 @@ import math
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.resampling import FEWEST, rank_correlation_interval, tail_levels
+from semdiag.measuring.findings.resampling import rank_correlation_interval, tail_levels
+from semdiag.measuring.words import FEWEST
 
 CASES, RESAMPLES, PART = 4000, 500, 100
 UNITS = (FEWEST, 8, 20, 50)

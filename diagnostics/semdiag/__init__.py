@@ -21,6 +21,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from semdiag.measuring import PROBE_SOURCES
+
 if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.kept_keys import RandomK, TopK, TopP, Window
@@ -44,13 +46,14 @@ if TYPE_CHECKING:
     from semdiag.questions.k_sweep.measure import KSweepPlan
     from semdiag.questions.landscape.measure import LandscapePlan
     from semdiag.questions.lipschitz.measure import LipschitzPlan
-    from semdiag.questions.look.in_python import look
+    from semdiag.questions.look.page import look
     from semdiag.questions.mask_precision.measure import PrecisionPlan
     from semdiag.questions.mask_stability.measure import NoisePlan
     from semdiag.questions.selections.check import check_selection
-    from semdiag.reporting.report import plot, report
-    from semdiag.reporting.report import summary_in_python as summary
+    from semdiag.reporting.report import plot, report, summary
     from semdiag_models import InputError
+
+PROBE_SOURCES.append(lambda: import_module("semdiag.questions.registry").probes())
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
 _HOME = {
@@ -79,7 +82,7 @@ _HOME = {
     "landscape": "semdiag.questions.in_python",
     "LipschitzPlan": "semdiag.questions.lipschitz.measure",
     "lipschitz": "semdiag.questions.in_python",
-    "look": "semdiag.questions.look.in_python",
+    "look": "semdiag.questions.look.page",
     "check_selection": "semdiag.questions.selections.check",
     "measure": "semdiag.measuring.measure",
     "Measurements": "semdiag.measuring.measurements",

@@ -1,9 +1,11 @@
 """The package's names: explicit, and imported only when they are used."""
 
+import ast
 import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +61,18 @@ def test_the_version_and_the_mathematics_are_there():
         [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8", timeout=60
     )
     assert done.stdout.split() == [version("semdiag"), "semdiag.mathematics.softmax_stability", "False"]
+
+
+def test_modules_are_imported_by_statements_which_the_contracts_see():
+    """By string the package and the registry import, a question its own parts, and a user's code is loaded."""
+    folder, places = Path(semdiag.__file__).parent, set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            called = node.func if isinstance(node, ast.Call) else None
+            if getattr(called, "attr", getattr(called, "id", "")) in ("import_module", "__import__"):
+                places.add(file.relative_to(folder).as_posix())
+    own, of_users = {"mathematics/__init__.py", "presenting/question.py"}, {"capturing/loading.py"}
+    assert places == {"__init__.py", "questions/registry.py"} | own | of_users
 
 
 def test_what_was_found_is_told_drawn_and_written(tiny_models, tmp_path):

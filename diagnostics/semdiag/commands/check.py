@@ -8,7 +8,6 @@ import typer
 
 from semdiag.commands.measuring import FORMATS
 from semdiag.presenting import options
-from semdiag.presenting import options as completion
 from semdiag.presenting.question import Shared, command
 from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
@@ -26,7 +25,7 @@ def check(
             "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and "
             "layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
             rich_help_panel=_JUDGED,
-            autocompletion=completion.names(completion.RULES),
+            autocompletion=options.names(options.RULES),
         ),
     ] = None,
     baseline: Annotated[
@@ -113,7 +112,7 @@ def list_names(
         str,
         typer.Argument(
             help="tasks, attentions or metrics. Default: all three.",
-            autocompletion=completion.names(completion.LISTS),
+            autocompletion=options.names(options.LISTS),
         ),
     ] = "all",
 ) -> None:
@@ -198,7 +197,7 @@ def info(
         Path,
         typer.Argument(
             help="A checkpoint (.pt), the folder of a run, hf:DIRECTORY, or package.module:function.",
-            autocompletion=completion.models,
+            autocompletion=options.models,
         ),
     ],
     config: options.Config = None,

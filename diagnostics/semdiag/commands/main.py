@@ -78,15 +78,14 @@ def report(
     ./checkpoints.
     """
     from semdiag.commands import measuring
-    from semdiag.commands.one_text import kept_page, one_text_page
-    from semdiag.commands.output_folder import output_folder
+    from semdiag.commands.measuring import output_folder
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
     from semdiag.measuring.percentiles import ReportOptions, probes
-    from semdiag.presenting.option_values import positive_numbers, whole_numbers
+    from semdiag.presenting.options import positive_numbers, whole_numbers
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.section import say_sentences
-    from semdiag.reporting.report import write_report
+    from semdiag.reporting.report import kept_page, one_text_page, write_report
     from semdiag_models import InputError
     from semdiag_models.reading import read_json
 

@@ -1,5 +1,6 @@
-"""Measure what the shared options name, and deliver the results."""
+"""Measure what the shared options name, in this process or in others, and deliver the results."""
 
+import hashlib
 import inspect
 import json
 import os
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
+    from semdiag_models.sweeps.workers import Workers
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -73,9 +75,9 @@ def measured(
     from semdiag.capturing.attention_call import DENSE, external
     from semdiag.capturing.audit import WARNING
     from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
-    from semdiag.measuring.counted import counted
     from semdiag.measuring.findings.findings import Findings, unlearned_sentences
     from semdiag.measuring.survey import survey
+    from semdiag.measuring.words import counted
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.terminal import tell
     from semdiag.reporting.page import diverged_sentences
@@ -193,14 +195,12 @@ def deliver(
     """Deliver what a command measured: a page with figures, and answer and tables or one JSON object on stdout."""
     import typer
 
-    from semdiag.commands.output_folder import output_folder
     from semdiag.measuring.findings.estimates import partial_sentences
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.question import ANSWERS
     from semdiag.presenting.section import say_sentences
     from semdiag.presenting.terminal import beside_json, say, tell
-    from semdiag.questions.registry import sections as every_section
-    from semdiag.questions.registry import summaries
+    from semdiag.questions.registry import all_sections, summaries
     from semdiag.reporting.report import answers, write_report
 
     quiet, as_json, per_query = options["quiet"], options["as_json"], options.get("per_query")
@@ -218,7 +218,7 @@ def deliver(
     if not quiet:
         with beside_json(as_json):
             if not answered:
-                shown = [every_section()[name] for name in sections]
+                shown = [all_sections()[name] for name in sections]
                 say_sentences(answers(findings, shown, otherwise=ANSWERS)[:ANSWERS])
             show(findings)
             say(f"Figures and tables: {page}")
@@ -291,7 +291,6 @@ class Shared:
     ) -> "Findings":
         """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
         from semdiag.commands import measuring
-        from semdiag.commands.processes import in_processes
 
         quiet = self.values["quiet"]
         run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
@@ -348,3 +347,88 @@ def with_options(command: Command) -> Callable[..., None]:
     with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
     with_shared.__doc__, with_shared.__name__ = command.run.__doc__, command.run.__name__
     return with_shared
+
+
+def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
+    """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
+    from semdiag.presenting.section import file_safe
+    from semdiag.presenting.terminal import tell
+
+    models = [str(model) for model in measurements.models["model"]]
+    name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"
+    folder = given or Path("reports") / f"{command}-{name}"
+    models_there = _models_of(folder)
+    if models_there is None or models_there == _normalised(models):
+        return folder
+    if given is None:
+        digest = hashlib.sha256("\n".join(sorted(_normalised(models))).encode()).hexdigest()
+        return folder.with_name(f"{folder.name}-{digest[:8]}")
+    tell(f"Replaces in {folder}: a report on {', '.join(sorted(models_there))}.")
+    return folder
+
+
+def _models_of(folder: Path) -> set[str] | None:
+    """Return the names of the models in a folder's report; None if there is no report."""
+    from semdiag_models import InputError
+    from semdiag_models.reading import read_json
+
+    try:
+        results = read_json(folder / "summary.json")["results"]
+        return _normalised([str(row["model"]) for row in results])
+    except (InputError, OSError, KeyError, TypeError):
+        return None
+
+
+def _normalised(models: list[str]) -> set[str]:
+    """Return names that are equal for the same model, however the user wrote it."""
+    return {os.path.normpath(model).removesuffix(f"{os.sep}last.pt") for model in models}
+
+
+def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
+    """Return a function that measures models in other processes; None to measure in this one."""
+    from semdiag_models import InputError
+
+    if jobs is not None and jobs < 1:
+        raise InputError(f"--jobs must be at least 1. Got {jobs}.")
+    if jobs is None and not ray:
+        return None  # without importing the rest
+
+    from dataclasses import replace
+
+    from semdiag.measuring.survey import MeasuringOrder, one_thread, run_in_parallel, survey
+    from semdiag_models.training import find_device
+
+    def run(
+        loaded: "list[LoadedModel]",
+        conditions: "Conditions",
+        announce: Callable[[str, int], None],
+        after_batch: Callable[[int], None],
+    ) -> "Measurements":
+        def ended(path: str) -> None:
+            for _ in range(1 + len(conditions.plans)):
+                announce(path, 0)
+            after_batch(0)
+
+        reruns = [getattr(plan, "rerun", False) for plan in conditions.plans]
+        alone = len(loaded) == 1 and find_device(conditions.device).type == "cpu"
+        if alone and jobs and jobs > 1 and not ray and any(reruns):  # their masks are divided, not models
+            pairs = zip(conditions.plans, reruns, strict=True)
+            plans = tuple(replace(plan, jobs=jobs) if again else plan for plan, again in pairs)
+            with one_thread():  # as each of the processes has
+                return survey(loaded, replace(conditions, plans=plans), lambda path, steps: announce(path, 0))
+
+        def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
+            orders = [(path, MeasuringOrder(path, decided)) for path in paths]
+            size = max(model.size for model in loaded)
+            return run_in_parallel(orders, _workers(jobs, ray, len(orders), size), ended)
+
+        return survey(loaded, conditions, elsewhere=apart)
+
+    return run
+
+
+def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
+    from semdiag.measuring.survey import run_order
+    from semdiag_models.sweeps.workers import LocalWorkers, RayWorkers
+
+    return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)

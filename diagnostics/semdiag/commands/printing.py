@@ -9,14 +9,13 @@ import typer
 
 from semdiag.commands.measuring import command_line
 from semdiag.commands.train import TimedBar
-from semdiag.measuring.counted import counted
+from semdiag.measuring.words import counted, percent
 from semdiag.presenting.section import (
     NEVER,
     Column,
     NumberTable,
     count,
     four_digits,
-    percent,
     plain,
     text,
     three_digits,

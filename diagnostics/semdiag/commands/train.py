@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
-from semdiag.commands import training_options as options
+from semdiag.commands import training_options
 from semdiag.commands.measuring import command_line
-from semdiag.measuring.counted import counted
+from semdiag.measuring.words import counted
 from semdiag.presenting.terminal import Minutes, say, tell, terminal
 
 if TYPE_CHECKING:
-    from semdiag_models import Text, Trainer, TrainingConfig
+    from semdiag_models import Text, TrainingConfig
     from semdiag_models.run_folder import SeedRun
     from semdiag_models.tasks import Classification
     from semdiag_models.training import Progress, Trainer
@@ -180,56 +180,56 @@ def introduction(training: "TrainingConfig") -> str:
 
 
 def train(
-    task: options.Task,
-    attention: options.Attention = "full",
-    k: options.K = None,
-    hash_rounds: options.HashRounds = 1,
-    hash_bits: options.HashBits = None,
-    hashes: options.Hashes = "shared",
-    clusters: options.Clusters = None,
-    centroid_decay: options.CentroidDecay = 0.999,
-    score_gradient: options.ScoreGradient = "exact",
-    global_tokens: options.GlobalTokens = 0,
-    blocks: options.Blocks = None,
-    width: options.Width = None,
-    mlp_width: options.MlpWidth = None,
-    heads: options.Heads = 1,
-    head_width: options.HeadWidth = None,
-    norm: options.Norm = "pre",
-    pooling: options.Pooling = "mean",
-    activation: options.Activation = "relu",
-    dropout: options.Dropout = 0.01,
-    inverse_temperature: options.InverseTemperature = 1.0,
-    pad_as_token: options.PadAsToken = False,
-    length: options.Length = None,
-    train_samples: options.TrainSamples = None,
-    holdout_samples: options.HoldoutSamples = None,
-    seed: options.Seed = None,
-    seeds: options.Seeds = "",
-    text: options.Text = None,
-    holdout_text: options.HoldoutText = None,
-    tokenizer: options.Tokenizer = None,
-    vocabulary: options.Vocabulary = None,
-    epochs: options.Epochs = None,
-    until: options.Until = None,
-    batch_size: options.BatchSize = None,
-    optimizer: options.Optimizer = "sgd",
-    learning_rate: options.LearningRate = None,
-    weight_decay: options.WeightDecay = None,
-    learning_rate_decay: options.LearningRateDecay = None,
-    gradient_clip: options.GradientClip = 0.5,
-    precision: options.Precision = "float32",
-    compiled: options.Compiled = False,
-    query_key_scale: options.QueryKeyScale = None,
-    frozen: options.Frozen = "",
-    fresh_samples: options.FreshSamples = False,
-    snapshots: options.Snapshots = "",
-    out: options.Out = None,
-    resume: options.Resume = False,
-    overwrite: options.Overwrite = False,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    quiet: options.Quiet = False,
+    task: training_options.Task,
+    attention: training_options.Attention = "full",
+    k: training_options.K = None,
+    hash_rounds: training_options.HashRounds = 1,
+    hash_bits: training_options.HashBits = None,
+    hashes: training_options.Hashes = "shared",
+    clusters: training_options.Clusters = None,
+    centroid_decay: training_options.CentroidDecay = 0.999,
+    score_gradient: training_options.ScoreGradient = "exact",
+    global_tokens: training_options.GlobalTokens = 0,
+    blocks: training_options.Blocks = None,
+    width: training_options.Width = None,
+    mlp_width: training_options.MlpWidth = None,
+    heads: training_options.Heads = 1,
+    head_width: training_options.HeadWidth = None,
+    norm: training_options.Norm = "pre",
+    pooling: training_options.Pooling = "mean",
+    activation: training_options.Activation = "relu",
+    dropout: training_options.Dropout = 0.01,
+    inverse_temperature: training_options.InverseTemperature = 1.0,
+    pad_as_token: training_options.PadAsToken = False,
+    length: training_options.Length = None,
+    train_samples: training_options.TrainSamples = None,
+    holdout_samples: training_options.HoldoutSamples = None,
+    seed: training_options.Seed = None,
+    seeds: training_options.Seeds = "",
+    text: training_options.Text = None,
+    holdout_text: training_options.HoldoutText = None,
+    tokenizer: training_options.Tokenizer = None,
+    vocabulary: training_options.Vocabulary = None,
+    epochs: training_options.Epochs = None,
+    until: training_options.Until = None,
+    batch_size: training_options.BatchSize = None,
+    optimizer: training_options.Optimizer = "sgd",
+    learning_rate: training_options.LearningRate = None,
+    weight_decay: training_options.WeightDecay = None,
+    learning_rate_decay: training_options.LearningRateDecay = None,
+    gradient_clip: training_options.GradientClip = 0.5,
+    precision: training_options.Precision = "float32",
+    compiled: training_options.Compiled = False,
+    query_key_scale: training_options.QueryKeyScale = None,
+    frozen: training_options.Frozen = "",
+    fresh_samples: training_options.FreshSamples = False,
+    snapshots: training_options.Snapshots = "",
+    out: training_options.Out = None,
+    resume: training_options.Resume = False,
+    overwrite: training_options.Overwrite = False,
+    device: training_options.Device = "auto",
+    threads: training_options.Threads = None,
+    quiet: training_options.Quiet = False,
 ) -> None:
     """Train an encoder and keep its checkpoints.
 
@@ -246,7 +246,7 @@ def train(
     chosen = dict(locals())  # options have the names of the configurations' fields
     import torch
 
-    from semdiag.presenting.option_values import length_range, listed_numbers, names
+    from semdiag.presenting.options import length_range, listed_names, listed_numbers
     from semdiag_models import (
         InputError,
         Text,
@@ -270,7 +270,7 @@ def train(
         classification = find_task(task)
     else:
         raise InputError("--text and its options apply only to the task text: semdiag train text --text FILE.")
-    chosen |= {"length": longest, "least_length": least_length, "frozen": names(frozen)}
+    chosen |= {"length": longest, "least_length": least_length, "frozen": listed_names(frozen)}
     chosen["snapshots"] = listed_numbers(snapshots, "--snapshots takes epochs", "1,5,20")
     model, training = configure(classification, chosen)
     where = find_device(device)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import options as completion
+from semdiag.presenting import options
 
 _MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisation", "Run"
 
@@ -13,7 +13,7 @@ Task = Annotated[
     str,
     typer.Argument(
         help="Task to learn; see [bold]semdiag list tasks[/].",
-        autocompletion=completion.names(completion.TASKS),
+        autocompletion=options.names(options.TASKS),
     ),
 ]
 Attention = Annotated[
@@ -21,7 +21,7 @@ Attention = Annotated[
     typer.Option(
         help="Kind of attention; see [bold]semdiag list attentions[/].",
         rich_help_panel=_MODEL,
-        autocompletion=completion.names(completion.ATTENTIONS),
+        autocompletion=options.names(options.ATTENTIONS),
     ),
 ]
 K = Annotated[

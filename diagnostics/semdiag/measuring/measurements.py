@@ -16,9 +16,9 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
-from semdiag.measuring.counted import counted
 from semdiag.measuring.percentiles import layer_table, optional_tables
 from semdiag.measuring.table import CORE, DEFAULTS, GONE, LATER, SHARES, TABLES, read_parquet, rows_of
+from semdiag.measuring.words import counted
 from semdiag_models import InputError, sha256
 from semdiag_models.reading import MEBIBYTE, check_packed, open_file, read_bytes, read_json, require_memory
 

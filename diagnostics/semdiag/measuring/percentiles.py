@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring import PROBE_SOURCES
 from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table
 from semdiag.measuring.token_tables import RUN_TABLES
 from semdiag_models import InputError
@@ -357,10 +357,8 @@ class KeptRows:
 
 @cache
 def probes() -> dict[type, Probe]:
-    """Return the probe of every plan, in the order of the registry of questions."""
-    registry = import_module("semdiag.questions.registry")
-    every = [question.probe for question in registry.QUESTIONS.values()]
-    return {probe.plan: probe for probe in every if probe is not None}
+    """Return the probe of every plan, in the order of the questions."""
+    return {probe.plan: probe for source in PROBE_SOURCES for probe in source()}
 
 
 @cache

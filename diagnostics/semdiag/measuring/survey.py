@@ -18,12 +18,12 @@ from semdiag.capturing.inputs import AS_THEY_ARE, SUFFIXES, cut_texts, read_batc
 from semdiag.capturing.loading import LoadedModel, load_all
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import placed
-from semdiag.measuring.counted import counted
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import Subject
 from semdiag.measuring.percentiles import probes as all_probes
 from semdiag.measuring.table import REMARKS
+from semdiag.measuring.words import counted
 from semdiag_models import Encoder, InputError
 from semdiag_models.sweeps.workers import TICK, Workers
 from semdiag_models.training import find_device, with_float64

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from semdiag.measuring.counted import counted
+from semdiag.measuring.words import counted
 from semdiag.presenting.terminal import Minutes, clock, terminal
 
 _WIDTH = 50  # of a stage's name

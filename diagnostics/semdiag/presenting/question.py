@@ -123,7 +123,7 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
         *,
         shared: Shared,
     ) -> None:
-        from semdiag.presenting.option_values import whole_numbers
+        from semdiag.presenting.options import whole_numbers
 
         conditions = shared.conditions(k=whole_numbers(k, "--k"))
         findings = shared.measured(models, conditions)
@@ -135,12 +135,12 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
 
 def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, findings: "Findings") -> None:
     from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
+    from semdiag.measuring.words import percent
     from semdiag.presenting.section import (
         NEVER,
         Column,
         NumberTable,
         not_shown,
-        percent,
         plain,
         three_digits,
         wide_console,
@@ -211,7 +211,7 @@ def _rows(result: dict[str, Any], quantity: str, every: bool, suffix: str = "") 
 
 
 def _median(row: dict[str, Any], quantity: str) -> float:
-    from semdiag.measuring.findings.findings import number_from_json
+    from semdiag.measuring.words import number_from_json
 
     return number_from_json(row.get(quantity, row)["p50"])
 

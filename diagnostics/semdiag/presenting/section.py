@@ -1,4 +1,4 @@
-"""Tables of results in a terminal."""
+"""What a section of a report says: its headings, tables and columns, and the page that holds them."""
 
 import math
 import os
@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -18,15 +21,26 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from semdiag.capturing.attention_call import external
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import all_by_name, drawn, percentile_table
-from semdiag.measuring.findings.findings import Finding, Findings, Verdict, number_from_json
+from semdiag.measuring.findings.findings import Finding, Findings, Verdict
+from semdiag.measuring.words import (
+    UNKNOWN,
+    Value,
+    counted,
+    interval,
+    number,
+    number_from_json,
+    percent,
+    whole_percent,
+)
 from semdiag.presenting.drawing.panels import factors
 from semdiag.presenting.terminal import results_on_stderr, terminal
+from semdiag_models.reading import visible
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 NEVER = -1
-_NONE = "–"
-Value = float | str | None
 
 
 def text(*values: Any) -> str:
@@ -36,15 +50,7 @@ def text(*values: Any) -> str:
 
 def plain(value: Any) -> str:
     """Return a layer, a head, a seed or a word unchanged."""
-    return _NONE if value is None else str(value)
-
-
-def number(value: Value, digits: int = 3) -> str:
-    """Return a number to three digits; a whole number, mostly a count, in full."""
-    value = number_from_json(value)
-    if math.isnan(value):
-        return _NONE
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.{digits}g}"
+    return UNKNOWN if value is None else str(value)
 
 
 def finite(value: Value) -> str:
@@ -53,12 +59,12 @@ def finite(value: Value) -> str:
     return number(numeric if math.isfinite(numeric) else None)
 
 
-def _as(form: str, factor: int = 1, unit: str = "") -> Callable[[Value], str]:
-    """Return a function that formats numbers in a unit."""
+def _as(form: str) -> Callable[[Value], str]:
+    """Return a function that formats numbers."""
 
     def format_value(value: Value) -> str:
-        numeric = factor * number_from_json(value)
-        return _NONE if math.isnan(numeric) else f"{numeric:{form}}{unit}"
+        numeric = number_from_json(value)
+        return UNKNOWN if math.isnan(numeric) else f"{numeric:{form}}"
 
     return format_value
 
@@ -66,21 +72,7 @@ def _as(form: str, factor: int = 1, unit: str = "") -> Callable[[Value], str]:
 count = _as(",.0f")
 two_decimals, three_decimals, four_decimals = _as(".2f"), _as(".3f"), _as(".4f")
 three_digits, four_digits = _as(".3g"), _as(".4g")
-percent, fine_percent, rough_percent = _as(".1f", 100, "%"), _as(".2f", 100, "%"), _as(".3g", 100, "%")
-
-
-def ends(low: Value, high: Value) -> tuple[str, str]:
-    """Return both ends of an interval to three digits, or as many as distinguish them."""
-    texts = [(number(low, digits), number(high, digits)) for digits in range(3, 7)]
-    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
-
-
-def interval(low: Value, high: Value, factor: float = 1, none: str = _NONE) -> str:
-    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign."""
-    first, last = factor * number_from_json(low), factor * number_from_json(high)
-    if math.isnan(first) or math.isnan(last):
-        return none
-    return (" to " if first < 0 or last < 0 else "–").join(ends(first, last))
+fine_percent, rough_percent = partial(percent, form=".2f"), partial(percent, form=".3g")
 
 
 percent_interval = partial(interval, factor=100)
@@ -291,6 +283,11 @@ def span_words(values: list[float], form: str | Callable[[float], str]) -> str:
     return low if low == high else f"{low} to {high}" if signed else f"{low}–{high}"
 
 
+def percent_span(shares: Iterable[float]) -> str:
+    """Return one share in per cent, or the range of several, like ``50–98%``."""
+    return span_words(list(shares), partial(whole_percent, sign="")) + "%"
+
+
 Sentences = Callable[[Findings], list[str]]
 Tables = Callable[[Findings, bool], Mapping[str, pd.DataFrame]]
 
@@ -442,3 +439,36 @@ def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
 def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:
     """Return percentiles of a quantity per layer and head, and pooled, with the model's facts."""
     return with_facts(findings, all_by_name(findings(percentile_table, quantity)))
+
+
+_LONGEST = 80  # characters of a name: file systems allow 255 bytes, and a character takes up to four
+
+
+def file_safe(model: str) -> str:
+    """Return a model's name as a valid file name: a run's folder, and its snapshot if it is not the last."""
+    prefix, place = ("hf-", model[3:]) if model.startswith("hf:") else ("", model)
+    path = Path(os.path.normpath(place))
+    name = path.name
+    if path.name == "last.pt" and path.parent.name:
+        name = path.parent.name
+    elif path.suffix == ".pt":
+        name = "-".join(part for part in (path.parent.name, path.stem) if part)
+    return re.sub(r"[^\w.-]+", "-", prefix + name)[:_LONGEST].strip("-.") or "model"
+
+
+def page_style() -> str:
+    """Return the style sheet with which all pages begin: light and dark colours, type, headings."""
+    return files("semdiag.presenting").joinpath("page.css").read_text(encoding="utf-8").rstrip("\n")
+
+
+def page_environment() -> "Environment":
+    """Return jinja's settings for pages: every value is escaped, an unknown name is an error."""
+    from jinja2 import Environment, StrictUndefined
+
+    return Environment(
+        autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+def _shown(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

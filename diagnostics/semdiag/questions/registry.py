@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from semdiag.measuring.findings.findings import Findings, Summary
+    from semdiag.measuring.percentiles import Probe
     from semdiag.presenting.section import Section
 
 _FOLDERS = (
@@ -37,8 +38,13 @@ _EACH: tuple[Question, ...] = tuple(import_module(f"semdiag.questions.{folder}")
 QUESTIONS: dict[str, Question] = {question.name: question for question in _EACH}
 
 
+def probes() -> "list[Probe]":
+    """Return what the questions measure beyond the tables of every forward pass."""
+    return [question.probe for question in QUESTIONS.values() if question.probe is not None]
+
+
 @cache
-def sections() -> "dict[str, Section]":
+def all_sections() -> "dict[str, Section]":
     """Return the sections of a report by name."""
     return {name: question.section for name, question in QUESTIONS.items() if question.section is not None}
 
@@ -46,7 +52,7 @@ def sections() -> "dict[str, Section]":
 @cache
 def figures() -> "dict[str, Callable[[Findings], Figure]]":
     """Return the figures of all sections by name."""
-    headings = [heading for s in sections().values() for heading in (*s.headings, *s.external)]
+    headings = [heading for s in all_sections().values() for heading in (*s.headings, *s.external)]
     return {shown.figure: shown.draw for heading in headings for shown in heading.figures}
 
 

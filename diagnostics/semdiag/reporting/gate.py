@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 import pandas as pd
 
 from semdiag.capturing.attention_call import DENSE, KINDS
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import known_rows, require_every_query
 from semdiag.measuring.findings.findings import (
     RUN_AND_SNAPSHOT,
@@ -24,12 +23,12 @@ from semdiag.measuring.findings.findings import (
     find_pairs,
     has_schema,
     json_ready,
-    number_from_json,
     records,
     schema,
 )
 from semdiag.measuring.percentiles import PERCENTILES, percentiles
 from semdiag.measuring.table import ALL, rows_of
+from semdiag.measuring.words import counted, number_from_json
 from semdiag.questions.dispersion.answer import GATED, NO_NUMBER, GateResult, dispersion_gate, require_one_partner
 from semdiag_models import InputError
 from semdiag_models.reading import read_json, unknown_name

@@ -9,10 +9,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
-from semdiag.measuring.findings.findings import Completeness, Findings, completeness, number_words, records
-from semdiag.presenting.page_style import page_environment, page_style
-from semdiag.presenting.section import Column, Heading, count, percent, plain, text
-from semdiag.questions.registry import sections
+from semdiag.measuring.findings.findings import Completeness, Findings, completeness, records
+from semdiag.measuring.words import number_words, percent
+from semdiag.presenting.section import Column, Heading, count, page_environment, page_style, plain, text
+from semdiag.questions.registry import all_sections
 
 
 def capture_sentences(findings: Findings) -> list[str]:
@@ -194,7 +194,7 @@ def render_page(
 
 def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
     """Return the heading that a section's answer at a glance is about."""
-    anchor = sections()[name].glanced
+    anchor = all_sections()[name].glanced
     return next((heading for heading in headings if heading.anchor == anchor), headings[0])
 
 

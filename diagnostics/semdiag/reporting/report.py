@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +15,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_call import external
+from semdiag.capturing.inputs import SUFFIXES
+from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
 from semdiag.measuring.findings.findings import Findings, has_schema, json_ready, schema, unlearned_sentences
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
@@ -24,12 +28,13 @@ from semdiag.presenting.section import Section, Shown, percentile_csv, verdict_t
 from semdiag.questions.convergence.answer import epochs_to
 from semdiag.questions.dispersion.answer import dispersion_summary, pair_comparisons
 from semdiag.questions.heads.answer import outlying_heads
-from semdiag.questions.registry import figures, sections
-from semdiag.questions.registry import sections as every_section
+from semdiag.questions.look.measure import fitting_k, see_loaded
+from semdiag.questions.look.page import is_page_of, render_look
+from semdiag.questions.registry import all_sections, figures
 from semdiag.questions.separation.answer import separation_summary
 from semdiag.reporting.page import Picture, capture_sentences, diverged_sentences, render_page, weights_sentences
 from semdiag_models import InputError
-from semdiag_models.reading import read_json, unknown_name, visible_json
+from semdiag_models.reading import open_file, read_json, unknown_name, visible_json
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
@@ -61,7 +66,7 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
     return json_ready(rows)
 
 
-def summary(
+def report_content(
     findings: Findings,
     command: str,
     verdict: list[str],
@@ -237,9 +242,9 @@ def write_report(
     if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
     sections = measured_sections(findings) if sections is None else sections
-    unknown = [name for name in sections if name not in every_section()]
+    unknown = [name for name in sections if name not in all_sections()]
     if unknown:
-        raise ValueError(f"Sections of a report are {', '.join(every_section())}. Got {unknown[0]!r}.")
+        raise ValueError(f"Sections of a report are {', '.join(all_sections())}. Got {unknown[0]!r}.")
     check_folder(folder, keep_queries)
     with replacing(folder) as building:
         _write(findings, building, command, formats, keep_queries, sections, progress, look)
@@ -248,7 +253,7 @@ def write_report(
 
 def measured_sections(findings: Findings) -> list[str]:
     """Return the sections for which something was measured."""
-    names = [name for name, section in every_section().items() if section.applies(findings)]
+    names = [name for name, section in all_sections().items() if section.applies(findings)]
     first = (
         "k-sweep" if external(findings.measurements.models).all() else None
     )  # the main question about a user's own model
@@ -265,7 +270,7 @@ def _write(
     progress: Progress | None,
     look: str | None,
 ) -> None:
-    sections = [every_section()[name] for name in names]
+    sections = [all_sections()[name] for name in names]
     tables = _tables(findings, sections)
     _write_tables(tables, folder / "data")
     if keep_queries:
@@ -280,7 +285,7 @@ def _write(
         if progress is not None:
             progress.advance(1)
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
-    content = summary(findings, command, in_short(findings, sections), sections, paths)
+    content = report_content(findings, command, in_short(findings, sections), sections, paths)
     content["cautions"] = [
         *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
         *diverged_sentences(findings),
@@ -383,9 +388,6 @@ def _shows(figure: Figure) -> str:
     return "; ".join(filter(None, [parts[0], parts[1] and f"panels: {parts[1]}"]))
 
 
-summary_of = summary
-
-
 class Summary(dict[str, Any]):
     """The summary of a report as plain values, displayed as its verdict in sentences."""
 
@@ -393,7 +395,7 @@ class Summary(dict[str, Any]):
         return "\n".join(self["verdict"])
 
 
-def summary_in_python(found: Measurements | Findings) -> Summary:
+def summary(found: Measurements | Findings) -> Summary:
     """Return the results: the verdict in words, a row per model, the verdicts on claims.
 
     Args:
@@ -411,8 +413,8 @@ def summary_in_python(found: Measurements | Findings) -> Summary:
         'cannot tell'
     """
     findings = _findings(found)
-    shown = [sections()[name] for name in measured_sections(findings)]
-    return Summary(summary_of(findings, "", in_short(findings, shown), shown, {}))
+    shown = [all_sections()[name] for name in measured_sections(findings)]
+    return Summary(report_content(findings, "", in_short(findings, shown), shown, {}))
 
 
 def report(found: Measurements | Findings, folder: Path | str, keep_queries: bool = False) -> Path:
@@ -454,3 +456,36 @@ def plot(found: Measurements | Findings, figure: str) -> Figure:
 
 def _findings(measured: Measurements | Findings) -> Findings:
     return measured if isinstance(measured, Findings) else Findings(measured)
+
+
+_LOOK_TOKENS = 48  # shown at most: about 2 MB for 270 heads
+_LARGEST_LOOK = 2**25  # bytes of a page that is copied to the new report
+
+
+def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str | None:
+    """Run a language model on the first of its texts, and return the page that shows every head on it."""
+    inputs = conditions.inputs
+    if [model.source for model in loaded] != ["hugging face"] or inputs is None or inputs.suffix not in SUFFIXES:
+        return None
+    longest = min(conditions.texts.max_length or _LOOK_TOKENS, _LOOK_TOKENS)
+    one = replace(
+        conditions, samples=1, first=1, batch_size=1, k=(), plans=(),
+        texts=replace(conditions.texts, max_length=longest),
+    )  # fmt: skip
+    try:
+        seen = see_loaded(loaded[0], one)
+    except InputError:  # it can be measured, but does not fit a page
+        return None
+    return render_look(
+        seen, fitting_k(seen, None), f"semdiag look {loaded[0].path} --inputs {inputs} --max-length {longest}"
+    )
+
+
+def kept_page(report: Path) -> str | None:
+    """Return the one-text page beside a report that is drawn again; None if there is none."""
+    page = report / LOOK
+    if not page.is_file() or page.stat().st_size > _LARGEST_LOOK:
+        return None
+    with open_file(page) as file:
+        text = file.read(_LARGEST_LOOK).decode("utf-8", "replace")
+    return text if is_page_of(None, text[:4096]) else None

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 from semdiag.commands import measuring
-from semdiag.commands.output_folder import output_folder
+from semdiag.commands.measuring import output_folder
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.presenting.option_values import whole_numbers
+from semdiag.presenting.options import whole_numbers
 from semdiag_models import InputError
 
 

@@ -17,20 +17,17 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import semdiag
-from semdiag.presenting import options as completion
+from semdiag.measuring.words import interval, number, percent
+from semdiag.presenting import options
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.section import (
     NEVER,
     Column,
     NumberTable,
     count,
-    ends,
     fine_percent,
     finite,
     four_digits,
-    interval,
-    number,
-    percent,
     plain,
     rough_percent,
     text,
@@ -180,7 +177,7 @@ def test_the_ends_of_an_interval_are_told_apart():
     assert interval(0.1496, 0.1504) == "0.1496–0.1504"
     assert interval(0.15001, 0.15002) == "0.15001–0.15002"
     assert interval(0.15, 0.15) == "0.15–0.15"  # they are the same
-    assert ends(float("nan"), float("nan")) == ("–", "–")
+    assert interval(float("nan"), float("nan")) == "–"
 
 
 HOSTILE = ":llama:[red]x[/red]\x1b]0;t\x9b2J\x1b[31m"  # as a name in data; a folder may be called so
@@ -278,21 +275,21 @@ def test_a_report_is_opened_on_request_only(run_semdiag, here, tiny_runs, monkey
 
 
 def test_completion_offers_the_names_of_the_registries():
-    assert completion.names(completion.TASKS)("") == [*TASKS, "text"]
-    assert tuple(ATTENTIONS) == completion.ATTENTIONS
-    assert completion.names(completion.ATTENTIONS)("b") == ["banded", "block", "bottomk"]
+    assert options.names(options.TASKS)("") == [*TASKS, "text"]
+    assert tuple(ATTENTIONS) == options.ATTENTIONS
+    assert options.names(options.ATTENTIONS)("b") == ["banded", "block", "bottomk"]
 
 
 def test_completion_offers_what_a_rule_begins_with():
-    assert completion.STATISTICS == rules.STATISTICS
+    assert options.STATISTICS == rules.STATISTICS
     known = {f"{metric}.{statistic}" for metric in rules.METRICS for statistic in rules.STATISTICS}
-    assert set(completion.RULES) == known | set(rules.FACTS)
-    assert completion.names(completion.RULES)("separation.p1") == [
+    assert set(options.RULES) == known | set(rules.FACTS)
+    assert options.names(options.RULES)("separation.p1") == [
         "separation.p1",
         "separation.p10",
         "separation.p100",
     ]
-    for begun in completion.RULES:
+    for begun in options.RULES:
         assert rules.parse_rule(f"{begun} < 1").metric == begun.split(".")[0]
 
 
@@ -301,10 +298,10 @@ def test_completion_offers_runs_and_paths(here):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).touch()
     run = os.path.join("checkpoints", "parity-1")
-    assert completion.models("par") == [run]
-    assert completion.models("checkpoints/p") == [run]
-    assert completion.models("elsewhere/") == [os.path.join("elsewhere", "mine.pt")]
-    assert completion.models("nowhere/") == []
+    assert options.models("par") == [run]
+    assert options.models("checkpoints/p") == [run]
+    assert options.models("elsewhere/") == [os.path.join("elsewhere", "mine.pt")]
+    assert options.models("nowhere/") == []
 
 
 @pytest.mark.parametrize(

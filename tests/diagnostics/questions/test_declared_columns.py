@@ -12,15 +12,15 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 # Question and declaration; the CSV files that hold the rows; names that the terminal adds to them.
 SHOWN = [
-    ("bounds", "_SLOPES", ("parameters",), set()),
-    ("compare", "_COLUMNS", ("compare",), set()),
-    ("convergence", "_RUNS", ("runs", "speed_ups"), set()),
-    ("convergence", "_SEEDS", ("over_seeds",), set()),
-    ("k-sweep", "_RERUN", ("k_sweep_rerun",), {"growth", "keys", "name", "random"}),
-    ("landscape", "_COLUMNS", ("landscape_planes",), set()),
-    ("mask-precision", "_COLUMNS", ("mask_precision",), set()),
-    ("mask-stability", "_COLUMNS", ("mask_stability",), {"noise"}),
-    ("overlap", "_COLUMNS", ("overlap",), set()),
+    ("bounds", "words:_SLOPES", ("parameters",), set()),
+    ("compare", "answer:_TERMINAL_COLUMNS", ("compare",), set()),
+    ("convergence", "words:_RUNS", ("runs", "speed_ups"), set()),
+    ("convergence", "words:_SEEDS", ("over_seeds",), set()),
+    ("k-sweep", "words:_RERUN", ("k_sweep_rerun",), {"growth", "keys", "name", "random"}),
+    ("landscape", "answer:_COLUMNS", ("landscape_planes",), set()),
+    ("mask-precision", "words:_COLUMNS", ("mask_precision",), set()),
+    ("mask-stability", "words:_COLUMNS", ("mask_stability",), {"noise"}),
+    ("overlap", "answer:_TERMINAL_COLUMNS", ("overlap",), set()),
 ]
 
 
@@ -35,7 +35,8 @@ def test_a_declared_column_has_the_name_that_its_csv_has(everything, name, decla
     question = registry.QUESTIONS[name]
     tables = question.section.tables(everything, True)
     written = {column for file in files for column in tables[file].columns}
-    columns = getattr(import_module(f"{question.package}.terminal"), declaration)
+    module, _, variable = declaration.partition(":")
+    columns = getattr(import_module(f"{question.package}.{module}"), variable)
     assert all(isinstance(column, Column) for column in columns)
     shown = {entry for column in columns for entry in column.name.split()}
     assert shown

@@ -39,7 +39,7 @@ BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "swee
 RERUNS = "loss_change", "kinds_of_masks"
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
     shown.figure
-    for section in registry.sections().values()
+    for section in registry.all_sections().values()
     for heading in section.headings
     for shown in heading.figures
     if not {*section.needs} <= BY_HAND or shown.figure == "kinds_by_length"

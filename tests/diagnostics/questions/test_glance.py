@@ -20,8 +20,8 @@ from semdiag.questions.dispersion.answer import (
     pair_comparisons,
 )
 from semdiag.questions.learning.answer import learning_glance
-from semdiag.questions.mask_stability.answer import masks_glance
 from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.mask_stability.words import masks_glance
 from semdiag.questions.separation.answer import separation_glance, separation_in_short
 from semdiag.questions.stability.answer import stability_glance
 from semdiag.questions.stability.measure import SecantsPlan

@@ -1,5 +1,6 @@
 """The registry: every section with what a report asks of it, every figure reached."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -14,15 +15,15 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 FOLDER = Path(package.__path__[0])
 FOLDERS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
-MODULES = sorted(FOLDER.glob("*/figures/*.py"))
-# A figure is a function with the name of its file.
-FIGURE_FILES = [
-    path for path in MODULES if f"\ndef {path.stem}(findings: Findings) -> Figure:" in path.read_text()
-]
+DRAWN = {  # each public function of a file of figures that draws findings
+    name: path.parent.name
+    for path in FOLDER.glob("*/figures.py")
+    for name in re.findall(r"\ndef ([a-z]\w*)\(findings: Findings\) -> Figure:", path.read_text(encoding="utf-8"))
+}
 WITHOUT_TABLES = ("dispersion", "heads", "separation", "learning")  # drawn from what every measurement has
 SHOWN = [
     pytest.param(shown, id=f"{section.name}-{kind}-{shown.figure}")
-    for section in registry.sections().values()
+    for section in registry.all_sections().values()
     for kind in ("headings", "external")
     for heading in getattr(section, kind)
     for shown in heading.figures
@@ -51,7 +52,7 @@ def test_every_folder_holds_a_question_whose_parts_are_there(name):
 
 def test_every_question_stands_under_its_name_and_has_headings():
     assert len(registry.QUESTIONS) == len(FOLDERS)
-    assert set(registry.QUESTIONS) - set(registry.sections()) == {"selections", "look"}
+    assert set(registry.QUESTIONS) - set(registry.all_sections()) == {"selections", "look"}
     for name, question in registry.QUESTIONS.items():
         assert question.name == name
         assert question.section is None or question.section.headings
@@ -61,7 +62,7 @@ def test_no_two_figures_of_a_report_share_a_name_or_files():
     for kind in ("headings", "external"):
         drawn = [
             shown
-            for s in registry.sections().values()
+            for s in registry.all_sections().values()
             for heading in getattr(s, kind)
             for shown in heading.figures
         ]
@@ -76,19 +77,16 @@ def test_a_figure_that_external_models_share_is_the_same_one():
         assert registry.figures()[shown.figure] is shown.draw
 
 
-def test_every_figure_file_is_reached_by_a_section():
-    assert {path.stem for path in FIGURE_FILES} == set(registry.figures())
-    for path in FIGURE_FILES:
-        assert (
-            registry.figures()[path.stem].__module__
-            == f"{package.__name__}.{path.parents[1].name}.figures.{path.stem}"
-        )
+def test_every_figure_is_reached_by_a_section():
+    assert set(registry.figures()) == set(DRAWN)
+    for name, draw in registry.figures().items():
+        assert draw.__module__ == f"{package.__name__}.{DRAWN[name]}.figures"
 
 
 def test_anchors_are_unique_in_a_page():
     for kind in ("headings", "external"):
         anchors = [
-            heading.anchor for section in registry.sections().values() for heading in getattr(section, kind)
+            heading.anchor for section in registry.all_sections().values() for heading in getattr(section, kind)
         ]
         assert len(set(anchors)) == len(anchors)
         assert "measured" not in anchors  # the last section of every page
@@ -103,7 +101,7 @@ def test_every_figure_is_described_and_read(shown):
 
 
 def test_every_heading_says_what_it_does_not_cover():
-    for section in registry.sections().values():
+    for section in registry.all_sections().values():
         for heading in (*section.headings, *section.external):
             assert heading.title.endswith("?")
             assert heading.caveats
@@ -111,7 +109,7 @@ def test_every_heading_says_what_it_does_not_cover():
 
 
 def test_tables_have_names_of_their_own(everything):
-    found = {name: section.tables(everything, False) for name, section in registry.sections().items()}
+    found = {name: section.tables(everything, False) for name, section in registry.all_sections().items()}
     names = [name for tables in found.values() for name in tables]
     assert len(set(names)) == len(names)
     assert [section for section, tables in found.items() if not tables] == ["learning"]
@@ -120,17 +118,17 @@ def test_tables_have_names_of_their_own(everything):
 
 
 def test_alone_a_section_has_the_same_tables(everything):
-    for section in registry.sections().values():
+    for section in registry.all_sections().values():
         assert set(section.tables(everything, True)) == set(section.tables(everything, False))
 
 
 def test_every_section_applies_where_everything_was_measured(everything):
-    assert all(section.applies(everything) for section in registry.sections().values())
+    assert all(section.applies(everything) for section in registry.all_sections().values())
 
 
-@pytest.mark.parametrize("name", registry.sections())
+@pytest.mark.parametrize("name", registry.all_sections())
 def test_a_section_applies_only_where_its_tables_have_rows(name, everything, model):
-    section = registry.sections()[name]
+    section = registry.all_sections()[name]
     assert section.applies(Findings(model("full"))) == (name in WITHOUT_TABLES)
     measurements = everything.measurements
     empty = {table: getattr(measurements, table).iloc[:0] for table in section.needs}
@@ -142,11 +140,11 @@ def test_a_section_applies_only_where_its_tables_have_rows(name, everything, mod
         assert section.applies(Findings(measurements.replace(**others)))
 
 
-@pytest.mark.parametrize("name", registry.sections())
+@pytest.mark.parametrize("name", registry.all_sections())
 def test_of_external_models_it_applies_only_with_questions_for_them(name, everything):
     measurements = everything.measurements
     foreign = measurements.replace(models=measurements.models.assign(source="factory"))
-    section = registry.sections()[name]
+    section = registry.all_sections()[name]
     assert section.applies(Findings(foreign)) == bool(section.external)
     assert section.applicable_headings(Findings(foreign)) == section.external
     mixed = measurements.models.copy()

@@ -17,8 +17,8 @@ import pandas as pd
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.pretrained import first_line
 from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_columns, head_key, quantities_among
-from semdiag.measuring.counted import counted
 from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
+from semdiag.measuring.words import counted
 from semdiag_models import InputError
 from semdiag_models.reading import RunLock, open_file, visible
 

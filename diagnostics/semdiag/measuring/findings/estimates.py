@@ -24,6 +24,7 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles, pooled_table
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
+from semdiag.measuring.words import interval
 from semdiag_models import InputError
 
 
@@ -250,7 +251,7 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
     if not np.isfinite(estimate):
         return f"No drawn query has a finite {_SIGNS[quantity]}."
     intervals = [
-        f"{low:.3g} to {high:.3g} for {target}"
+        f"{interval(low, high, '{:.3g}'.format, between=' to ')} for {target}"
         for low, high, target in zip(median["low"], median["high"], median["target"], strict=True)
         if np.isfinite(low + high)
     ]

@@ -9,10 +9,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import pandas as pd
 
 from semdiag.capturing.attention_call import external
-from semdiag.measuring.counted import counted
-from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import ALL
+from semdiag.measuring.words import number_words
 from semdiag_models import TASKS
 
 Parameters = ParamSpec("Parameters")
@@ -211,15 +210,6 @@ def json_ready(value: Any) -> Any:
     return None if value is pd.NA else value
 
 
-def number_from_json(value: float | str | None) -> float:
-    """Return the number that :func:`json_ready` wrote; NaN for null."""
-    if value is None:
-        return math.nan
-    if isinstance(value, str) and value not in ("inf", "-inf"):
-        raise ValueError(f"Expected a number, null, 'inf' or '-inf'. Got {value!r}.")
-    return float(value)
-
-
 def schema(command: str) -> str:
     """Return name and version of a command's schema."""
     return f"semdiag.{command}/2"
@@ -239,42 +229,6 @@ def json_object(command: str, findings: Findings, **content: Any) -> Summary:
 def records(table: pd.DataFrame) -> list[Summary]:
     """Return the rows of a table as dictionaries."""
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
-
-
-def percent(share: float, digits: int = 0) -> str:
-    """Return a share in per cent, without the sign."""
-    text = f"{100 * share:.{digits}f}"
-    if not 0 < share < 1 or float(text) not in (0, 100):
-        return text
-    text = f"{100 * share:.1f}"
-    return {"0.0": "< 0.1", "100.0": "> 99.9"}.get(text, text)
-
-
-def ratio_words(ratio: float, digits: int = 2) -> str:
-    """Return a ratio with some digits after the point, or with two significant ones if these would all be 0."""
-    text = f"{ratio:.{digits}f}"
-    return text if ratio == 0 or float(text) != 0 else f"{ratio:.2g}"
-
-
-def number_words(value: float, form: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Format a number; NaN is "undefined"."""
-    return "undefined" if math.isnan(value) else form(value)
-
-
-def interval_words(
-    low: float, high: float, form: Callable[[float], str] = "{:.2f}".format, samples: int | None = None
-) -> str:
-    """Return an interval in words, or that there is none."""
-    if math.isnan(low) or math.isnan(high):
-        if samples is None or samples >= FEWEST:
-            return "no interval"
-        return f"{counted(samples, 'sample')}: too few for an interval"
-    return f"95% interval {form(low)} to {form(high)}"
-
-
-def limit_of_share(high: float) -> str:
-    """Return the one-sided 95% limit of a share of unseen inputs, marked as one."""
-    return f"up to {percent(high, 1) if high < 1 else 100}% of inputs may (one-sided 95%)"
 
 
 class Verdict(StrEnum):

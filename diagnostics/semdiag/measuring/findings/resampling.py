@@ -10,8 +10,8 @@ import scipy
 from numpy.typing import NDArray
 
 from semdiag.mathematics.sampled_intervals import ratio_ends
+from semdiag.measuring.words import FEWEST
 
-FEWEST = 5  # fewest sequences, or planes, for an interval
 _ROUNDING = 1e-12  # relative rounding of a quotient of sums
 
 

@@ -14,8 +14,8 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, Findings, path_tail
+from semdiag.measuring.words import counted, percent
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     AttentionStyle,
@@ -349,14 +349,9 @@ def power_of_ten(exponent: float) -> str:
     return "10" + str(round(exponent)).translate(_SUPERSCRIPT)
 
 
-def percent(level: float) -> str:
-    """Return a relative size of noise, like ``1%``."""
-    return f"{100 * level:g}%"
-
-
 def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
     """Return in words the noise level, samples and draws behind some secants."""
-    levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
+    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
     samples = int(secants.groupby("model")["sample"].nunique().max())
     seed = findings.measurements.provenance.get("seed")
     drawn = "" if seed is None else f" (seed {seed})"

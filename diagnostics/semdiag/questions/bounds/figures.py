@@ -132,7 +132,7 @@ def corollary_conditions(findings: Findings) -> Figure:
     )
     for ax, (form, (title, limit)) in zip(axes, _FORMS.items(), strict=True):
         values = _values(table[table["form"] == form], pairs)
-        _draw_corollary_conditions(ax, values, limit)
+        _draw_conditions(ax, values, limit)
         ax.set_title(title.replace(": ", ":\n") if page_width() < 5 else title)
         if form == "paper" or page_width() < 5:
             _name(ax, pairs)
@@ -157,7 +157,7 @@ def _values(rows: pd.DataFrame, pairs: list[str]) -> np.ndarray:
     return values.reshape(len(pairs) * len(_PARAMETERS), len(PAPER_PERCENTILES))
 
 
-def _draw_corollary_conditions(ax: Axes, values: np.ndarray, limit: float) -> None:
+def _draw_conditions(ax: Axes, values: np.ndarray, limit: float) -> None:
     decided = np.isfinite(values) & ~np.isclose(values, limit, rtol=0, atol=_EQUAL)
     kinds = np.where(decided, np.where(values < limit, 2, 1), 0)
     ax.imshow(kinds, cmap=_COLORS, vmin=0, vmax=2, aspect="auto", interpolation="none")

@@ -9,6 +9,7 @@ from rich.console import Console
 from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.measuring.findings.findings import Finding, Findings, Pair, Verdict, agreed, compared_pairs, records
 from semdiag.measuring.table import ALL
+from semdiag.measuring.words import number
 from semdiag.presenting.drawing.panels import factors, model_labels, powers_of_ten
 from semdiag.presenting.question import title
 from semdiag.presenting.section import (
@@ -18,7 +19,6 @@ from semdiag.presenting.section import (
     Glance,
     NumberTable,
     finite,
-    number,
     plain,
     print_verdicts,
     top_words,

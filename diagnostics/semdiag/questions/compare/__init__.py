@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting import options as completion
 from semdiag.presenting.question import Question, Shared, command
 
 
@@ -19,7 +18,7 @@ def compare(
             metavar="A",
             help="The base: any model that other commands take.",
             show_default=False,
-            autocompletion=completion.models,
+            autocompletion=options.models,
         ),
     ],
     model: Annotated[
@@ -29,7 +28,7 @@ def compare(
             help="The model that was made of it: fine-tuned, quantised, pruned. Default: A itself, for another "
             "--dtype-b.",
             show_default=False,
-            autocompletion=completion.models,
+            autocompletion=options.models,
         ),
     ] = None,
     top: Annotated[

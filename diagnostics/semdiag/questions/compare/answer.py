@@ -6,20 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.counted import counted
-from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
-    Findings,
-    Summary,
-    interval_words,
-    json_object,
-    number_from_json,
-    percent,
-    records,
-)
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.presenting.section import NEVER, Column, NumberTable, number, say_sentences, text, wide_console
+from semdiag.measuring.words import counted, interval_words, number, number_from_json, whole_percent
+from semdiag.presenting.section import NEVER, Column, NumberTable, say_sentences, text, wide_console
 
 _RELATIVE = {"output_change": "change", "by_weights": "by_weights", "by_values": "by_values"}
 _COLUMNS = [
@@ -173,7 +164,7 @@ def _parts(whole: Summary) -> str:
         return f"{change}."
     return (
         f"{change}: the other weights alone change them by {number(whole['by_weights'])}, the other values by "
-        f"{number(whole['by_values'])} ({percent(whole['weights_share'])}% of both squares is the weights')."
+        f"{number(whole['by_values'])} ({whole_percent(whole['weights_share'])} of both squares is the weights')."
     )
 
 

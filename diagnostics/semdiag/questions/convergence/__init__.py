@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import options as completion
+from semdiag.presenting import options
 from semdiag.presenting.question import Question, Shared, command
 
 Runs = Annotated[
@@ -16,7 +16,7 @@ Runs = Annotated[
         help="Run folders, folders of runs, or checkpoints (.pt) of semdiag train. Default: every run in "
         "./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
         show_default=False,
-        autocompletion=completion.models,
+        autocompletion=options.models,
     ),
 ]
 
@@ -44,12 +44,11 @@ def convergence(
 
     [bold]semdiag convergence --target 0.9[/]
     """
-    from semdiag.presenting import option_values
     from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
     from semdiag.questions.convergence.words import print_convergence
 
     conditions = shared.conditions()
-    survey = partial(convergence_survey, plan=ConvergencePlan(**option_values.targets(target or [])))
+    survey = partial(convergence_survey, plan=ConvergencePlan(**options.targets(target or [])))
     findings = shared.measured(runs, conditions, survey)
     shared.deliver("convergence", findings, print_convergence)
 

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.drawing.panels import NothingToDrawError, percent
+from semdiag.measuring.words import percent
+from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
     FAINT,
     AttentionStyle,
@@ -149,7 +150,7 @@ def learning_curves(findings: Findings) -> Figure:
             _mark(ax, style, seeds, target)
             facts.append(f"{attention}: {', '.join(arrival_words(run) for run in seeds.to_dict('records'))}")
         ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
-        title_with_facts(ax, f"{group}: epochs to {percent(target)}", facts)
+        title_with_facts(ax, f"{group}: epochs to {percent(target, 'g')}", facts)
         ax.set_xlabel("epoch")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -8,10 +8,9 @@ import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.token_tables import NOT_BEGUN, TARGET, UNFINISHED
-from semdiag.presenting.drawing.panels import percent
+from semdiag.measuring.words import interval, percent
 from semdiag.presenting.question import ANSWERS
 from semdiag.presenting.section import NEVER, Column, NumberTable, plain, text, two_decimals, wide_console
-from semdiag.presenting.section import percent as percent_terminal
 from semdiag.questions.convergence.answer import arrivals, run_statistics, speed_dispersion_table, target_of
 from semdiag.questions.learning.answer import reach_sentences
 
@@ -20,14 +19,14 @@ def target_words(findings: Findings) -> str:
     """Return the accuracy that counts as learned, in short: ``95%``, or ``the target`` if tasks differ."""
     if findings.measurements.provenance.get("targets"):
         return "the target"
-    return percent(findings.measurements.provenance.get("target", TARGET))
+    return percent(findings.measurements.provenance.get("target", TARGET), "g")
 
 
 def targets_sentence(findings: Findings) -> str:
     """Return all targets: ``The target is 95% training accuracy, for listops 36%``."""
-    general = percent(findings.measurements.provenance.get("target", TARGET))
+    general = percent(findings.measurements.provenance.get("target", TARGET), "g")
     others = findings.measurements.provenance.get("targets", {})
-    single = "".join(f", for {task} {percent(value)}" for task, value in others.items())
+    single = "".join(f", for {task} {percent(value, 'g')}" for task, value in others.items())
     return f"The target is {general} training accuracy{single}."
 
 
@@ -56,15 +55,18 @@ def epoch_words(row: Mapping[Any, Any]) -> str:
     return speed_words(row["epoch_low"], row["epoch_high"]) if known else "–"
 
 
-def interval_words(row: Mapping[Any, Any]) -> str:
+def speed_interval(row: Mapping[Any, Any]) -> str:
     """Return the interval of a median speed-up over seeds, or why there is none."""
     if row["pairs"] == 0:
         return "–"
     if row["pairs"] == 1:
         return "one seed: no interval"
-    low, high = row["interval_low"], row["interval_high"]
-    ends = f"{low:.3g} to {'∞' if math.isinf(high) else f'{high:.3g}'}"
+    ends = interval(row["interval_low"], row["interval_high"], _factor, between=" to ")
     return f"{ends} ({row['interval_coverage']:.0%})"
+
+
+def _factor(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.3g}"
 
 
 def convergence_in_short(findings: Findings) -> list[str]:
@@ -95,7 +97,7 @@ def _settings(findings: Findings) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Yield each setting with its target and a row for each kind of attention."""
     seeds = findings(run_statistics)
     for group, rows in seeds.groupby("group", sort=False) if len(seeds) else ():
-        yield str(group), percent(target_of(findings.measurements, rows["task"].iloc[0])), rows
+        yield str(group), percent(target_of(findings.measurements, rows["task"].iloc[0]), "g"), rows
 
 
 def _arrived(row: Mapping[Any, Any], runs: pd.DataFrame) -> str:
@@ -109,7 +111,7 @@ def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
         speed = speed_words(row["speed_up_low"], row["speed_up_high"])
         name = "speed-up" if row["pairs"] == 1 else f"median speed-up over {row['pairs']} seeds"
         one_epoch_off = f"; one epoch off {epoch_words(row)}" if epoch_words(row) != "–" else ""
-        sentence += f" ({name} {speed}{one_epoch_off}; {interval_words(row)})"
+        sentence += f" ({name} {speed}{one_epoch_off}; {speed_interval(row)})"
     return sentence
 
 
@@ -140,15 +142,15 @@ _RUN = (Column("group", "task", text), Column("attention", form=text))
 _SEED = Column("seed", form=plain)
 _RUNS = (
     *_RUN, _SEED, Column("", "epochs to {}", arrival_words), Column("low high", "speed-up", _speed, drop=NEVER),
-    Column("ratio", "δ ratio", two_decimals), Column("train_accuracy", "train", percent_terminal, drop=3),
-    Column("holdout_accuracy", "held-out", percent_terminal), Column("best_holdout_accuracy", "best", percent_terminal, drop=1),
-    Column("gap", form=percent_terminal, drop=2),
+    Column("ratio", "δ ratio", two_decimals), Column("train_accuracy", "train", percent, drop=3),
+    Column("holdout_accuracy", "held-out", percent), Column("best_holdout_accuracy", "best", percent, drop=1),
+    Column("gap", form=percent, drop=2),
 )  # fmt: skip
 _SEEDS = (
     *_RUN, Column("seeds", form=plain, drop=2), Column("arrived", form=plain, drop=1),
     Column("median_epochs", form=lambda epochs: "not reached" if epochs == math.inf else f"{epochs:g}"),
     Column("speed_up_low speed_up_high", "median speed-up", _speed, drop=NEVER),
-    Column("", "one epoch off", epoch_words), Column("", "interval", interval_words, drop=NEVER),
+    Column("", "one epoch off", epoch_words), Column("", "interval", speed_interval, drop=NEVER),
 )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """Sentences on what a top-k mask would leave of a dense model."""
 
 from semdiag.capturing.attention_call import DENSE, external
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import counterfactual_ks, in_part, pooled_percentiles, what_k_keeps
-from semdiag.measuring.findings.findings import Findings, diverged, percent
-from semdiag.presenting.section import Answer, Glance, span_words
+from semdiag.measuring.findings.findings import Findings, diverged
+from semdiag.measuring.words import counted, whole_percent
+from semdiag.presenting.section import Answer, Glance, percent_span
 from semdiag.questions.dispersion.answer import span_sentence
 
 _NEARLY_ALL = 0.95
@@ -35,7 +35,7 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
         return f"No query has more than {k_keys}: a top-{k} mask would change nothing."
     verb = "keeps" if numbers["mass"] >= _NEARLY_ALL else "would keep"
     mass, low, lowest, highest, share = (
-        f"{percent(numbers[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
+        whole_percent(numbers[name]) for name in ("mass", "mass_p5", "lowest", "highest", "share")
     )
     sample = f", from a random sample of {numbers['sampled']:,}" if numbers["sampled"] else ""
     ends = f"{lowest} in layer {numbers['lowest_layer']} to {highest} in layer {numbers['highest_layer']}"
@@ -64,4 +64,4 @@ def within_glance(findings: Findings) -> Glance:
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of the weight of the median query is on its {k} largest scores"
     words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {counted(len(kept), 'model')})"
-    return Glance(Answer.MEASURED, f"{span_words([each['mass'] for each in kept.values()], percent)}%", words)
+    return Glance(Answer.MEASURED, percent_span([each["mass"] for each in kept.values()]), words)

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from semdiag.capturing.attention_call import DENSE, FIXED_MASKS, external
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import (
     Percentile,
     by_layer,
@@ -31,12 +30,11 @@ from semdiag.measuring.findings.findings import (
     differences,
     diverged,
     find_pairs,
-    interval_words,
-    ratio_words,
     rivals,
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
 from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.words import counted, interval_words, ratio_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.presenting.section import Answer, Glance, count_of, drawn_word, span_words, top_words

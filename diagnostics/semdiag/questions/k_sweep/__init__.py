@@ -95,7 +95,7 @@ def k_sweep(
     import json
 
     from semdiag.measuring.findings.findings import json_ready
-    from semdiag.presenting.option_values import whole_numbers
+    from semdiag.presenting.options import whole_numbers
     from semdiag.questions.k_sweep.answer import budget_content
     from semdiag.questions.k_sweep.measure import KSweepPlan
     from semdiag.questions.k_sweep.words import print_k_sweep

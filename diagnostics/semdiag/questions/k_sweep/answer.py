@@ -11,11 +11,11 @@ import scipy
 from numpy.typing import NDArray
 
 from semdiag.capturing.attention_call import DENSE
-from semdiag.measuring.counted import counted
-from semdiag.measuring.findings.findings import Findings, limit_of_share, percent, records
-from semdiag.measuring.findings.resampling import FEWEST, Interval, sum_ratio_interval
+from semdiag.measuring.findings.findings import Findings, records
+from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.presenting.section import Answer, Glance
+from semdiag.measuring.words import FEWEST, counted, interval_words, limit_of_share, strict_percent, whole_percent
+from semdiag.presenting.section import Answer, Glance, span_words
 from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.rerun import (
     HARM,
@@ -243,7 +243,7 @@ class Unit:
         known = math.isfinite(low)
         if self.perplexity and _DOUBLED < change < math.inf and known:
             low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
-            return f"multiplies perplexity by {change:.3g} (95% interval {low:.3g} to {high:.3g})"
+            return f"multiplies perplexity by {change:.3g} ({interval_words(low, high, '{:.3g}'.format)})"
         cost, other = self._words[1:3]
         costs = bool(cost) and ROUNDING <= change < math.inf
 
@@ -315,7 +315,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         mass, left_out = float(own["mean"][k]), int(own["undefined"][k])
         queries = int(own["queries"][k]) - left_out
     estimated = words.startswith("k =") or answer != Answer.OPEN
-    weight = f", keeps {percent(mass, 1)}% of the weight" if answer == Answer.PLAUSIBLE and mass == mass else ""
+    weight = f", keeps {strict_percent(mass)} of the weight" if answer == Answer.PLAUSIBLE and mass == mass else ""
     head = "" if answer == Answer.OPEN and estimated else f"{answer}: "
     return SparseVerdict(
         answer, f"{head}{words}{weight}.", k, unit.cost(row) if estimated else "", mass=mass, queries=queries,
@@ -336,7 +336,7 @@ def _by_weight(findings: Findings, model: str, mass: pd.DataFrame, ran: bool) ->
     else:
         k, row = int(str(enough.index[0])), enough.iloc[0]
         kept, left_out = float(row["mean"]), int(row["undefined"])
-        queries, weight = int(row["queries"]) - left_out, f"k = {k} keeps {percent(kept, 1)}% of the weight"
+        queries, weight = int(row["queries"]) - left_out, f"k = {k} keeps {strict_percent(kept)} of the weight"
     run = f"to measure what a mask costs: semdiag k-sweep {model} --rerun"
     sentence = f"cannot tell before it is run with masks: {weight}; {run}."
     return SparseVerdict(Answer.OPEN, sentence, k, mass=kept, queries=queries, left_out=left_out)
@@ -414,7 +414,7 @@ def sparse_glance(findings: Findings) -> Glance:
     verdicts = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
     if len(verdicts) == 1 and verdicts[0].cost:
         (one,) = verdicts
-        weight = "" if math.isnan(one.mass) else f" and keeps {percent(one.mass)}% of the weight"
+        weight = "" if math.isnan(one.mass) else f" and keeps {whole_percent(one.mass)} of the weight"
         words = f"per query ({one.kept:.0%} of the keys) {one.cost}{weight * (one.answer != Answer.OPEN)}"
         return Glance(Answer(one.answer), f"k = {one.k}", words)
     judged = [each for each in verdicts if each.answer != Answer.OPEN]
@@ -424,7 +424,7 @@ def sparse_glance(findings: Findings) -> Glance:
     costs = Answer.COSTS if all(each.measure == "loss" for each in judged) else Answer.CHANGES
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else costs
     words = "that were run with masks need at most half of their keys"
-    words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
+    words += f" (k = {span_words([each.k for each in plausible if each.k], '{}')})" if plausible else ""
     words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""
     return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
 
@@ -438,15 +438,10 @@ def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
     queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
     without = f" ({left_out:,} with no more are left out)" * (left_out > 0)
     return Glance(
-        Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
+        Answer.OPEN, f"k = {span_words([each.k for each in weighed if each.k], '{}')}",
         f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys{without}{many}; "
         "to measure what a mask costs: semdiag k-sweep MODEL --rerun",
     )  # fmt: skip
-
-
-def _range(ks: "list[int | None]") -> str:
-    low, high = min(filter(None, ks)), max(filter(None, ks))
-    return f"{low}" if low == high else f"{low}–{high}"
 
 
 def unit_of(findings: Findings, model: str) -> Unit:

@@ -10,34 +10,22 @@ import pandas as pd
 import torch
 
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import drawing, drawn
-from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
-    Findings,
-    Summary,
-    json_object,
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, records
+from semdiag.measuring.table import ALL
+from semdiag.measuring.words import (
+    FEWEST,
+    Value,
+    counted,
+    interval,
+    number,
     number_from_json,
     percent,
-    records,
+    whole_percent,
 )
-from semdiag.measuring.findings.resampling import FEWEST
-from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.question import title
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
-    Value,
-    ends,
-    number,
-    plain,
-    say_sentences,
-    text,
-    wide_console,
-)
-from semdiag.presenting.section import percent as percent_terminal
+from semdiag.presenting.section import NEVER, Column, NumberTable, plain, say_sentences, text, wide_console
 from semdiag.questions.bounds.answer import CLAIMS, JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
 from semdiag.questions.k_sweep.answer import (
     ROUNDING,
@@ -262,7 +250,7 @@ def place_lines(findings: Findings, model: str) -> list[str]:
 
 def needed_words(row: Mapping[str, Any]) -> str:
     """Return the k that a length needs, and its share of the keys."""
-    return f"above {row['largest']}" if pd.isna(row["k"]) else f"{row['k']} ({percent(row['kept'])}%)"
+    return f"above {row['largest']}" if pd.isna(row["k"]) else f"{row['k']} ({whole_percent(row['kept'])})"
 
 
 def budget_lines(findings: Findings, model: str) -> list[str]:
@@ -276,7 +264,7 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
         held = {True: "within", False: "not within", None: "too few samples to tell whether within"}
         within = f", {held[tested['holds']]} {unit.limit(content['tolerance'])}"
         within = within if math.isfinite(tested["change"]) else ""
-        sentences.append(f"{name} keeps {percent(budget['share'])}% of the keys and {unit.cost(row)}{within}")
+        sentences.append(f"{name} keeps {whole_percent(budget['share'])} of the keys and {unit.cost(row)}{within}")
     if not sentences:
         return []
     return [
@@ -330,29 +318,28 @@ def _growth(change: Value) -> str:
 
 def _harmed(share: Value, high: Value) -> str:
     """Return the share of samples that change much, and the one-sided limit of that of inputs."""
-    return (
-        "–" if math.isnan(number_from_json(share)) else f"{percent_terminal(share)} (≤ {percent_terminal(high)})"
-    )
+    return "–" if math.isnan(number_from_json(share)) else f"{percent(share)} (≤ {percent(high)})"
 
 
 def _interval(row: Summary) -> str:
     """Return the interval of a change, or in a few words why there is none."""
     low, high = number_from_json(row["low"]), number_from_json(row["high"])
     if math.isfinite(low) and math.isfinite(high):
-        return " to ".join(ends(*(0.0 if abs(end) < ROUNDING else end for end in (low, high))))
+        low, high = (0.0 if abs(end) < ROUNDING else end for end in (low, high))
+        return interval(low, high, between=" to ")
     if row["seen"] == 0:
         return "none seen"
     return "all alike" if row["units"] >= FEWEST and row["least"] == row["worst"] else "none"
 
 
 _RERUN = (
-    Column("name", "mask", text), Column("kept", "keys", percent_terminal), Column("mass", "weight", percent_terminal, drop=4),
+    Column("name", "mask", text), Column("kept", "keys", percent), Column("mass", "weight", percent, drop=4),
     Column("head_change", "Δ head", drop=2), Column("stream_change", "Δ stream", drop=1),
     Column("change", "Δ {}", _change, drop=NEVER),
     Column("", "95% interval", _interval, drop=NEVER),
     Column("harmed harmed_high", "harmed", _harmed, drop=5), Column("random", form=_change, drop=3),
     Column("growth", "ppl ×", _growth, drop=20), Column("divergence", "KL", _change),
-    Column("changed", form=percent_terminal, drop=20), Column("accuracy", form=percent_terminal, drop=6),
+    Column("changed", form=percent, drop=20), Column("accuracy", form=percent, drop=6),
 )  # fmt: skip
 
 

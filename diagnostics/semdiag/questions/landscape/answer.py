@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, number_words
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object
+from semdiag.measuring.words import number_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.question import title
 from semdiag.presenting.section import Column, NumberTable, text, wide_console

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.words import counted
 from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of
 from semdiag.presenting.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
 from semdiag.presenting.section import Heading, Section, Shown, measured_glance, with_facts

@@ -5,5 +5,5 @@ from semdiag.presenting.question import Question
 QUESTION = Question(
     "learning",
     __name__,
-    shown_by="page:SECTION",
+    shown_by="figures:SECTION",
 )

@@ -1,18 +1,18 @@
-"""The answer at one glance."""
+"""Epochs until the training data are learned: the runs, the answer at one glance, and its sentences."""
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.counted import counted
-from semdiag.measuring.findings.findings import Findings, find_pairs
+from semdiag.measuring.findings.findings import RUN, Findings, find_pairs
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE
-from semdiag.presenting.drawing.panels import model_labels
+from semdiag.measuring.words import counted
+from semdiag.presenting.drawing.panels import Panel, Series, model_labels, panels_of
 from semdiag.presenting.section import Answer, Glance, count_of, top_words
 from semdiag.questions.convergence.answer import epochs_to
-from semdiag.questions.learning.figures import training_runs
 
 LEAST_SEEDS = 3  # of a task: fewer show no difference between attentions
 
@@ -54,6 +54,41 @@ def _seeds(models: pd.DataFrame, compared: Sequence[str]) -> dict[str, int]:
     """Return how many seeds of each task were compared."""
     rows = models[models["model"].isin(compared)]
     return {str(task): int(count) for task, count in rows.groupby("task")["seed"].nunique().items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The history of one training run."""
+
+    series: Series  # the model it led to
+    history: pd.DataFrame  # one row per epoch
+    arrival: int | None  # first epoch with at least 95% training accuracy; None if there was none
+
+    @property
+    def epochs(self) -> int:
+        """Return the number of epochs trained so far."""
+        return int(self.history["epoch"].max())
+
+
+def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
+    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once."""
+    measurements = findings.measurements
+    if "epoch" not in measurements.history:
+        return []
+    histories = {
+        str(model): rows.sort_values("epoch")
+        for model, rows in measurements.history.dropna(subset=["epoch"]).groupby("model", sort=False)
+    }
+    models = measurements.models[measurements.models["model"].isin(list(histories))]
+    length = models["model"].map(lambda model: len(histories[model]))
+    once = models.assign(_length=length).sort_values("_length", ascending=False, kind="stable")
+    once = once.drop_duplicates([*RUN, "attention", "k", "global_tokens"]).sort_index()
+    if once.empty:
+        return []
+    return [
+        (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
+        for panel in panels_of(once, RUN)
+    ]
 
 
 def learning_in_short(findings: Findings) -> list[str]:

@@ -1,67 +1,19 @@
 """Accuracy and loss against epochs, and when each run had learned its training data."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.measuring.findings.findings import RUN, Findings
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.token_tables import TARGET
-from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError, Panel, Series, panels_of
+from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError
 from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, panel_inches, paper_style
-from semdiag.questions.convergence.answer import arrivals, epochs_to
-
-
-@dataclass(frozen=True)
-class Run:
-    """The history of one training run."""
-
-    series: Series  # the model it led to
-    history: pd.DataFrame  # one row per epoch
-    arrival: int | None  # first epoch with at least 95% training accuracy; None if there was none
-
-    @property
-    def epochs(self) -> int:
-        """Return the number of epochs trained so far."""
-        return int(self.history["epoch"].max())
-
-
-def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
-    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once."""
-    measurements = findings.measurements
-    if "epoch" not in measurements.history:
-        return []
-    histories = {
-        str(model): rows.sort_values("epoch")
-        for model, rows in measurements.history.dropna(subset=["epoch"]).groupby("model", sort=False)
-    }
-    models = measurements.models[measurements.models["model"].isin(list(histories))]
-    length = models["model"].map(lambda model: len(histories[model]))
-    once = models.assign(_length=length).sort_values("_length", ascending=False, kind="stable")
-    once = once.drop_duplicates([*RUN, "attention", "k", "global_tokens"]).sort_index()
-    if once.empty:
-        return []
-    return [
-        (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
-        for panel in panels_of(once, RUN)
-    ]
-
-
-def runs_by_setting(findings: Findings, models: pd.Series, *, seeds_apart: bool) -> list[tuple[str, pd.DataFrame]]:
-    """Group the arrivals of runs by setting."""
-    table = findings(arrivals)
-    table = table[table["model"].isin(models)]
-    if not seeds_apart:
-        return [(str(group), runs) for group, runs in table.groupby("group", sort=False)]
-    return [
-        (f"{group}, seed {seed}", runs) for (group, seed), runs in table.groupby(["group", "seed"], sort=False)
-    ]
-
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.questions.learning.answer import Run, learning_glance, learning_in_short, training_runs
 
 _NUMBER = 0.3  # inches that the number of an epoch takes
 
@@ -127,3 +79,36 @@ def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
             f"{epoch}", (epoch, TARGET), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=7,
             color=style.color, va="top", path_effects=[withStroke(linewidth=2, foreground="white")],
         )  # fmt: skip
+
+
+_HEADINGS = (
+    Heading(
+        "learning",
+        "Did it learn faster?",
+        (
+            Shown(
+                training_curves,
+                "Training and held-out accuracy and training loss against epochs, first epoch with 95% training "
+                "accuracy marked: {shown}.",
+                "Compare where the curves of the first panel cross the dashed line: the first epoch with 95% "
+                "training accuracy. How far a curve of the second panel stays below that of the first is what was "
+                "memorised instead of learned.",
+            ),
+        ),
+        (
+            "One run per curve: a different seed can shift the arrival by many epochs. A smaller dispersion "
+            "and faster learning seen together in one pair do not show that one causes the other.",
+            "Epochs are counted, not seconds: an epoch does not cost the same for every attention.",
+        ),
+    ),
+)
+
+
+SECTION = Section(
+    name="learning",
+    needs=(),
+    headings=_HEADINGS,
+    external=(),
+    glance=learning_glance,
+    in_short=learning_in_short,
+)

@@ -22,21 +22,13 @@ from semdiag.measuring.findings.findings import (
     records,
     verdicts_of,
 )
-from semdiag.measuring.findings.resampling import FEWEST, interval_ends
+from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.words import FEWEST, interval, number
 from semdiag.presenting.drawing.panels import factors, model_labels
 from semdiag.presenting.question import title
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
-    interval,
-    number,
-    print_verdicts,
-    text,
-    wide_console,
-)
+from semdiag.presenting.section import NEVER, Column, NumberTable, print_verdicts, text, wide_console
 
 PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
 RESAMPLES = 500
@@ -306,7 +298,7 @@ def _nearest(gaps: Sequence[float]) -> str:
 
 
 def _ratio(estimate: float, low: float | None, high: float | None) -> str:
-    return f"{number(estimate)} ({interval(low, high, none='no interval')})"
+    return f"{number(estimate)} ({interval(low, high, unknown='no interval')})"
 
 
 _COLUMNS = (

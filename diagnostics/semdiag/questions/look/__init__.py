@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting import options as completion
 from semdiag.presenting.question import Question, Shared, command
 
 _LEFT_OUT = (
@@ -31,7 +30,7 @@ def look(
         Path,
         typer.Argument(
             help="hf:DIRECTORY, a checkpoint (.pt), the folder of a run, or package.module:function.",
-            autocompletion=completion.models,
+            autocompletion=options.models,
         ),
     ],
     text: Annotated[
@@ -72,7 +71,7 @@ def look(
     [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
     """
     from semdiag.capturing.loading import find_checkpoints, load_all
-    from semdiag.measuring.counted import counted
+    from semdiag.measuring.words import counted
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.section import say_sentences
     from semdiag.presenting.terminal import say, tell

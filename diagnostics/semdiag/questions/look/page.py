@@ -1,24 +1,38 @@
-"""The page of one text: a map of the heads, and behind each its scores."""
+"""The page of one text: a map of the heads, behind each its scores; and ``semdiag.look``, which writes it."""
 
 import base64
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from markupsafe import Markup, escape
+from torch import nn
 
 from semdiag.capturing.audit import WARNING
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import unnamed
+from semdiag.measuring.words import percent
 from semdiag.presenting.drawing.style import reference_words
-from semdiag.presenting.file_names import file_safe
-from semdiag.presenting.page_style import page_environment, page_style
-from semdiag.presenting.section import finite, percent
-from semdiag.questions.look.measure import LARGEST, LONGEST, Cut, Head, Seen, SeenLayer
+from semdiag.presenting.section import file_safe, finite, page_environment, page_style
+from semdiag.questions.look.measure import (
+    LARGEST,
+    LONGEST,
+    Cut,
+    Head,
+    Seen,
+    SeenLayer,
+    fitting_k,
+    given_sample,
+    see,
+)
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, visible, write_text
 
@@ -236,3 +250,57 @@ def _head(place: Path) -> str | None:
         return None
     with open_file(place) as file:
         return file.read(_HEAD).decode("utf-8", "replace")
+
+
+def look(
+    model: LoadedModel | nn.Module,
+    inputs: str | Batch | Iterable[Batch],
+    out: str | Path = "look.html",
+    *,
+    tokens: Sequence[str] | None = None,
+    k: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write a page that shows one input through every head: kept keys, scores before the softmax, δ and Δ.
+
+    The model runs once, in evaluation mode and without gradients; the mode of every module is restored. The page
+    needs no network. If there are more than 256 token ids, or their scores take more than 12 MiB, the last ones
+    are left out, and the page says so.
+
+    Source: paper, Def. 3 and eqs. 19, 22 for δ and Δ. Deviation: none.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        inputs: a text, for a Hugging Face model; or the model's inputs, of which the first sample is taken.
+        out: the page, an .html file; only an earlier page of this kind is replaced.
+        tokens: the text of each token; by default from the model's tokenizer, else ids, else positions.
+        k: how many of each query's scores are shown as kept at first; None: 5.
+        device: where to run; None: where the model is.
+        dtype: of the model and the scores; None: the model's own.
+
+    Returns:
+        The page.
+
+    Raises:
+        InputError: if the input does not suit the model, the number of ``tokens`` is wrong, no attention is
+            captured, no query has k keys, or the page cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = look(encoder, torch.tensor([[0, 1, 1, 0]]), Path(folder) / "look.html", tokens="abba", k=2)
+        ...     print(page.name, page.stat().st_size > 1000)
+        look.html True
+    """
+    loaded = unnamed(model)
+    place = place_of(loaded.path, Path(out))
+    seen = see(loaded, given_sample(loaded, inputs, tokens), device, dtype)
+    if tokens is not None and not any(seen.sample.tokens in (one.queries, one.keys) for one in seen.layers):
+        raise InputError(
+            f"Got {len(tokens)} tokens, but no attention of {loaded.path} has that many queries or keys."
+        )
+    write_look(seen, fitting_k(seen, k), f"semdiag.look(model, inputs, {str(out)!r})", place)
+    return place

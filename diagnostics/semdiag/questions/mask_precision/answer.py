@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.counted import counted
-from semdiag.measuring.findings.findings import Findings, Summary, percent, records
+from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.presenting.section import Answer, Glance, span_words
+from semdiag.measuring.words import counted
+from semdiag.presenting.section import Answer, Glance, percent_span
 
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
@@ -79,7 +79,7 @@ def precision_glance(findings: Findings) -> Glance:
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     return Glance(
         Answer.MEASURED,
-        f"{span_words(list(rows['changed']), percent)}%",
+        percent_span(list(rows["changed"])),
         f"of the masks of {counted(len(rows), 'model')} change in {first}, however ties are broken; {changed:,} "
         f"of {certified:,} certified ones changed",
     )

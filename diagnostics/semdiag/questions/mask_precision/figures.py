@@ -10,7 +10,7 @@ from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 from semdiag.presenting.section import Heading, Section, Shown, with_facts
 from semdiag.questions.mask_precision.answer import precision_glance, precision_table
 from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
-from semdiag.questions.mask_stability.panels import MARKERS, judged_models, shades
+from semdiag.questions.mask_stability.figures import MARKERS, judged_models, shades
 
 
 @paper_style

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from semdiag.measuring.findings.findings import Findings, Summary, interval_words, percent
+from semdiag.measuring.findings.findings import Findings, Summary
+from semdiag.measuring.words import interval_words, percent, strict_percent
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.section import (
     NEVER,
@@ -17,7 +18,6 @@ from semdiag.presenting.section import (
     plain,
     text,
 )
-from semdiag.presenting.section import percent as percent_terminal
 from semdiag.questions.mask_precision.answer import precision_of
 from semdiag.questions.mask_stability.answer import mask_words, refusals
 
@@ -30,7 +30,7 @@ def precision_in_short(findings: Findings) -> list[str]:
     for model, label in model_labels(findings.measurements.models, last_only=True).items():
         formats = [(answer["format"], answer["all"]) for answer in precision_of(findings, model)]
         known = [
-            f"{kind} {percent(row['changed'], 1)}%" for kind, row in formats if not math.isnan(row["changed"])
+            f"{kind} {strict_percent(row['changed'])}" for kind, row in formats if not math.isnan(row["changed"])
         ]
         parts += [f"{label}: {', '.join(known)}"] if known else []
         faults += sum(row["certified_changed"] for _, row in formats)
@@ -71,9 +71,9 @@ def _of_format(answer: Summary) -> Iterator[str]:
     if row["queries"] > row["not_covered"]:
         interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
         yield (
-            f"In {kind} {percent(row['changed'], 1)}% of the masks change however ties are broken ({interval}), "
-            f"{percent(row['tied'], 1)}% have a tie at the boundary, {percent(row['changed_or_tied'], 1)}% "
-            f"either; certified {percent(row['certified'], 1)}%."
+            f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken ({interval}), "
+            f"{strict_percent(row['tied'])} have a tie at the boundary, {strict_percent(row['changed_or_tied'])} "
+            f"either; certified {strict_percent(row['certified'])}."
         )
         if not math.isnan(row["lost_p50"]):
             yield f"A changed row loses {row['lost_p50']:.2g} of its weight (median; mean {row['lost_mean']:.2g})."
@@ -87,7 +87,7 @@ def _of_format(answer: Summary) -> Iterator[str]:
 _COLUMNS = (
     Column("format", form=text), Column("layer", form=plain),
     Column("queries not_covered", "rows", lambda queries, not_covered: count(queries - not_covered)),
-    Column("certified", form=lambda share: "not covered" if share is None else percent_terminal(share), drop=NEVER),
+    Column("certified", form=lambda share: "not covered" if share is None else percent(share), drop=NEVER),
     Column("changed", form=fine_percent, drop=NEVER),
     Column("changed_low changed_high", "changed 95%", percent_interval, drop=1),
     Column("tied", form=fine_percent, drop=NEVER), Column("changed_or_tied", form=fine_percent),

@@ -71,17 +71,16 @@ def mask_stability(
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
     from semdiag.measuring.findings.estimates import check_supposed_k
-    from semdiag.presenting import option_values
     from semdiag.questions.mask_precision.measure import PrecisionPlan
     from semdiag.questions.mask_stability.measure import NoisePlan
-    from semdiag.questions.mask_stability.terminal import print_masks
+    from semdiag.questions.mask_stability.words import print_masks
 
-    levels = option_values.positive_numbers(noise, "--noise")
+    levels = options.positive_numbers(noise, "--noise")
     plans: dict[str, NoisePlan | PrecisionPlan] = {}
     if "precision" not in shared.typed or _OF_NOISE & shared.typed:
         plans["mask-stability"] = NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"])
     if "precision" in shared.typed:
-        plans["mask-precision"] = PrecisionPlan(option_values.names(precision), k)
+        plans["mask-precision"] = PrecisionPlan(options.listed_names(precision), k)
     findings = shared.measured(models, shared.conditions(plans=tuple(plans.values())))
     if "k" in shared.typed:
         check_supposed_k(findings, k)

@@ -8,24 +8,12 @@ import pandas as pd
 import scipy
 
 from semdiag.capturing.attention_call import DENSE
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import all_by_name, without
-from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
-    Findings,
-    Summary,
-    interval_words,
-    json_object,
-    percent,
-    records,
-)
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, records
 from semdiag.measuring.findings.resampling import mean_interval, rank_correlation_interval
 from semdiag.measuring.table import ALL
-from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.section import Answer, Glance, span_words
 from semdiag.questions.mask_precision.answer import precision_of
 from semdiag.questions.mask_stability.mask_rows import SELECTIONS
-from semdiag.questions.mask_stability.panels import mask_facts, noise_words
 
 RESAMPLES = 200
 _BINS = 10  # of equal counts; one more holds what lies above them
@@ -191,114 +179,3 @@ def _described(part: pd.DataFrame) -> Summary:
         "certified_rows": round(float((part["certified"].astype(np.float64) * part["draws"]).sum())),
         "certified_changed": int(part["certified_changed"].sum()),
     }
-
-
-def masks_in_short(findings: Findings) -> list[str]:
-    """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only."""
-    if findings.measurements.masks.empty:
-        return []
-    table = findings(mask_table)
-    table = table[table["layer"] == ALL]
-    levels = sorted(table["level"].unique())
-    if not levels:
-        return []
-    level = levels[len(levels) // 2]
-    labels = model_labels(findings.measurements.models, last_only=True)
-    shown = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
-    kinds = findings.measurements.models.set_index("model")["attention"]
-    kept = findings.measurements.masks.groupby("model")["kept"].max()
-    supposed = {
-        model: f"; the mask that top-{kept[model]} would choose" for model in shown.index if kinds[model] in DENSE
-    }
-    parts = [
-        f"{label} {shown.loc[model, 'exact']:.0%} (certified {shown.loc[model, 'certified']:.0%}"
-        f"{supposed.get(model, '')})"
-        for model, label in labels.items()
-        if model in shown.index
-    ]
-    if not parts:
-        return []
-    changed, certified = int(shown["certified_changed"].sum()), int(shown["certified_rows"].sum())
-    others = int(table["certified_changed"].sum()) - changed
-    more = f" (and {others:,} under other noise or of other snapshots)" if others else ""
-    fault = f"{more}, which is an error of semdiag" if changed or others else ""
-    return [
-        f"Masks that survive noise of {noise_words(findings, float(level))} unchanged: {'; '.join(parts)}. "
-        f"Certified rows that changed: {changed:,} of {certified:,}{fault}."
-    ]
-
-
-def mask_sentences(findings: Findings) -> list[str]:
-    """Return a sentence on the noise, then a few per model: masks that survive, the part of Δ, and outputs."""
-    if findings.measurements.masks.empty:
-        return ["Not applicable: no mask of these models depends on the input, so none can change."]
-    table, effects = findings(mask_table), findings(effect_table)
-    sentences = [f"{mask_facts(findings)}."]
-    for model, label in model_labels(findings.measurements.models).items():
-        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
-        if rows.empty:
-            sentences.append(f"{label}: {mask_words(findings, model)}.")
-            continue
-        changed, certified = int(rows["certified_changed"].sum()), int(rows["certified_rows"].sum())
-        fault = ", which is an error of semdiag" if changed else ""
-        parts = list(_levels(findings, rows, effects[effects["model"] == model]))
-        parts.append(f"Certified rows that changed: {changed:,} of {certified:,}{fault}.")
-        sentences.append(f"{label} ({mask_words(findings, model)}): {' '.join(parts)}")
-    return sentences
-
-
-def _levels(findings: Findings, rows: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
-    outputs = effects.set_index("level")
-    masks = findings.measurements.masks
-    samples = masks.loc[masks["model"].isin(rows["model"]), "sample"].nunique()
-    for row in rows.to_dict("records"):
-        known = row["level"] in outputs.index
-        flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
-        promised = f"; certified {row['certified']:.1%}, predicted {row['predicted']:.1%}"
-        interval = interval_words(row["exact_low"], row["exact_high"], "{:.1%}".format, samples)
-        yield (
-            f"Under {noise_words(findings, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
-            f"the same ({interval}{'' if np.isnan(row['predicted']) else promised}), {row['agreement']:.1%} of "
-            f"their keys are kept; {_correlation(row, samples)}{flipped}."
-        )
-
-
-def _correlation(row: dict[Any, Any], samples: int) -> str:
-    """Return the correlation of Δ with changes of masks, or why it is unknown."""
-    rho, low, high = (row[name] for name in ("spearman", "spearman_low", "spearman_high"))
-    if np.isnan(rho):
-        same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"
-        return f"{same}, and Δ has no rank correlation with disagreement"
-    ends = interval_words(low, high, samples=samples).removeprefix("95% interval ")
-    return f"rank correlation of Δ with disagreement {rho:.2f} ({ends})"
-
-
-def masks_glance(findings: Findings) -> Glance:
-    """Return the share of masks, own and supposed, that stay the same under the middle noise level."""
-    table = findings(mask_table)
-    table = table[table["layer"] == ALL]
-    if table.empty:
-        return Glance(Answer.OPEN, "0 models", "have a mask that depends on the input")
-    levels = sorted(table["level"].unique())
-    rows = table[table["level"] == levels[len(levels) // 2]]
-    kinds = findings.measurements.models.set_index("model")["attention"]
-    without = rows["model"].map(kinds).isin(DENSE)
-    with_mask, supposed = rows[~without], rows[without]
-    noise = f"stay the same under noise of {noise_words(findings, levels[len(levels) // 2])}"
-    chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
-    certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
-    tail = f"{changed:,} of {certified:,} certified ones changed"
-    if with_mask.empty:
-        return Glance(
-            Answer.MEASURED,
-            _share(supposed),
-            f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}",
-        )
-    if len(supposed):
-        tail = f"{_share(supposed)} of those {chosen} in {counted(len(supposed), 'model')} without a mask; {tail}"
-    words = f"of the masks of {counted(len(with_mask), 'model')} {noise}; {tail}"
-    return Glance(Answer.MEASURED, _share(with_mask), words)
-
-
-def _share(masks: pd.DataFrame) -> str:
-    return f"{span_words(list(masks['exact']), percent)}%"

@@ -6,10 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.estimates import all_by_name
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
-from semdiag.presenting.drawing.panels import NothingToDrawError, ink
+from semdiag.presenting.drawing.panels import NothingToDrawError, ink, panels_of
 from semdiag.presenting.drawing.style import (
     FAINT,
     INK,
@@ -24,15 +25,41 @@ from semdiag.questions.mask_stability.answer import (
     effect_table,
     foreseen_margin,
     heads_pooled,
-    mask_sentences,
     mask_table,
-    masks_glance,
-    masks_in_short,
     reliability_tables,
 )
-from semdiag.questions.mask_stability.panels import MARKERS, judged_models, mask_facts, noise_words, shades
+from semdiag.questions.mask_stability.words import (
+    mask_facts,
+    mask_sentences,
+    masks_glance,
+    masks_in_short,
+    noise_words,
+)
 
+MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
 _LAST = 1.1  # where the last bin stands, in units of the axis before it
+
+
+def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
+    """Return the models with an input-dependent mask that was judged, last snapshots first."""
+    measurements = findings.measurements
+    kept = getattr(measurements, table).groupby("model")["kept"].last()
+    judged = []
+    for panel in panels_of(measurements.models):
+        for series in panel.series:
+            if series.model in kept.index:
+                supposed = f": top-{kept[series.model]} it would choose" if series.attention in DENSE else ""
+                judged.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
+    if not judged:
+        raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
+    return judged
+
+
+def shades(count: int) -> list[str]:
+    """Return colours from light to dark that the colour-blind can tell apart."""
+    import seaborn as sns  # takes a second
+
+    return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]
 
 
 @paper_style

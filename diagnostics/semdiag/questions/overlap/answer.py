@@ -1,16 +1,17 @@
 """Do layers, heads and successive queries keep the same keys? Jaccard indices with intervals, beside chance."""
 
-import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, number_from_json
+from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.table import ALL
+from semdiag.measuring.words import interval
 from semdiag.presenting.question import title
-from semdiag.presenting.section import NEVER, Column, NumberTable, Value, text, three_decimals, wide_console
+from semdiag.presenting.section import NEVER, Column, NumberTable, text, three_decimals, wide_console
 
 _COLUMNS = [
     "model", "what", "layer", "other_layer", "pairs", "queries", "samples", "jaccard", "low", "high", "chance",
@@ -63,11 +64,7 @@ def _layer(layer: int) -> str:
     return "all" if layer == ALL else str(layer)
 
 
-def _interval(low: Value, high: Value) -> str:
-    unknown = math.isnan(number_from_json(low) + number_from_json(high))
-    return "no interval" if unknown else f"{three_decimals(low)}–{three_decimals(high)}"
-
-
+_interval = partial(interval, form=three_decimals, unknown="no interval")
 _TERMINAL_COLUMNS = (
     Column("what", "between", text), Column("layer", form=_layer), Column("other_layer", "and layer", _layer),
     Column("pairs", drop=1), Column("jaccard", "index", three_decimals, drop=NEVER),

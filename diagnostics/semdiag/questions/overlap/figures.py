@@ -1,15 +1,14 @@
 """The section ``overlap`` of a report: its figure, sentences and tables."""
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_call import DENSE
-from semdiag.measuring.findings.findings import Findings, interval_words
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
+from semdiag.measuring.words import interval_words
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 from semdiag.presenting.section import Heading, Section, Shown, answers_with_facts, measured_glance
@@ -65,21 +64,16 @@ _BETWEEN = {
 }
 
 
-def _interval(row: Mapping[Any, Any]) -> str:
-    if math.isnan(row["low"] + row["high"]):
-        return interval_words(row["low"], row["high"], samples=row["samples"])
-    return f"{row['low']:.3f} to {row['high']:.3f}"
-
-
 def overlap_sentences(findings: Findings) -> list[str]:
     """Return a sentence for each model on how much the masks of layers, heads and successive queries overlap."""
     table, models = findings(overlap_table), findings.measurements.models
     kinds = dict(zip(models["model"], models["attention"], strict=True))
+    ends = partial(interval_words, form="{:.3f}".format, level="")
     sentences = []
     for model, label in model_labels(models).items():
         rows = table[(table["model"] == model) & (table["layer"] == ALL)]
         parts = [
-            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} ({_interval(row)}; at random "
+            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} ({ends(row['low'], row['high'], samples=row['samples'])}; at random "
             f"{row['chance']:.3f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
             for row in rows.to_dict("records")
         ]

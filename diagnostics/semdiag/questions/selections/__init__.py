@@ -126,11 +126,11 @@ def selections(
 
     [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
     """
-    from semdiag.capturing import loading as factories
     from semdiag.capturing import pretrained
+    from semdiag.capturing.loading import recognised
     from semdiag_models import InputError
 
-    of_model = str(file).startswith(pretrained.PREFIX) or factories.recognised(str(file))
+    of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
     idle = [name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed]
     if idle and of_model:
         raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
@@ -163,7 +163,7 @@ def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path 
     from semdiag.capturing.loading import load
     from semdiag.mathematics.rounding import number_format
     from semdiag.measuring.measure import DTYPES
-    from semdiag.presenting.option_values import names
+    from semdiag.presenting.options import listed_names
     from semdiag.presenting.terminal import tell
     from semdiag.questions.selections.answer import own_summary, print_own
     from semdiag.questions.selections.compare import Saving, own_selections
@@ -186,7 +186,7 @@ def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path 
         batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
     dtype = conditions.decided([loaded], device).dtype
     measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
-    formats = [name for name in names(shared.values["figures"]) if name != "none"]
+    formats = [name for name in listed_names(shared.values["figures"]) if name != "none"]
     written = _write(measured, saving, out, formats)
     if written and not shared.values["quiet"]:
         tell(f"Written: {', '.join(map(str, written))}")

@@ -9,16 +9,15 @@ import pandas as pd
 import torch
 
 from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.words import counted, number
 from semdiag.presenting.section import (
     NEVER,
     Column,
     NumberTable,
     count,
     four_decimals,
-    number,
     plain,
     rough_percent,
     say_sentences,
@@ -361,7 +360,7 @@ def comparison_summary(
             "mean": float(rows["lost"].mean()),
             "largest": float(rows["lost"].max()),
         },
-        "worst": _worst_compare(rows),
+        "worst": _least_overlap(rows),
         "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
         "layers": layers.to_dict("records"),
         "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
@@ -384,7 +383,7 @@ def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
     return layers
 
 
-def _worst_compare(rows: pd.DataFrame) -> dict[str, Any]:
+def _least_overlap(rows: pd.DataFrame) -> dict[str, Any]:
     """Return the row with the smallest overlap; of several, the first that rounding does not explain."""
     explained = rows["class"].isin((SAME, NUMERIC)).to_numpy()
     row = rows.iloc[int(np.lexsort((explained, rows["overlap"].to_numpy()))[0])]

@@ -5,9 +5,9 @@ import math
 import numpy as np
 
 from semdiag.capturing.attention_call import DENSE
-from semdiag.measuring.counted import counted
 from semdiag.measuring.findings.estimates import SAMPLED, Percentile, by_layer, drawn, pooled_percentiles, without
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
+from semdiag.measuring.words import counted
 from semdiag.presenting.drawing.panels import panels_of
 from semdiag.presenting.section import Answer, Glance, drawn_word, span_words, top_words
 

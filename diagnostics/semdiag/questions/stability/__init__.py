@@ -19,12 +19,11 @@ def stability(
 
     [bold]semdiag stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
-    from semdiag.presenting import option_values
     from semdiag.questions.stability.answer import print_stability
     from semdiag.questions.stability.measure import SecantsPlan
 
     conditions = shared.conditions(
-        plans=(SecantsPlan(option_values.positive_numbers(noise, "--noise")),),
+        plans=(SecantsPlan(options.positive_numbers(noise, "--noise")),),
     )
     findings = shared.measured(models, conditions)
     shared.deliver("stability", findings, print_stability)

@@ -20,19 +20,17 @@ from semdiag.measuring.findings.findings import (
     Summary,
     Verdict,
     compared_pairs,
-    interval_words,
     json_object,
-    number_words,
     of_rows,
     verdicts_of,
 )
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.percentiles import percentiles, pooled_table
 from semdiag.measuring.table import ALL
-from semdiag.presenting.drawing.panels import model_labels, percent
+from semdiag.measuring.words import interval_words, number_words, percent
+from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.question import title
 from semdiag.presenting.section import Answer, Column, Glance, NumberTable, plain, print_verdicts, wide_console
-from semdiag.presenting.section import percent as percent_terminal
 from semdiag.questions.stability.measure import local_stability, with_bounds
 
 RESAMPLES = 300
@@ -339,7 +337,7 @@ def _softmax(finding: Finding) -> str:
 
 def _response(row: Mapping[Any, Any], samples: int) -> str:
     """Return whose attention weights move more under the same noise, if the ratio's interval decides."""
-    start = f"{row['pair']}: {percent(row['level'])} input noise"
+    start = f"{row['pair']}: {percent(row['level'], 'g')} input noise"
     if row["mean"] == row["full_mean"] == 0:
         return f"{start} moves neither this model's attention nor its counterpart's (mean ‖p − p′‖₁ 0 for both)."
     means = f"mean ‖p − p′‖₁ {number_words(row['mean'], _short)} against {number_words(row['full_mean'], _short)}"
@@ -360,7 +358,7 @@ _COLUMNS = (
     Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", drop=3),
     Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", drop=2),
     Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", drop=1),
-    Column("same_set", form=percent_terminal),
+    Column("same_set", form=percent),
 )  # fmt: skip
 _WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))
 

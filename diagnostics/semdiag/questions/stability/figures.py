@@ -13,6 +13,7 @@ from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, pape
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.estimates import all_by_name
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.words import percent
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -20,7 +21,6 @@ from semdiag.presenting.drawing.panels import (
     logarithmic_limits,
     noise_facts,
     panels_of,
-    percent,
     positive_range,
 )
 from semdiag.presenting.drawing.style import (
@@ -166,7 +166,7 @@ def attention_response(findings: Findings) -> Figure:
         logarithmic_limits(ax, low, high)
         boxes = [(s.label, s.style, tables[level, s.model]) for s in panel.series if (level, s.model) in tables]
         layer_boxes(ax, boxes, extreme="mean")
-        named = f"{panel.title}, noise {percent(level)}"
+        named = f"{panel.title}, noise {percent(level, 'g')}"
         ax.set_title(named)
     cut = " Boxes that reach further down are cut at the axis." if low == high / _DECADES else ""
     axes[0].set_ylabel("response ‖p − p′‖₁ (at most 2)")

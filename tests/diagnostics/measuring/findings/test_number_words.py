@@ -1,9 +1,11 @@
 """Shares near 0 and 1 do not read as none and all."""
 
+import math
+
 import pytest
 
-from semdiag.measuring.findings.findings import percent
-from semdiag.presenting.section import span_words
+from semdiag.measuring.words import interval, interval_words, number, strict_percent, whole_percent
+from semdiag.presenting.section import percent_span
 
 
 @pytest.mark.parametrize(
@@ -19,7 +21,7 @@ from semdiag.presenting.section import span_words
     ],
 )
 def test_only_none_and_all_read_as_0_and_100(share, whole, tenths):
-    assert (percent(share), percent(share, 1)) == (whole, tenths)
+    assert (whole_percent(share), strict_percent(share)) == (f"{whole}%", f"{tenths}%")
 
 
 @pytest.mark.parametrize(
@@ -27,4 +29,21 @@ def test_only_none_and_all_read_as_0_and_100(share, whole, tenths):
     [([0.5], "50"), ([0.5, 0.98], "50–98"), ([-0.03, 0.98], "−3 to 98"), ([0.85, 0.9999], "85 to > 99.9")],
 )
 def test_a_span_with_signs_is_told_with_a_word(values, said):
-    assert span_words(values, percent) == said
+    assert percent_span(values) == f"{said}%"
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"), [(None, "no interval"), (4, "4 samples: too few for an interval"), (5, "no interval")]
+)
+def test_an_interval_that_is_not_known_has_a_reason(samples, said):
+    for ends in ((math.nan, 1.0), (0.0, math.nan)):
+        assert interval_words(*ends, samples=samples) == said
+    assert interval_words(0.125, 2, samples=samples) == "95% interval 0.12 to 2.00"
+    assert interval_words(-1, math.inf, number, samples, level="") == "-1 to inf"
+
+
+def test_each_kind_of_an_interval_by_hand():
+    assert interval(None, 1) == "–"
+    assert interval(0.9, None, unknown="none") == "none"
+    assert interval(0.926, 0.931, factor=100) == "92.6–93.1"
+    assert interval("-inf", 3, between=" … ") == "-inf … 3"

@@ -10,13 +10,13 @@ from scipy.stats import spearmanr
 
 from semdiag.measuring.findings import resampling
 from semdiag.measuring.findings.resampling import (
-    FEWEST,
     mean_interval,
     rank_correlation_interval,
     ratio_interval,
     sum_ratio_interval,
     tail_levels,
 )
+from semdiag.measuring.words import FEWEST
 
 
 def queries(table):

@@ -62,7 +62,7 @@ def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
     measured = Measurements.concat([model(kind) for kind in ("full", "random", "bottomk")])
     (said,) = (
         s
-        for s in in_short(Findings(measured), [registry.sections()["dispersion"]])
+        for s in in_short(Findings(measured), [registry.all_sections()["dispersion"]])
         if "masks that ignore the scores" in s
     )
     assert "random-" in said

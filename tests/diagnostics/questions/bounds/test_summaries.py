@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from semdiag.measuring.findings.findings import Findings, Verdict, number_from_json
+from semdiag.measuring.findings.findings import Findings, Verdict
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
+from semdiag.measuring.words import number_from_json
 from semdiag.questions import registry
 from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.bounds.words import print_bounds

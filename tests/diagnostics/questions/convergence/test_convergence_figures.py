@@ -13,7 +13,7 @@ from semdiag.questions import registry
 from semdiag.questions.convergence.words import (
     convergence_in_short,
     convergence_sentences,
-    interval_words,
+    speed_interval,
     speed_words,
 )
 
@@ -93,7 +93,7 @@ def test_words_say_bounds_and_confidence(runs):
     assert "topk-3 2, 2, 2 (median speed-up over 3 seeds 2; one epoch off 1 to 5; 2 to 2 (75%))" in said[0]
     assert speed_words(5, math.inf) == "above 5"
     assert speed_words(0, math.inf) == "unknown"
-    assert interval_words({"pairs": 1}) == "one seed: no interval"
+    assert speed_interval({"pairs": 1}) == "one seed: no interval"
 
 
 def test_a_run_that_stopped_keeps_its_accuracy_in_the_band(runs):

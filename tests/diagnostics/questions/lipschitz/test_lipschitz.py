@@ -18,9 +18,9 @@ from semdiag.measuring.encoders.network_constants import network_forms
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import MovableEncoder
 from semdiag.measuring.findings.findings import Findings, Pair, Verdict
-from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import optional_tables
+from semdiag.measuring.words import FEWEST
 from semdiag.questions.lipschitz.answer import (
     AT_POINT,
     SECANTS,

@@ -8,11 +8,11 @@ import torch
 
 from semdiag.capturing.inputs import TextOptions
 from semdiag.capturing.loading import load
-from semdiag.commands.one_text import one_text_page
 from semdiag.measuring.measure import Conditions
 from semdiag.questions.look import measure as heads
 from semdiag.questions.look.measure import see_loaded
 from semdiag.questions.look.page import cautions
+from semdiag.reporting.report import one_text_page
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -29,7 +29,7 @@ from semdiag.questions.mask_precision.words import precision_in_short, precision
 from semdiag.questions.mask_stability.answer import mask_summary, mask_words
 from semdiag.questions.mask_stability.mask_rows import selection_of
 from semdiag.questions.mask_stability.measure import NoisePlan
-from semdiag.questions.mask_stability.terminal import print_masks
+from semdiag.questions.mask_stability.words import print_masks
 from semdiag_models import InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -20,14 +20,12 @@ from semdiag.questions.mask_stability import answer
 from semdiag.questions.mask_stability.answer import (
     foreseen_margin,
     heads_pooled,
-    mask_sentences,
     mask_summary,
     mask_table,
-    masks_glance,
-    masks_in_short,
     reliability_tables,
 )
 from semdiag.questions.mask_stability.figures import mask_tables
+from semdiag.questions.mask_stability.words import mask_sentences, masks_glance, masks_in_short
 from semdiag.reporting.report import measured_sections, write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -1,0 +1,100 @@
+"""Numbers in words: counts, shares, ratios, and intervals with their ends."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+FEWEST = 5  # fewest sequences or planes for an interval
+UNKNOWN = "–"
+Value = float | str | None  # a number, or what JSON has in its place
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and what it counts."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def number_from_json(value: Value) -> float:
+    """Return the number that :func:`~semdiag.measuring.findings.findings.json_ready` wrote; NaN for null."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str) and value not in ("inf", "-inf"):
+        raise ValueError(f"Expected a number, null, 'inf' or '-inf'. Got {value!r}.")
+    return float(value)
+
+
+def number(value: Value, digits: int = 3) -> str:
+    """Return a number to three digits; a whole number, mostly a count, in full."""
+    value = number_from_json(value)
+    if math.isnan(value):
+        return UNKNOWN
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.{digits}g}"
+
+
+def number_words(value: float, form: Callable[[float], str] = "{:.3g}".format) -> str:
+    """Format a number; NaN is "undefined"."""
+    return "undefined" if math.isnan(value) else form(value)
+
+
+def ratio_words(ratio: float, digits: int = 2) -> str:
+    """Return a ratio with some digits after the point, or with two significant ones if these would all be 0."""
+    text = f"{ratio:.{digits}f}"
+    return text if ratio == 0 or float(text) != 0 else f"{ratio:.2g}"
+
+
+def percent(share: Value, form: str = ".1f", *, strict: bool = False, sign: str = "%") -> str:
+    """Return a share in per cent, like ``92.6%``; if ``strict``, only 0 reads as 0 and only 1 as 100."""
+    value = 100 * number_from_json(share)
+    if math.isnan(value):
+        return UNKNOWN
+    text = f"{value:{form}}"
+    if strict and 0 < value < 100 and float(text) in (0, 100):
+        text = {"0.0": "< 0.1", "100.0": "> 99.9"}.get(f"{value:.1f}", f"{value:.1f}")
+    return text + sign
+
+
+strict_percent, whole_percent = partial(percent, strict=True), partial(percent, form=".0f", strict=True)
+
+
+def interval(
+    low: Value,
+    high: Value,
+    form: Callable[[float], str] | None = None,
+    *,
+    factor: float = 1,
+    between: str = "",
+    unknown: str = UNKNOWN,
+) -> str:
+    """Return an interval, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
+
+    Without a form, its ends have three digits, or as many as distinguish them.
+    """
+    first, last = factor * number_from_json(low), factor * number_from_json(high)
+    if math.isnan(first) or math.isnan(last):
+        return unknown
+    ends = (form(first), form(last)) if form else _distinct(first, last)
+    return (between or (" to " if first < 0 or last < 0 else "–")).join(ends)
+
+
+def _distinct(low: float, high: float) -> tuple[str, str]:
+    texts = [(number(low, digits), number(high, digits)) for digits in range(3, 7)]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
+
+
+def interval_words(
+    low: float,
+    high: float,
+    form: Callable[[float], str] = "{:.2f}".format,
+    samples: int | None = None,
+    level: str = "95% interval ",
+) -> str:
+    """Return an interval in words, or why there is none."""
+    few = samples is not None and samples < FEWEST
+    why = f"{counted(samples or 0, 'sample')}: too few for an interval" if few else "no interval"
+    ends = interval(low, high, form, between=" to ", unknown="")
+    return f"{level}{ends}" if ends else why
+
+
+def limit_of_share(high: float) -> str:
+    """Return the one-sided 95% limit of a share of unseen inputs, marked as one."""
+    return f"up to {strict_percent(high) if high < 1 else '100%'} of inputs may (one-sided 95%)"
