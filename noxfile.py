@@ -34,9 +34,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(name="all")
 def every_test(session: nox.Session) -> None:
-    """Every test, the slow ones too, with trained models, loggers and other random examples."""
+    """Every case of every test, the slow ones too, with trained models, loggers and other random examples."""
     session.install("-e", ".[dev,test-hf,test-loggers]")
-    session.run("pytest", "-m", "", "--hypothesis-profile=random", *session.posargs)
+    env = {"SEMDIAG_EVERY_CASE": "1"}
+    session.run("pytest", "-m", "", "--hypothesis-profile=random", *session.posargs, env=env)
 
 
 @nox.session

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import norm
 
-from semdiag.measuring.percentiles import PERCENTILES, KeptRows
+from semdiag.measuring.probe import PERCENTILES, KeptRows
 
 PART, LAYERS, HEADS = 1_000_000, 4, 2
 

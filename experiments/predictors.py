@@ -31,7 +31,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.measuring.token_tables import FINISHED, STOPPED
+from semdiag.measuring.training_runs import FINISHED, STOPPED
 from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.convergence.answer import arrivals, epochs_to
 from semdiag.questions.lipschitz.measure import plane_secants

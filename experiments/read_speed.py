@@ -21,7 +21,7 @@ from scipy import stats
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.token_tables import run_table
+from semdiag.measuring.training_runs import run_table
 from semdiag_models import Encoder, InputError
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.runs import read_history

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import html
+import itertools
 import json
 import os
 import random
@@ -36,6 +37,31 @@ if os.environ.get("SEMDIAG_SECOND_DEVICE"):
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
 settings.register_profile("random", max_examples=300, deadline=None, database=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of each product of three parameters or more, keep cases that hold every pair of values; nightly runs all."""
+    if os.environ.get("SEMDIAG_EVERY_CASE"):
+        return
+    functions = {}
+    for item in items:
+        if (case := getattr(item, "callspec", None)) is not None and len(case.indices) > 2:
+            functions.setdefault((item.path, item.parent, item.originalname), []).append(item)
+    dropped = {item for cases in functions.values() for item in set(cases) - set(_pairwise(cases))}
+    if dropped:
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _pairwise(cases):
+    """Return cases, first come first, that hold every pair of two parameters' values that occurs in all."""
+    seen, chosen = set(), []
+    for item in cases:
+        values = sorted(item.callspec.indices.items())
+        if new := set(itertools.combinations(values, 2)) - seen:
+            seen |= new
+            chosen.append(item)
+    return chosen
 
 
 @pytest.fixture(scope="session")

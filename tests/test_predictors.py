@@ -25,7 +25,7 @@ from semdiag.capturing.loading import load
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.measuring.token_tables import RUNS
+from semdiag.measuring.training_runs import RUNS
 from semdiag.questions.lipschitz.measure import LipschitzPlan, lipschitz
 from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag_models import TrainingConfig, configure, find_task, open_run, train_run

@@ -8,7 +8,7 @@ import pytest
 from predictors import Study, held_out_tasks, predictor_table
 
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import optional_tables
+from semdiag.measuring.probe import optional_tables
 from semdiag.questions.convergence.answer import arrivals, over_seeds, speed_ups
 from semdiag_models import TASKS, configure
 from semdiag_models.attention.attention import cannot_represent

@@ -11,8 +11,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import optional_tables
-from semdiag.measuring.percentiles import probes as every_probe
+from semdiag.measuring.probe import optional_tables
+from semdiag.measuring.probe import probes as every_probe
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import typed
 from semdiag.questions.convergence import answer as speed_and_dispersion

@@ -30,7 +30,7 @@ from semdiag.capturing.adapters.torch_functions import (
 )
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.own_gradients import broken_parts, refusal, remarks_on
+from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag.capturing.recording import (
     Entered,

@@ -28,8 +28,8 @@ from semdiag.capturing.kept_keys import (
     narrowed,
     rule_for,
 )
-from semdiag.capturing.own_gradients import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
 from semdiag.capturing.recording import is_followed, outside_all_modes
 from semdiag_models import InputError

@@ -81,7 +81,7 @@ def report(
     from semdiag.commands.measuring import output_folder
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
-    from semdiag.measuring.percentiles import ReportOptions, probes
+    from semdiag.measuring.probe import ReportOptions, probes
     from semdiag.presenting.options import positive_numbers, whole_numbers
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.section import say_sentences

@@ -20,7 +20,7 @@ from semdiag.capturing.batches import Batch, checked_real, whole_number, whole_n
 from semdiag.capturing.inputs import AS_THEY_ARE, TextOptions
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import NOT_APPLIED, NOT_APPLIED_CODE
-from semdiag.mathematics.learning import NO_CLASS, predicted_classes
+from semdiag.mathematics.censored import NO_CLASS, predicted_classes
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import (
     LEAST_MAX_QUERIES,
@@ -33,9 +33,9 @@ from semdiag.measuring.calls.collector import (
 from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.encoders.traces import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import Watcher, probes
+from semdiag.measuring.probe import Watcher, probes
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS, typed
-from semdiag.measuring.token_tables import setting_in_words
+from semdiag.measuring.training_runs import setting_in_words
 from semdiag.measuring.words import counted
 from semdiag_models import TASKS, Encoder, InputError
 from semdiag_models.attention.attention import cannot_represent

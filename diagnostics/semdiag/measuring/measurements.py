@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
-from semdiag.measuring.percentiles import layer_table, optional_tables
+from semdiag.measuring.probe import layer_table, optional_tables
 from semdiag.measuring.table import CORE, DEFAULTS, GONE, LATER, SHARES, TABLES, read_parquet, rows_of
 from semdiag.measuring.words import counted
 from semdiag_models import InputError, sha256
@@ -188,7 +188,7 @@ class Measurements:
 
     Every table is an attribute and has the column ``model`` (the path as the user named it). Layers, heads and
     positions count from 0; scores are in nats. The first five tables always exist; the others, described in
-    :func:`~semdiag.measuring.percentiles.optional_tables`, are empty if they were not measured.
+    :func:`~semdiag.measuring.probe.optional_tables`, are empty if they were not measured.
 
     Args:
         models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,

@@ -20,8 +20,8 @@ from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import Subject
-from semdiag.measuring.percentiles import probes as all_probes
+from semdiag.measuring.probe import Subject
+from semdiag.measuring.probe import probes as all_probes
 from semdiag.measuring.table import REMARKS
 from semdiag.measuring.words import counted
 from semdiag_models import Encoder, InputError

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
     from semdiag.measuring.findings.findings import Findings, Summary
     from semdiag.measuring.measure import Conditions
-    from semdiag.measuring.percentiles import Probe
+    from semdiag.measuring.probe import Probe
     from semdiag.presenting.section import Section
 
 ANSWERS = 5  # sentences of an answer, at most, on the terminal
@@ -73,7 +73,7 @@ class Question:
 
     name: str  # of its command, its summary and its section of a report
     package: str  # the folder, as a dotted name
-    measured_by: str = ""  # a :class:`~semdiag.measuring.percentiles.Probe`
+    measured_by: str = ""  # a :class:`~semdiag.measuring.probe.Probe`
     summarised_by: str = ""  # a function of findings that returns what ``--json`` prints
     shown_by: str = ""  # a :class:`~semdiag.presenting.section.Section` of the report
     asked_by: str = ""  # a :class:`Command`

@@ -15,7 +15,7 @@ from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import converted, home_of, refuse_masked, unnamed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import Subject, probes
+from semdiag.measuring.probe import Subject, probes
 from semdiag.questions.compare.measure import TOP, ComparePlan
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan

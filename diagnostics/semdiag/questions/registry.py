@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from semdiag.measuring.findings.findings import Findings, Summary
-    from semdiag.measuring.percentiles import Probe
+    from semdiag.measuring.probe import Probe
     from semdiag.presenting.section import Section
 
 _FOLDERS = (

@@ -26,7 +26,7 @@ from semdiag.measuring.findings.findings import (
     records,
     schema,
 )
-from semdiag.measuring.percentiles import PERCENTILES, percentiles
+from semdiag.measuring.probe import PERCENTILES, percentiles
 from semdiag.measuring.table import ALL, rows_of
 from semdiag.measuring.words import counted, number_from_json
 from semdiag.questions.dispersion.answer import GATED, NO_NUMBER, GateResult, dispersion_gate, require_one_partner

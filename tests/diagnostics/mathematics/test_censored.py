@@ -9,7 +9,7 @@ import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.learning import kaplan_meier_median, logrank_p, median_interval
+from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_interval
 
 numbers = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
 ranges = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0, 50)), min_size=1, max_size=12)

@@ -10,7 +10,7 @@ import pytest
 
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements, write_sums
-from semdiag.measuring.percentiles import optional_tables
+from semdiag.measuring.probe import optional_tables
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import TABLES, column_types
 from semdiag.questions.bounds.measure import BoundsPlan

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentile_columns, percentiles, pooled_table
+from semdiag.measuring.probe import PERCENTILES, layer_table, percentile_columns, percentiles, pooled_table
 
 NAMES = ["p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100"]
 

@@ -12,8 +12,8 @@ from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.measure import Conditions
-from semdiag.measuring.percentiles import Probe, Subject, optional_tables
-from semdiag.measuring.percentiles import probes as every_probe
+from semdiag.measuring.probe import Probe, Subject, optional_tables
+from semdiag.measuring.probe import probes as every_probe
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import TABLES, column_types
 from semdiag.questions.bounds.measure import BoundsPlan

@@ -8,7 +8,7 @@ import pytest
 
 import semdiag.questions as package
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.percentiles import probes
+from semdiag.measuring.probe import probes
 from semdiag.questions import registry
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

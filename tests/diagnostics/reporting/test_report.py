@@ -14,7 +14,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentiles
+from semdiag.measuring.probe import PERCENTILES, layer_table, percentiles
 from semdiag.questions import registry
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError

@@ -22,7 +22,7 @@ from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
 from semdiag.mathematics.score_strips import rows_of
 from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measuring.calls.residual import recomputation_residual
-from semdiag.measuring.percentiles import SKETCHES, KeptRows
+from semdiag.measuring.probe import SKETCHES, KeptRows
 from semdiag.measuring.table import CALLS, HEADS, REMARKS, RESIDUALS, SKIPPED
 from semdiag.measuring.words import counted
 from semdiag_models import InputError

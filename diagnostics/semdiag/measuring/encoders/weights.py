@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.mathematics.bounds.block_bounds import split_columns, split_rows
-from semdiag.mathematics.learning import predicted_classes
+from semdiag.mathematics.censored import predicted_classes
 from semdiag.mathematics.spectral_norms import (
     bilinear_form_norm,
     paper_code_bilinear_norm,

@@ -22,7 +22,7 @@ from semdiag.measuring.findings.findings import (
     records,
 )
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import percentiles, pooled_table
+from semdiag.measuring.probe import percentiles, pooled_table
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
 from semdiag_models import InputError

@@ -26,7 +26,7 @@ from semdiag.measuring.encoders.network_constants import (
 )
 from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
 from semdiag.measuring.encoders.weights import NamedTensor, named_tensors, not_finite
-from semdiag.measuring.percentiles import Probe, Subject
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import ALL, Table
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.mathematics.learning import kaplan_meier_median, logrank_p, median_interval
+from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_interval
 from semdiag.measuring.findings.estimates import known_rows
 from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, records
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.token_tables import NOT_BEGUN, TARGET, setting_labels
+from semdiag.measuring.training_runs import NOT_BEGUN, TARGET, setting_labels
 
 _FEWEST_FOR_LOGRANK = 3  # runs on either side; with fewer no p-value is small
 _IDENTITY = ["setting", "kind", "attention", "seed"]

@@ -8,7 +8,7 @@ from semdiag.capturing.loading import load_all
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.measuring.token_tables import TARGET, run_table
+from semdiag.measuring.training_runs import TARGET, run_table
 from semdiag_models import InputError
 from semdiag_models.reading import unknown_name
 from semdiag_models.training import find_device

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings, records
-from semdiag.measuring.token_tables import NOT_BEGUN, TARGET, UNFINISHED
+from semdiag.measuring.training_runs import NOT_BEGUN, TARGET, UNFINISHED
 from semdiag.measuring.words import interval, percent
 from semdiag.presenting.question import ANSWERS
 from semdiag.presenting.section import NEVER, Column, NumberTable, plain, text, two_decimals, wide_console

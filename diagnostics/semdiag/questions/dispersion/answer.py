@@ -33,7 +33,7 @@ from semdiag.measuring.findings.findings import (
     rivals,
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
-from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import counted, interval_words, ratio_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
@@ -124,7 +124,7 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
 
 
 def partner_command(model: str) -> str:
-    """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``."""
+    """Return the command that trains the counterpart of a full or top-k model."""
     try:
         stored = read_checkpoint(Path(model))
         chosen = (
@@ -162,7 +162,7 @@ _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snap
 
 
 def dispersion_summary(findings: Findings) -> Summary:
-    """Return percentiles of δ by layer and head and pooled; with counterfactual columns, also of δ_h(k) and mass."""
+    """Return percentiles of δ, and of δ_h(k) and mass where they were measured, by layer and head and pooled."""
     queries = findings.measurements.queries
 
     def describe(of: Percentile, suffix: str) -> Summary:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import measure
-from semdiag.measuring.percentiles import Probe, ReportOptions, Subject, percentiles
+from semdiag.measuring.probe import Probe, ReportOptions, Subject, percentiles
 from semdiag.measuring.table import Table
 
 INITIALISATION = Table(

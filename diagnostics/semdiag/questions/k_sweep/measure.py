@@ -17,7 +17,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.percentiles import Probe, Subject, percentiles, plan_of
+from semdiag.measuring.probe import Probe, Subject, percentiles, plan_of
 from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.budgets import (
     BUDGET_TABLE,
@@ -201,7 +201,7 @@ def k_sweep(
 
     Returns:
         The table ``sweep``: one row per k, layer and head (ALL, -1: pooled) and quantity, with the columns of
-        :func:`~semdiag.measuring.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
+        :func:`~semdiag.measuring.probe.percentiles`. Quantities: dispersion δ_h(k), ratio
         δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores; all three over queries
         with more than k keys, the others are counted as undefined), mass_without_first (without the first key
         on both sides), head_change and, of our own

@@ -19,11 +19,11 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, real_tokens
 from semdiag.capturing.inputs import AS_THEY_ARE, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.learning import predicted_classes
+from semdiag.mathematics.censored import predicted_classes
 from semdiag.mathematics.paper_stability import truncations
 from semdiag.mathematics.score_strips import Scores
 from semdiag.measuring.calls.counted_rows import CountedRows
-from semdiag.measuring.token_tables import TokenTables, token_ids
+from semdiag.measuring.training_runs import TokenTables, token_ids
 from semdiag_models import Encoder, InputError
 
 IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy

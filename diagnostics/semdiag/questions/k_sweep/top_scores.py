@@ -17,7 +17,7 @@ from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.percentiles import percentile_columns
+from semdiag.measuring.probe import percentile_columns
 from semdiag.measuring.table import ALL
 from semdiag.questions.k_sweep.outputs import Streams, output_changes, output_ks
 
@@ -29,7 +29,7 @@ _OF_KEYS = "load", "luck_of_key"  # what is held of each key; all else is held o
 
 @dataclass
 class TopScores:
-    """Keeps of every query its top scores, range, number of keys, log-sum-exp and changes; of every key its loads."""
+    """Top scores, range, number of keys, log-sum-exp and changes of every query; loads of every key."""
 
     largest: int  # K
     draws: QueryDraws  # which queries are looked at

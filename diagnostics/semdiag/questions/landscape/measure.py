@@ -15,7 +15,7 @@ from semdiag.mathematics.planes import random_plane
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.encoders.weights import MovableEncoder, usable_samples
-from semdiag.measuring.percentiles import Probe, Subject
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
 from semdiag_models import Encoder, InputError
 

@@ -9,7 +9,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.token_tables import TARGET
+from semdiag.measuring.training_runs import TARGET
 from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError
 from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, panel_inches, paper_style
 from semdiag.presenting.section import Heading, Section, Shown

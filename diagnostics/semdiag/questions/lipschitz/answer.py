@@ -24,7 +24,7 @@ from semdiag.measuring.findings.findings import (
 )
 from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import FEWEST, interval, number
 from semdiag.presenting.drawing.panels import factors, model_labels
 from semdiag.presenting.question import title

@@ -30,7 +30,7 @@ from semdiag.measuring.encoders.network_constants import (
 )
 from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
 from semdiag.measuring.encoders.weights import MovableEncoder, not_finite, usable_samples
-from semdiag.measuring.percentiles import Probe, Subject
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
 from semdiag_models import AttentionCore, Encoder, InputError
 from semdiag_models.attention.dense_attention import plain_selected_attention

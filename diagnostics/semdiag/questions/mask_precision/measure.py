@@ -24,7 +24,7 @@ from semdiag.mathematics.rounding import (
 )
 from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.percentiles import Probe, Subject, plan_of
+from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
 from semdiag.questions.mask_stability.measure import SUPPOSED_K

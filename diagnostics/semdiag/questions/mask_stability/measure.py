@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.batches import Batch, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.learning import predicted_classes
+from semdiag.mathematics.censored import predicted_classes
 from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.percentiles import Probe, ReportOptions, Subject, plan_of
-from semdiag.measuring.rounding import Reach, noisy_embeddings
+from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
+from semdiag.measuring.probe import Probe, ReportOptions, Subject, plan_of
 from semdiag.measuring.table import Table
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.questions.stability.measure import NOISE, check_levels, noise_of_samples, noisy_copies, token_size

@@ -17,7 +17,7 @@ from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.percentiles import Probe, Subject, plan_of
+from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table
 from semdiag_models import InputError
 

@@ -10,7 +10,7 @@ import torch
 
 from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
-from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import counted, number
 from semdiag.presenting.section import (
     NEVER,

@@ -471,7 +471,7 @@ def _table(
     )
 
 
-_NAMES_LAYOUT = ("batch", "sequence", "tokens", "layers", "heads")
+_AXIS_NAMES = ("batch", "sequence", "tokens", "layers", "heads")
 _USUAL = {1: "tokens", 2: "tokens,layers", 3: "batch,sequence,layers", 4: "batch,sequence,layers,heads"}
 
 
@@ -505,7 +505,7 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
     scores = None if file.scores is None else float_scores(file.scores, indices)
     weights = None if file.weights is None else weights_of(file.weights, indices)
     kept = _valid_tokens(file, sizes, names)
-    order = [names.index(name) for name in _NAMES_LAYOUT if name in names]
+    order = [names.index(name) for name in _AXIS_NAMES if name in names]
     layers, heads = sizes.get("layers", 1), sizes.get("heads", 1)
 
     def one(tensor: Tensor) -> Tensor:
@@ -531,12 +531,12 @@ def _names(layout: str, count: int) -> list[str]:
     """Return the names of the dimensions before k."""
     given = layout or _USUAL.get(count, "")
     names = [name.strip() for name in given.split(",") if name.strip()]
-    wrong = [name for name in names if name not in _NAMES_LAYOUT]
+    wrong = [name for name in names if name not in _AXIS_NAMES]
     has_tokens = "tokens" in names or "sequence" in names
     if wrong or len(set(names)) < len(names) or len(names) != count or not has_tokens:
         raise InputError(
             f"indices have {count} dimensions before k. Name each of them once with --layout, like "
-            f"batch,sequence,layers: {', '.join(_NAMES_LAYOUT)}, with tokens or sequence among them. Got {given!r}."
+            f"batch,sequence,layers: {', '.join(_AXIS_NAMES)}, with tokens or sequence among them. Got {given!r}."
         )
     return names
 

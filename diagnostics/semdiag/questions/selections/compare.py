@@ -30,7 +30,7 @@ from semdiag.mathematics.selections import (
     without_repeats,
 )
 from semdiag.measuring.calls.running import placed
-from semdiag.measuring.token_tables import token_ids
+from semdiag.measuring.training_runs import token_ids
 from semdiag.questions.selections.capture import (
     Choices,
     OwnRows,

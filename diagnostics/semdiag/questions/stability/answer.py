@@ -25,7 +25,7 @@ from semdiag.measuring.findings.findings import (
     verdicts_of,
 )
 from semdiag.measuring.findings.resampling import ratio_interval
-from semdiag.measuring.percentiles import percentiles, pooled_table
+from semdiag.measuring.probe import percentiles, pooled_table
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import interval_words, number_words, percent
 from semdiag.presenting.drawing.panels import model_labels
@@ -201,7 +201,7 @@ def response_table(findings: Findings) -> pd.DataFrame:
 
 
 def stability_summary(findings: Findings) -> Summary:
-    """Return percentiles of local constant, secants, response and both forms of ξ, by layer and head and pooled."""
+    """Return percentiles of the local constant, secants, response and both forms of ξ, by head and pooled."""
     measurements = findings.measurements
     judged = findings(stability_findings)
     results = []

@@ -32,8 +32,8 @@ from semdiag.mathematics.softmax_stability import (
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import ScoredRows, check_rows, scored_rows
 from semdiag.measuring.calls.running import running
-from semdiag.measuring.percentiles import Probe, Subject
-from semdiag.measuring.rounding import Reach, noisy_embeddings
+from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
 from semdiag_models import Encoder, InputError
 from semdiag_models.training import with_float64

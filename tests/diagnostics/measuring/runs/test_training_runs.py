@@ -6,7 +6,7 @@ import pytest
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.measure import measure
-from semdiag.measuring.token_tables import setting_in_words
+from semdiag.measuring.training_runs import setting_in_words
 from semdiag_models import Encoder, configure, find_task
 from semdiag_models.step import draw_data
 

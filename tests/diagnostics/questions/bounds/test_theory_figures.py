@@ -8,7 +8,7 @@ import pytest
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import optional_tables
+from semdiag.measuring.probe import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.bounds.answer import corollary_table

@@ -8,7 +8,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import optional_tables
+from semdiag.measuring.probe import optional_tables
 from semdiag.questions import registry
 from semdiag.questions.convergence.words import (
     convergence_in_short,

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 from semdiag.capturing.loading import load
-from semdiag.measuring import token_tables as training_runs
+from semdiag.measuring import training_runs as training_runs
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.token_tables import RUNS
+from semdiag.measuring.training_runs import RUNS
 from semdiag.questions.convergence import answer as convergence
 from semdiag.questions.convergence.answer import arrivals, over_seeds, speed_up, speed_ups
 from semdiag_models import InputError

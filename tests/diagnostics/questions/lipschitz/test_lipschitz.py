@@ -19,7 +19,7 @@ from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import MovableEncoder
 from semdiag.measuring.findings.findings import Findings, Pair, Verdict
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.percentiles import optional_tables
+from semdiag.measuring.probe import optional_tables
 from semdiag.measuring.words import FEWEST
 from semdiag.questions.lipschitz.answer import (
     AT_POINT,

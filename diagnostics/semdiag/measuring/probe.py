@@ -19,7 +19,7 @@ from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring import PROBE_SOURCES
 from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table
-from semdiag.measuring.token_tables import RUN_TABLES
+from semdiag.measuring.training_runs import RUN_TABLES
 from semdiag_models import InputError
 
 P = TypeVar("P")
