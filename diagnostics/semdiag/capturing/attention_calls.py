@@ -38,6 +38,7 @@ from semdiag.capturing.recording import (
     SharedChange,
     Watched,
     followed,
+    modes_here,
     put_below,
     put_below_dispatch,
     put_on,
@@ -130,8 +131,9 @@ def watch_attention(
     captured; or the audit counts it, because it is no attention. The audit also lists products that meet values
     without a softmax.
     Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
-    or task that opened it, and in those without a watch of their own. A watch with a mask masks what all others
-    see, whichever was opened first.
+    or task it was opened in, and in those that have no watch of their own. A watch with a mask masks what all
+    others see, whichever was opened first. A context that is left in another thread than the one it was opened in
+    warns: its modes stay on the first thread, idle, until a watch opens there again.
 
     Args:
         model: any module. Only what runs inside it is seen.
@@ -164,6 +166,7 @@ def watch_attention(
         if not hooked:
             stack.enter_context(MADE_OUTSIDE_MODES.held())
             stack.enter_context(followed(here.handed_on))
+            stack.callback(_say_where, threading.current_thread())
             stack.callback(here.stop)
             here.start()
         if inside:
@@ -252,6 +255,9 @@ class _Modes(threading.local):
         self._on = False
 
     def start(self) -> None:
+        for mode in modes_here():
+            if isinstance(mode, FunctionWatch | OperationWatch) and mode.over:  # its context was left elsewhere
+                mode.__exit__(None, None, None)
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
         if not _masks(self.watch):
@@ -301,6 +307,16 @@ class _Modes(threading.local):
                 self._recorder.forget()
 
         return entered
+
+
+def _say_where(opener: threading.Thread) -> None:
+    """Warn if the context is left in another thread: modes can be taken off in their own thread only."""
+    if threading.current_thread() is not opener and opener.is_alive():
+        warnings.warn(
+            f"A watch that was opened in {opener.name} was closed in {threading.current_thread().name}: its modes "
+            f"stay on {opener.name}, where they record nothing, until a watch opens there again.",
+            stacklevel=2,
+        )
 
 
 def _masks(mode: object) -> bool:

@@ -161,7 +161,7 @@ class Recorder(threading.local):
     def opened(self) -> Iterator[None]:
         """Record what this thread or task runs in the context, and what threads without their own watch run."""
         try:
-            _OPEN.set((*_OPEN.get(), self))
+            _OPEN.set((*(other for other in _OPEN.get() if not other.closed), self))
             yield
         finally:
             _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
@@ -445,19 +445,28 @@ def modes_here() -> list[object]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Run, in the context, without the modes of this thread."""
-    stacks = (
-        (TorchFunctionMode, _get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
-        (TorchDispatchMode, _get_current_dispatch_mode_stack()),
-    )
-    kinds: list[tuple[Any, Any]] = [(kind, mode) for kind, stack in stacks for mode in stack]
-    for kind, mode in reversed(kinds):
-        kind.__exit__(mode, None, None, None)
+    """Run, inside, without the modes of this thread; those that something leaves there are taken off."""
+    before = _kinds_of_modes()
     try:
+        _take_off_all()
         yield
     finally:
-        for kind, mode in kinds:
-            kind.__enter__(mode)
+        if _kinds_of_modes() != before:
+            _take_off_all()
+            for kind, mode in before:
+                kind.__enter__(mode)
+
+
+def _take_off_all() -> None:
+    for kind, mode in reversed(_kinds_of_modes()):
+        kind.__exit__(mode, None, None, None)
+
+
+def _kinds_of_modes() -> list[tuple[Any, Any]]:
+    return [
+        (TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode, mode)
+        for mode in modes_here()
+    ]
 
 
 def _reordered(kind: Any, stack: list[Any], mode: object, others: Callable[[object], bool] | None) -> bool:

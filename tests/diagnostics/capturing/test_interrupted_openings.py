@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as of_all_modules
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import semdiag
 from semdiag import Monitor, TopK, capture, sparsify
+from semdiag.capturing.private_parts import _Kinds, _Names, works
+from semdiag.capturing.recording import modes_here
 
 HOME = str(Path(semdiag.__file__).parent)
 PLACE = []  # of the last interrupt
@@ -33,13 +35,13 @@ def state(model):
     return hooks, modes, flags, sorted(vars(torch.autograd.function._SingleLevelFunction))
 
 
-def interrupted(run, line, places=("",)):
+def interrupted(run, line):
     """Run with an interrupt at the line with this number, counted in semdiag; return whether it was reached."""
     left = line
 
     def trace(frame, event, argument):
         nonlocal left
-        if not frame.f_code.co_filename.startswith(tuple(HOME + place for place in places)):
+        if not frame.f_code.co_filename.startswith(HOME):
             return None
         if event == "line":
             left -= 1
@@ -75,19 +77,9 @@ def opened_monitor(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("opened", "places"),
-    [
-        (opened_capture, ("",)),
-        (opened_sparsify, ("",)),
-        (
-            opened_monitor,
-            ("/measuring/calls/",),
-        ),  # it also opens a watch to try, and closes it
-    ],
-)
+@pytest.mark.parametrize("opened", [opened_capture, opened_sparsify, opened_monitor])
 @pytest.mark.parametrize("hooked", [False, True], ids=["any model", "torch's layer"])
-def test_an_interrupt_while_a_context_opens_leaves_nothing_behind(opened, places, hooked):
+def test_an_interrupt_while_a_context_opens_leaves_nothing_behind(opened, hooked):
     model = (
         nn.TransformerEncoderLayer(8, 2, batch_first=True)
         if hooked
@@ -95,7 +87,7 @@ def test_an_interrupt_while_a_context_opens_leaves_nothing_behind(opened, places
     )
     opened(model)
     before, line, left = state(model), 1, []
-    while interrupted(lambda: opened(model), line, places):
+    while interrupted(lambda: opened(model), line):
         gc.collect(0)
         if state(model) != before:
             left.append((line, *PLACE))
@@ -103,3 +95,47 @@ def test_an_interrupt_while_a_context_opens_leaves_nothing_behind(opened, places
         line += 1
     assert not left
     assert line > 50
+
+
+class Mode(TorchFunctionMode):
+    pass
+
+
+def test_an_interrupted_probe_leaves_no_modes_and_keeps_those_of_the_caller():
+    def probe():
+        _Names().__enter__()
+        _Kinds().__enter__()
+        raise KeyboardInterrupt
+
+    with Mode() as own:
+        before = modes_here()
+        with pytest.raises(KeyboardInterrupt):
+            works(probe)
+        assert modes_here() == before
+        assert own in before
+
+
+def test_a_capture_that_another_thread_closes_is_said_and_undone_when_the_next_one_opens():
+    def held():
+        with capture(model):
+            yield
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
+    before, said = state(model), []
+    holder = held()
+    next(holder)
+
+    def close():
+        with pytest.warns(UserWarning, match="opened in MainThread was closed in other") as warned:
+            holder.close()
+        said.append(len(warned))
+
+    thread = threading.Thread(target=close, name="other")
+    thread.start()
+    thread.join()
+    assert said == [1]
+    with capture(model) as calls:
+        x = torch.ones(1, 2, 4)
+        model[1](x, x, x)
+    assert len(calls) == 1
+    assert state(model) == before

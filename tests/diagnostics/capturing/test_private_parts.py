@@ -108,6 +108,7 @@ def test_a_part_that_changed_is_said_and_masks_are_refused(part, monkeypatch):
     BROKEN[part](monkeypatch)
     assert not works(PROBES[part])
     monkeypatch.undo()
+    operation_plans.plan_of.cache_clear()
     monkeypatch.setitem(PROBES, part, lambda: False)
     assert len(said(nn.Sequential(Layer()), torch.ones(2, 3, 8), part)) == 1
     monitor = semdiag.Monitor(nn.Sequential(Layer()))

@@ -52,6 +52,11 @@ class FunctionWatch(TorchFunctionMode):
         """Whether this watch applies a mask."""
         return self._recorder.masking
 
+    @property
+    def over(self) -> bool:
+        """Whether the context of this watch has been left."""
+        return self._recorder.closed
+
     def __torch_function__(
         self,
         func: Any,

@@ -328,6 +328,11 @@ class OperationWatch(TorchDispatchMode):
         """Whether this watch applies a mask."""
         return self._recorder.masking
 
+    @property
+    def over(self) -> bool:
+        """Whether the context of this watch has been left."""
+        return self._recorder.closed
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -17,6 +17,7 @@ from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import whole_number, whole_numbers
+from semdiag.capturing.private_parts import broken_parts
 from semdiag.capturing.padding import Padding
 from semdiag.measuring.calls.monitor_alarms import (
     Alarm,
@@ -249,18 +250,17 @@ class Monitor:
                 "A monitor cannot look into a module that was compiled in place, by its compile(): its hooks "
                 "would be compiled too. Give it the compiled model: Monitor(torch.compile(model))."
             )
-        with watch_attention(self.model, lambda call: None):
-            pass  # refuse an unsuitable model now, not in the middle of training
+        broken_parts(self.model)  # tried now, not in the middle of training
         agreed = {"every": self.every, "k": self.k, "accumulation": self._accumulation, "first_step": self.step}
         try:
             self._outputs.open()
             self._ranks.open({**agreed, "alarm": self._watch.rules, "raise": self._on_alarm == "raise"})
             self._hooks = hooks.Hooks(self.model, self._before, self._after)
             self._hooks.put_on()
+            return self
         except BaseException:
             self._leave()
             raise
-        return self
 
     def stop(self) -> None:
         """Restore the model; rows remain readable."""
