@@ -26,8 +26,8 @@ WARNING, SEVERE = "WARNING", "SEVERE"
 ABOVE, BELOW = "above", "below"
 CHANGES = {"halves": 0.5, "doubles": 2.0}
 _SPELLINGS = (
-    '50, (0.05, "below"), (50, 100) for a warning and a severe alarm, (0.5, 0.05, "below") or ("halves", 500): '
-    "within 500 steps"
+    '50, (0.05, "below"), (50, 100) for a warning and a severe alarm, (0.5, 0.05, "below"), ("halves", 500): '
+    'within 500 steps, or ("doubles", 500, 0.5): to a value above 0.5'
 )
 
 
@@ -44,8 +44,9 @@ class Alarm:
         quantity: a column of the monitor's table of heads.
         value: value of the quantity.
         band: ``WARNING`` or ``SEVERE``.
-        rule: rule that was crossed: ``above 50``, ``below 0.05``, ``halves within 500``.
-        occurrence: number of the layer's call in that step.
+        rule: what was crossed: ``above 50``, ``below 0.05``, ``doubles above 0.5
+            within 500``.
+        occurrence: which call of the layer in that step.
 
     Example:
         >>> print(Alarm(400, 3, 5, "max_logit", 61.25, "SEVERE", "above 50"))
@@ -82,13 +83,15 @@ class Rule:
     quantity: str  # a column of the table of heads
     band: str  # ``WARNING`` or ``SEVERE``, the alarm's band
     side: str  # ``above``, ``below``, ``halves`` or ``doubles``
-    threshold: float  # threshold of the quantity; for a change, the number of steps within which it happens
+    threshold: float  # a value; for a change, the number of steps within which it happens
+    floor: float = 0.0  # of a change: the larger of the two values must lie above it
 
     @property
     def text(self) -> str:
-        """Rule in words."""
-        within = "within " if self.side in CHANGES else ""
-        return f"{self.side} {within}{self.threshold:g}"
+        """The rule in words."""
+        if self.side not in CHANGES:
+            return f"{self.side} {self.threshold:g}"
+        return f"{self.side} above {self.floor:g} within {self.threshold:g}"
 
     def crossed(self, value: float, earlier: Iterable[tuple[int, float]]) -> bool:
         """Return whether a value crosses the rule."""
@@ -99,7 +102,9 @@ class Rule:
         before = [old for _, old in earlier if old > 0]
         if not before:
             return False
-        return value < max(before) / 2 if self.side == "halves" else value > 2 * min(before)
+        if self.side == "halves":
+            return value < max(before) / 2 and max(before) > self.floor
+        return value > 2 * min(before) and value > self.floor
 
 
 def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> list[Rule]:
@@ -124,23 +129,30 @@ def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Ru
         more = " Add that k to the monitor's k." if of_k else f" Known: {', '.join(limits)}."
         raise InputError(f"alarm: there is no quantity {quantity!r}.{more}")
     parts = (tuple(setting) or (None,)) if isinstance(setting, tuple | list) else (setting,)
-    if len(parts) == 2 and isinstance(parts[0], str) and parts[0] in CHANGES:
-        return [_change(quantity, parts[0], parts[1], every)]
-    side, numbers = _thresholds(quantity, setting, parts)
     low, high = limits[quantity]
+    if len(parts) in (2, 3) and isinstance(parts[0], str) and parts[0] in CHANGES:
+        nats = 0.0 if quantity.endswith("_norm") else 0.1
+        floor = high / 10 if math.isfinite(high) else nats  # a weight that goes from 0.019 to 0.04 is no alarm
+        return [_change(quantity, parts[0], parts[1], every, parts[2] if len(parts) == 3 else floor, high)]
+    side, numbers = _thresholds(quantity, setting, parts)
     for x in numbers:
         if x >= high if side == ABOVE else x <= low:
             raise InputError(f"alarm: {quantity} is never {side} {x:g}: it lies between {low:g} and {high:g}.")
     return [Rule(quantity, band, side, float(x)) for band, x in zip((WARNING, SEVERE), numbers, strict=False)]
 
 
-def _change(quantity: str, side: str, steps: Any, every: int) -> Rule:
+def _change(quantity: str, side: str, steps: Any, every: int, floor: Any, high: float) -> Rule:
     """Read the rule for a change within some steps."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
         raise InputError(
             f"alarm: {quantity} is looked at every {every} steps; what {side} within {steps!r} is missed."
         )
-    return Rule(quantity, WARNING, side, steps)
+    if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 <= floor < high:
+        raise InputError(
+            f"alarm: the floor of a change of {quantity} must be a number of at least 0 and below {high:g}. "
+            f"Got {floor!r}."
+        )
+    return Rule(quantity, WARNING, side, steps, float(floor))
 
 
 def _thresholds(quantity: str, setting: Any, parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:

@@ -167,7 +167,29 @@ def test_a_change_is_seen_within_its_steps_and_not_later():
     for at, value in enumerate((1.0, 1.5, 2.5)):
         row = {"step": 10 * at, "layer": 0, "head": 0, "occurrence": 0, "entropy": 1.0, "max_logit": value}
         rise += watch.look([row])
-    assert [(a.quantity, a.rule) for a in rise] == [("max_logit", "doubles within 20")]
+    assert [(a.quantity, a.rule) for a in rise] == [("max_logit", "doubles above 0.1 within 20")]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "setting", "values", "steps"),
+    [
+        ("first_key", ("doubles", 500), (0.019, 0.04, 0.09), []),
+        ("first_key", ("doubles", 500), (0.04, 0.09, 0.11), [20]),
+        ("first_key", ("doubles", 500, 0.5), (0.04, 0.11, 0.5, 0.51), [30]),
+        ("first_key", ("doubles", 500, 0), (0.019, 0.04), [10]),
+        ("first_key", ("halves", 500), (0.04, 0.019), []),
+        ("first_key", ("halves", 500), (0.11, 0.04), [10]),
+        ("xi", ("doubles", 500), (0.01, 0.04, 0.051), [20]),
+        ("entropy", ("halves", 500), (0.09, 0.01), []),
+        ("entropy", ("halves", 500), (0.11, 0.01), [10]),
+        ("query_norm", ("doubles", 500), (0.001, 0.003), [10]),
+    ],
+)
+def test_a_change_of_small_values_is_no_alarm(quantity, setting, values, steps):
+    watch, found = Watch(rules_of({quantity: setting}, (), 10)), []
+    for at, value in enumerate(values):
+        found += watch.look([{"step": 10 * at, "layer": 0, "head": 0, "occurrence": 0, quantity: value}])
+    assert [a.step for a in found] == steps
 
 
 def test_the_text_of_an_alarm_is_read_by_a_program():
@@ -198,6 +220,9 @@ def test_the_text_of_an_alarm_is_read_by_a_program():
         ({"max_logit": ([1], "below")}, r"a rule must look like 50, "),
         ({"max_logit": True}, r"a rule must look like 50, "),
         ({"entropy": ("halves", 5)}, r"looked at every 10 steps; what halves within 5 is missed"),
+        ({"first_key": ("doubles", 500, 1)}, r"floor of a change of first_key must be .* below 1\. Got 1\."),
+        ({"max_logit": ("doubles", 500, "1")}, r"floor of a change of max_logit must be a number"),
+        ({"max_logit": ("doubles", 500, math.nan)}, r"floor of a change of max_logit must be a number"),
         ([("max_logit", 50)], r"alarm takes a dictionary"),
     ],
 )
