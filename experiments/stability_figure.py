@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 
 PANELS = {
-    "largest_change": "largest change of a fresh input's loss, nats",
-    "distance": "distance of the parameters",
+    "largest_change": "largest change of a loss, nats",
+    "distance": "‖θ − θ′‖",
     "train_loss": "training loss, nats",
 }
 
