@@ -79,7 +79,7 @@ def test_ratios_of_dispersion_are_those_of_the_findings():
 PHRASES = {
     ("The smaller the dispersion", "docs/study.md"): "−0.47 to 0.37; −0.26 (−0.56 to 0.05)",
     ("Masks are separated", "docs/findings.md"): "92, 93 and 94% (51, 55 and 56%)",
-    ("The conditions of Corollary 1 hold", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
+    ("The conditions of Corollary 1 hold at", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
     ("The loss has a smaller", "docs/findings.md"): "10⁴ to 10³⁹ times the gradient",
     ("The bounds are true", "docs/findings.md"): "5 of 101,000 pairs of rows",
     ("Fixed sparse masks", "docs/findings.md"): "10 of 12 pairs",
@@ -249,6 +249,16 @@ def test_listops_says_what_the_two_runs_say():
         for low, run in zip(least, runs, strict=True)
     ]
     assert f"| smallest held-out cross-entropy | {' | '.join(ends)} |" in page
+
+
+def test_corollary_1_on_listops_says_what_its_record_says():
+    table = pd.read_csv(LISTOPS / "corollary.csv").query("percentile < 100")
+    measured = row("The conditions of Corollary 1 hold on ListOps")[1]
+    paper = table[table["form"] == "paper"].set_index("parameter")["value"]
+    both = [", ".join(f"{value:.2f}" for value in paper[name]) for name in ("W", "X")]
+    assert "W {} and X {}, below 1 in {} of {} cases".format(*both, (paper < 1).sum(), len(paper)) in measured
+    sound = table[table["form"] == "sound"]
+    assert f"Sound form: {(sound['verdict'] == 'holds').sum()} of {len(sound)}." in measured
 
 
 def root_and_digits(tokens):
