@@ -41,7 +41,7 @@ class Decoder(nn.Module):
 
 
 def run(seed: int, rate: float) -> tuple[list[int | None], int | None, float]:
-    """Return the steps of each rule's first alarm and at which the loss shows it (None: never), and the last loss."""
+    """Return the steps of each rule's first alarm and of the loss showing it (None: never), and the last loss."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model, alarms, diverged, value = Decoder().train(), [], None, math.nan

@@ -17,8 +17,8 @@ from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import whole_number, whole_numbers
-from semdiag.capturing.private_parts import broken_parts
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.private_parts import broken_parts
 from semdiag.measuring.calls.monitor_alarms import (
     Alarm,
     AlarmError,
