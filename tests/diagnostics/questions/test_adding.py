@@ -26,7 +26,7 @@ from semdiag.measuring.findings.findings import Findings
 findings = Findings(found)
 print(json.dumps({
     "summary": registry.summaries()["peaks"](findings),
-    "tables": {name: len(table) for name, table in registry.all_sections()["peaks"].tables(findings, True).items()},
+    "tables": {n: len(table) for n, table in registry.all_sections()["peaks"].tables(findings, True).items()},
     "expected": float((found.queries["largest_weight"] > 0.5).mean()),
     "applies": registry.all_sections()["peaks"].applies(findings),
 }))

@@ -1,4 +1,4 @@
-"""δ of sparse models beside that of full attention, by layer and pooled."""
+"""Dispersion δ by layer and head, paired with full attention, and the initialisation it came from."""
 
 import math
 import shlex
@@ -124,7 +124,7 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
 
 
 def partner_command(model: str) -> str:
-    """Return the command that trains the counterpart of a full or top-k model: ``semdiag train parity --seed 3``."""
+    """Return the command that trains a model's counterpart, like ``semdiag train parity --seed 3``."""
     try:
         stored = read_checkpoint(Path(model))
         chosen = (
@@ -162,7 +162,7 @@ _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snap
 
 
 def dispersion_summary(findings: Findings) -> Summary:
-    """Return percentiles of δ by layer and head and pooled; with counterfactual columns, also of δ_h(k) and mass."""
+    """Return percentiles of δ, and of δ_h(k) and mass where measured, by layer and head and pooled."""
     queries = findings.measurements.queries
 
     def describe(of: Percentile, suffix: str) -> Summary:
@@ -197,7 +197,7 @@ class PairComparison:
     """A top-k model beside its full counterpart."""
 
     gate: GateResult  # pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95
-    ratio: Interval  # of the pooled medians, with a 95% interval from resampled sequences
+    ratio: Interval  # quotient of the pooled medians, with a 95% interval from resampled sequences
     snapshot: str  # name of the snapshots compared
     samples: int  # sequences behind the ratio, of the model with fewer
 

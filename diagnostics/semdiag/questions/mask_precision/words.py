@@ -1,4 +1,4 @@
-"""How masks change in a number format, in sentences."""
+"""Masks in a number format: sentences, and the table on the terminal."""
 
 import math
 from collections.abc import Iterator
@@ -71,7 +71,8 @@ def _of_format(answer: Summary) -> Iterator[str]:
     if row["queries"] > row["not_covered"]:
         interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
         yield (
-            f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken ({interval}), "
+            f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken "
+            f"({interval}), "
             f"{strict_percent(row['tied'])} have a tie at the boundary, {strict_percent(row['changed_or_tied'])} "
             f"either; certified {strict_percent(row['certified'])}."
         )

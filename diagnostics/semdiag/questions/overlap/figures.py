@@ -73,7 +73,8 @@ def overlap_sentences(findings: Findings) -> list[str]:
     for model, label in model_labels(models).items():
         rows = table[(table["model"] == model) & (table["layer"] == ALL)]
         parts = [
-            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} ({ends(row['low'], row['high'], samples=row['samples'])}; at random "
+            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} "
+            f"({ends(row['low'], row['high'], samples=row['samples'])}; at random "
             f"{row['chance']:.3f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
             for row in rows.to_dict("records")
         ]
