@@ -17,7 +17,7 @@ def _shown(stage: str) -> str:
 
 
 class Stages:
-    """Two bars on a terminal, for a command's stages and the stage's steps; elsewhere a line a minute."""
+    """Two progress bars on a terminal, for a command's stages and a stage's steps; else a line a minute."""
 
     def __init__(self, name: str, stages: int, quiet: bool, what: str = "") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -124,7 +124,7 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
 
 
 def partner_command(model: str) -> str:
-    """Return the command that trains a model's counterpart, like ``semdiag train parity --seed 3``."""
+    """Return the command that trains the counterpart of a full or top-k model."""
     try:
         stored = read_checkpoint(Path(model))
         chosen = (
@@ -162,7 +162,7 @@ _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snap
 
 
 def dispersion_summary(findings: Findings) -> Summary:
-    """Return percentiles of δ, and of δ_h(k) and mass where measured, by layer and head and pooled."""
+    """Return percentiles of δ, and of δ_h(k) and mass where they were measured, by layer and head and pooled."""
     queries = findings.measurements.queries
 
     def describe(of: Percentile, suffix: str) -> Summary:

@@ -75,7 +75,7 @@ def _sums(
 
 
 def change_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], tolerance: float) -> Interval:
-    """Return a mean change; it has no interval if all units change alike, or none by a tenth of the tolerance."""
+    """Return a mean change; no interval where all units change alike, or none by a tenth of the tolerance."""
     interval = sum_ratio_interval(sums, counts).if_varied()
     seen = _seen(sums[counts > 0] / counts[counts > 0], tolerance).any()
     return interval if seen else Interval(interval.estimate, math.nan, math.nan)
@@ -462,7 +462,7 @@ _COLUMNS = ("model", "length", "mask", "k", "quarter", "samples", "measure", "ch
 
 
 def quarter_table(findings: Findings) -> pd.DataFrame:
-    """Return the mean change of the loss, with 95% intervals, by length, mask and quarter of the text."""
+    """Return the mean change of the loss by length, mask and quarter, with 95% intervals over samples."""
     rows: list[dict[str, Any]] = []
     for place, own in findings.measurements.rerun_quarters.groupby(["model", "length"], sort=False):
         model, length = cast("tuple[str, int]", place)

@@ -29,7 +29,7 @@ _OF_KEYS = "load", "luck_of_key"  # what is held of each key; all else is held o
 
 @dataclass
 class TopScores:
-    """The top scores, range, key count, log-sum-exp and changes of every query; the loads of every key."""
+    """Top scores, range, number of keys, log-sum-exp and changes of every query; loads of every key."""
 
     largest: int  # K
     draws: QueryDraws  # which queries are looked at

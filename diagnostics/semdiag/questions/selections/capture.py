@@ -41,7 +41,7 @@ Consume = Callable[[str, nn.Module, list[Selected]], None]
 
 @contextmanager
 def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
-    """Call ``consume`` with a module's name, the module and its selections after each of its forward passes."""
+    """Call ``consume`` with a module's name, the module and its selections after each of its forwards."""
     names = {module: name for name, module in model.named_modules()}
     watch = _Watch()
 

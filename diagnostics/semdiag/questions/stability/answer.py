@@ -201,7 +201,7 @@ def response_table(findings: Findings) -> pd.DataFrame:
 
 
 def stability_summary(findings: Findings) -> Summary:
-    """Return percentiles of local constant, secants, response and both forms of ξ, by head and pooled."""
+    """Return percentiles of the local constant, secants, response and both forms of ξ, by head and pooled."""
     measurements = findings.measurements
     judged = findings(stability_findings)
     results = []
