@@ -536,7 +536,7 @@ def _names(layout: str, count: int) -> list[str]:
     if wrong or len(set(names)) < len(names) or len(names) != count or not has_tokens:
         raise InputError(
             f"indices have {count} dimensions before k. Name each of them once with --layout, like "
-            f"batch,sequence,layers: {', '.join(_AXIS_NAMES)}, with tokens or sequence among them. Got {given!r}."
+            f"batch,sequence,layers: {', '.join(_NAMES_LAYOUT)}, with tokens or sequence among them. Got {given!r}."
         )
     return names
 
