@@ -1,4 +1,4 @@
-"""Progress on stderr."""
+"""Progress of a command as bars on stderr."""
 
 from contextlib import ExitStack
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""A command that prints percentiles of a quantity of every query."""
+"""The contract of a question and of its command, and the command that prints percentiles of a quantity."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +57,9 @@ class Command:
     run: Callable[..., None]  # called with its own options and ``shared``, a :class:`Shared`
     leave_out: tuple[str, ...] = ("per_query",)  # shared options that it does not take
     sampling: bool = False  # whether it takes the options that draw queries
-    defaults: dict[str, Any] = field(default_factory=dict)  # of shared options that differ from the usual ones
+    defaults: dict[str, Any] = field(
+        default_factory=dict
+    )  # values of shared options that differ from the usual ones
 
 
 def command(
@@ -71,7 +73,7 @@ def command(
 class Question:
     """A question that semdiag answers."""
 
-    name: str  # of its command, its summary and its section of a report
+    name: str  # name of its command, its summary and its section of a report
     package: str  # the folder, as a dotted name
     measured_by: str = ""  # a :class:`~semdiag.measuring.probe.Probe`
     summarised_by: str = ""  # a function of findings that returns what ``--json`` prints

@@ -82,7 +82,7 @@ percent_interval = partial(interval, factor=100)
 class Column:
     """A column."""
 
-    name: str  # of the entry in a row
+    name: str  # entry in a row
     heading: str = ""  # above it; empty: the name
     form: Callable[..., str] = number  # turns the entries, or the row, into text
     drop: int = 0  # its turn to be dropped where the table is too wide: 1 goes first
@@ -332,7 +332,7 @@ def _always(findings: Findings) -> bool:
 class Section:
     """A part of a report."""
 
-    name: str  # of the command that measures it, if there is one
+    name: str  # command that measures it, if there is one
     needs: tuple[str, ...]  # tables of measurements of which at least one must have rows
     headings: tuple[Heading, ...]  # with its figures
     external: tuple[Heading, ...]  # headings for external models, of which only the attention is known
@@ -341,7 +341,7 @@ class Section:
     glanced: str = ""  # the anchor of the heading that the glance answers; empty: the first
     in_short: Sentences = _nothing  # its sentences for the first screen
     details: Sentences | None = None  # its sentences by model and pair; None: none
-    verdicts: Callable[[Findings], list[Finding]] | None = None  # of the claims that it judges; None: none
+    verdicts: Callable[[Findings], list[Finding]] | None = None  # verdicts on its claims; None if it judges none
     tables: Tables = _no_tables  # by file name without suffix, written as CSV
 
     def applicable_headings(self, findings: Findings) -> tuple[Heading, ...]:

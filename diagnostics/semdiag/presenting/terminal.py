@@ -1,4 +1,4 @@
-"""Progress without bars: a line at the start, and one a minute."""
+"""Consoles on stdout and stderr, and progress as a line a minute."""
 
 import sys
 import threading

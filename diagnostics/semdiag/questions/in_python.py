@@ -36,7 +36,7 @@ def k_sweep(
     Source: docs/theory.md#k-sweep. Deviation: not in the paper.
 
     Args:
-        model: from :func:`semdiag.load`, or any module.
+        model: A model from :func:`semdiag.load`, or any module.
         batches: what the model is called with, as of :func:`~semdiag.measuring.measure.measure`.
         labels: (N,) classes, for the accuracy of reruns; None if unknown.
         plan: the largest k; whether the model is run again with every k.
@@ -70,11 +70,11 @@ def mask_stability(
     Source: docs/theory.md#mask-stability. Deviation: not in the paper.
 
     Args:
-        model: from :func:`semdiag.load`, or any module.
+        model: A model from :func:`semdiag.load`, or any module.
         batches: what the model is called with.
         labels: (N,) classes, for the accuracy; None if unknown.
         plan: levels, draws, place and seed of the noise.
-        how: as of :func:`k_sweep`.
+        how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
         Measurements with the tables ``masks`` and ``noise_effects``, described at
@@ -93,10 +93,10 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
     Source: docs/theory.md#rounded-operands. Deviation: not in the paper.
 
     Args:
-        model: from :func:`semdiag.load`, or any module.
+        model: A model from :func:`semdiag.load`, or any module.
         batches: what the model is called with.
         plan: the formats, and k of a model without a mask.
-        how: as of :func:`k_sweep`.
+        how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
         Measurements with the tables ``rounded_masks`` and ``lost_weights``, described at
@@ -121,11 +121,11 @@ def compare(base: Model, model: Model, batches: Batches, *, top: int = TOP, **ho
     Source: docs/commands/compare.md. Deviation: not in the paper.
 
     Args:
-        base: from :func:`semdiag.load`, or any module.
+        base: A model from :func:`semdiag.load`, or any module.
         model: what was made of it, likewise; with as many attention calls of the same sizes.
         batches: what both are called with, as of :func:`~semdiag.measuring.measure.measure`.
         top: k of the top-k whose overlap is asked for.
-        how: as of :func:`k_sweep`. The base runs in a precision of its own.
+        how: Keywords, like those of :func:`k_sweep`. The base runs in a precision of its own.
 
     Returns:
         Measurements of the model, with the tables ``compared`` and ``compared_outputs``, described at
@@ -157,11 +157,11 @@ def landscape(
     Source: docs/theory.md#empirical. Deviation: the directions of a random plane are orthogonal tensor by tensor.
 
     Args:
-        model: from :func:`semdiag.load`, or an encoder of one's own.
+        model: A model from :func:`semdiag.load`, or an encoder of one's own.
         batches: token ids (N, L).
         labels: (N,) classes.
         plan: planes, size and resolution.
-        how: as of :func:`k_sweep`.
+        how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
         Measurements with the table ``landscape``, described at
@@ -186,11 +186,11 @@ def lipschitz(
     Source: docs/theory.md#empirical. Deviation: see each part.
 
     Args:
-        model: from :func:`semdiag.load`, or an encoder of one's own.
+        model: A model from :func:`semdiag.load`, or an encoder of one's own.
         batches: token ids (N, L); the first ``plan.samples`` are used.
         labels: (N,) classes.
         plan: how much is drawn, and how far.
-        how: as of :func:`k_sweep`.
+        how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
         Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``,

@@ -352,7 +352,7 @@ def _same(was: float, now: float, tolerance: float) -> bool:
 class LayerGate:
     """The median dispersions of a pair, layer by layer."""
 
-    label: str  # of the pair
+    label: str  # name of the pair
     full: tuple[float, ...]  # δ_s at p50 in each layer (nats), heads pooled
     topk: tuple[float, ...]  # δ_h at p50 in each layer (nats)
     every: bool  # whether it must hold in every layer
@@ -461,10 +461,10 @@ class Expectations:
 class Verification:
     """The judgements and what they are about."""
 
-    findings: Findings  # of the models
+    findings: Findings  # answers about the models
     pairs: list[GateResult]  # pooled percentiles of each pair
     layers: list[LayerGate]  # medians by layer of the same pairs
-    invariants: list[Invariant]  # of capture and certificates
+    invariants: list[Invariant]  # checks of capture and certificates
     rules: list[RuleResult]  # results by rule and model
     drifts: list[Drift]  # numbers that differ from the baseline
     compared: Compared | None  # models that the baseline covers; None without a baseline

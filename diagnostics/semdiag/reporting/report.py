@@ -76,10 +76,10 @@ def report_content(
     """Return the report as plain values.
 
     Args:
-        findings: of any number of models.
+        findings: Findings on any number of models.
         command: that made the report.
         verdict: the verdict in words.
-        sections: of the report.
+        sections: Sections of the report.
         figures: files by figure, relative to the report.
 
     Returns:
@@ -399,7 +399,7 @@ def summary(found: Measurements | Findings) -> Summary:
     """Return the results: the verdict in words, a row per model, the verdicts on claims.
 
     Args:
-        found: from :func:`semdiag.measure` or a probe.
+        found: Measurements from :func:`semdiag.measure` or a probe.
 
     Returns:
         A dictionary as in a report's ``summary.json``, ready for JSON: ``verdict``, ``glances``, ``results``, ….
@@ -421,7 +421,7 @@ def report(found: Measurements | Findings, folder: Path | str, keep_queries: boo
     """Write the report: a page with the verdict, figures, tables and caveats.
 
     Args:
-        found: from :func:`semdiag.measure` or a probe.
+        found: Measurements from :func:`semdiag.measure` or a probe.
         folder: created if missing; an older report there is replaced.
         keep_queries: whether to keep every query in ``data/``, to redraw the report from.
 
@@ -439,7 +439,7 @@ def plot(found: Measurements | Findings, figure: str) -> Figure:
     """Draw one figure of a report.
 
     Args:
-        found: from :func:`semdiag.measure` or a probe.
+        found: Measurements from :func:`semdiag.measure` or a probe.
         figure: its name, like ``dispersion_by_layer``, which its file in a report also has.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Group models into panels: only models that differ in nothing but attention share one."""
+"""Models in panels that differ in nothing but attention, their labels, and ranges in words."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -74,9 +74,9 @@ class AttentionStyle:
 
     name: str  # in words
     color: str  # from seaborn's colour-blind palette
-    marker: str  # of points
+    marker: str  # shape of the points
     line: str | tuple[int, tuple[int, ...]]  # line style
-    width: float  # of lines in points; input-agnostic controls are thinner
+    width: float  # line width in points; input-agnostic controls are thinner
 
 
 ATTENTION_STYLES = {

@@ -57,7 +57,7 @@ class PairPercentiles:
     """Pooled quantities of a pair at the paper's percentiles; separations at the mirrored ones."""
 
     full_dispersion: np.ndarray  # δ_s
-    dispersion: np.ndarray  # of the masked model
+    dispersion: np.ndarray  # δ of the masked model
     separation: np.ndarray  # Δ of the masked model, at 100 − p; 0 within rounding of a tie
     load: np.ndarray  # raw key loads of the masked model
     keys: int  # n, keys that a query of the full model has, at most

@@ -1,4 +1,4 @@
-"""How far the constants of Theorem 2 lie above the measured slopes of the loss, block by block."""
+"""The section ``bounds`` of a report: the constants of Theorem 2 above measured slopes, and Corollary 1."""
 
 from collections.abc import Sequence
 from typing import Any

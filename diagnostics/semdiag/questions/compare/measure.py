@@ -401,7 +401,7 @@ class ComparePlan:
 
     top: int = TOP  # k of the top-k whose overlap is measured
     base: LoadedModel | None = None  # None: the model itself, where nothing changes
-    dtype: torch.dtype | None = None  # of the base; None: that of the model
+    dtype: torch.dtype | None = None  # number format of the base; None: that of the model
 
     def __post_init__(self) -> None:
         if self.top < 1:
@@ -436,7 +436,7 @@ def compare(
         top: k of the top-k whose overlap is measured.
         labels: (N,) classes, for the loss; None: those in the batches, else the next token of a language model.
         device: where both run; None: where they are.
-        dtypes: of the base and of the other model; None: unchanged.
+        dtypes: Number formats of the base and of the other model; None: unchanged.
         after_batch: called with the number of samples of each batch.
         remark: called with the text and the code of each remark on the comparison.
 

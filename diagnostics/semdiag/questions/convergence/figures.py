@@ -1,4 +1,4 @@
-"""Speed-up over full attention, by task and attention, with bounds where a run never arrived."""
+"""The section ``convergence`` of a report: speed-up over full attention, and learning curves."""
 
 import math
 

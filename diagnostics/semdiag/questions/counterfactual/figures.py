@@ -1,4 +1,4 @@
-"""The section ``within`` of a report."""
+"""The section ``within`` of a report: its figures, sentences and tables."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""δ of sparse models beside that of full attention, by layer and pooled."""
+"""Dispersion δ by layer and head, paired with full attention, and the initialisation it came from."""
 
 import math
 import shlex
@@ -197,7 +197,7 @@ class PairComparison:
     """A top-k model beside its full counterpart."""
 
     gate: GateResult  # pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95
-    ratio: Interval  # of the pooled medians, with a 95% interval from resampled sequences
+    ratio: Interval  # quotient of the pooled medians, with a 95% interval from resampled sequences
     snapshot: str  # name of the snapshots compared
     samples: int  # sequences behind the ratio, of the model with fewer
 

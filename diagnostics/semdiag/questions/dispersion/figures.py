@@ -1,4 +1,4 @@
-"""The section ``dispersion`` of a report."""
+"""The section ``dispersion`` of a report: its figures, sentences and tables."""
 
 import numpy as np
 import pandas as pd

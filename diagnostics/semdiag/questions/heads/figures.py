@@ -1,4 +1,4 @@
-"""Heads by layers as coloured cells, a panel per quantity, all models one below the other."""
+"""The section ``heads`` of a report: heads by layers as coloured cells, one panel a quantity."""
 
 import numpy as np
 import pandas as pd

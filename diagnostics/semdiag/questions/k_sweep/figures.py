@@ -1,4 +1,4 @@
-"""Within each model: weight kept, dispersion, separation and the paper's conditions against k."""
+"""The section ``k-sweep`` of a report: weight kept, dispersion, separation and changed outputs against k."""
 
 from typing import Any
 

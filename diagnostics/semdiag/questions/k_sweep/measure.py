@@ -51,9 +51,9 @@ class CleanPass:
     """Keeps the top scores of a clean pass, and how long it took."""
 
     batches: list[Batch]  # the inputs
-    pieces: Mapping[int, Sequence[Batch]]  # of them, by length
+    pieces: Mapping[int, Sequence[Batch]]  # the batches cut into pieces, by length
     scores: TopScores  # that were seen
-    seconds: float = 0.0  # of the pass
+    seconds: float = 0.0  # duration of the pass
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
@@ -152,9 +152,13 @@ class KSweepPlan:
     rerun: bool = False  # whether the model is run with real masks
     tolerance: float | None = None  # change of the loss that is still no loss; None: see TOLERANCES
     budget: bool = False  # whether budgets by layer and head are looked for; takes reruns
-    ks: tuple[int, ...] = ()  # of the reruns; none named: up to max_k in growing steps; of any model a few
-    kinds: tuple[str, ...] = ()  # of sparse attention; none named: top-k and random; of any model some more
-    lengths: tuple[int, ...] = ()  # of pieces into which the tokens are cut, to be run with the masks, too
+    ks: tuple[
+        int, ...
+    ] = ()  # every k to rerun; if empty, growing steps up to max_k, and of an external model a few
+    kinds: tuple[
+        str, ...
+    ] = ()  # kinds of sparse attention; if empty, top-k and random, and of an external model some more
+    lengths: tuple[int, ...] = ()  # lengths of pieces of the texts that are also run with the masks
     seconds: float | None = None  # without rerun: external models are run on what fits in so much time
     jobs: int = 1  # processes among which the masks of a rerun are divided
 
@@ -191,7 +195,7 @@ def k_sweep(
     Source: docs/theory.md#k-sweep. Deviation: not in the paper, which compares trained models.
 
     Args:
-        model: from :func:`semdiag.load`, or any module; of our encoders those with full or top-k attention.
+        model: A model from :func:`semdiag.load`, or any module; an encoder needs full or top-k attention.
         tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
         labels: (N,) classes, for the loss of reruns; None: what the batches say (``labels``), else the next token
             of a causal language model.

@@ -123,7 +123,7 @@ class RerunOrder:
     device: torch.device | str | None
     dtype: torch.dtype | None
     plain: bool = True  # whether the rows without a mask are wanted
-    state: Tensor | None = None  # of torch's generator at the start; None: as it is
+    state: Tensor | None = None  # state of torch's generator at the start; None: unchanged
     chunk: int = 0  # positions of the parts of which samples have a row each; 0: one row a sample
 
 
@@ -140,7 +140,7 @@ class Passes:
     padded: bool = False
     drew: bool = False
     reader: tuple[str, Sequence[str], str, str] | None = None  # its others, unread, reason and loss
-    state: Tensor = field(default_factory=torch.get_rng_state)  # of torch's generator at the end
+    state: Tensor = field(default_factory=torch.get_rng_state)  # state of torch's generator at the end
 
 
 def carry_out(order: RerunOrder) -> Passes | str:

@@ -38,10 +38,10 @@ class TopScores:
     # whether the keys are those that the model's own mask keeps, and not all that it chooses among
     own_keys: bool = False
     run: tuple[int, ...] = ()  # the k that the model is run with
-    streams: Streams = field(default_factory=Streams)  # of the model
+    streams: Streams = field(default_factory=Streams)  # residual streams of the model
     # by layer and head, one of each call
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
-    share: float = 1.0  # of queries and keys that is held; halved, by chance, whenever they are too many
+    share: float = 1.0  # share of queries and keys that is held; halved, by chance, whenever they are too many
     held: int = 0  # numbers held
     most_keys: int = 0  # the most that a query has
     samples: SampleNumbers = field(default_factory=SampleNumbers)  # their numbers; each batch is to be begun

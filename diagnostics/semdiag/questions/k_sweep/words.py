@@ -1,4 +1,4 @@
-"""Is sparse attention enough? Grounds of the verdict, other kinds of masks, places, budgets."""
+"""The k-sweep in words: grounds of the verdict, other kinds of masks, places, budgets, terminal tables."""
 
 import math
 from collections.abc import Iterator, Mapping

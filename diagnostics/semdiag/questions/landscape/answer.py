@@ -1,4 +1,4 @@
-"""Summary numbers of a plane's evaluated cells: how far from the checkpoint a model still works."""
+"""Landscapes in numbers and sentences: how far from the checkpoint a model still works."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The evaluated cells of a landscape as arrays, one plane of one model at a time."""
+"""The section ``landscape`` of a report: evaluated cells of planes through a checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

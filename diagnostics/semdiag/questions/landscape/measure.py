@@ -80,11 +80,11 @@ def landscape(
     Source: docs/theory.md#empirical. Deviation: the directions of a random plane are orthogonal tensor by tensor.
 
     Args:
-        model: from :func:`semdiag.load`, or an encoder of one's own.
+        model: A model from :func:`semdiag.load`, or an encoder of one's own.
         tokens: (N, L) int64.
         labels: (N,) classes.
         plan: planes, size and resolution.
-        seed: of the directions.
+        seed: Random seed for the directions.
         device: where to run.
         dtype: float32 or float64.
         after_point: called with 1 after each point.

@@ -1,4 +1,4 @@
-"""Accuracy and loss against epochs, and when each run had learned its training data."""
+"""The section ``learning`` of a report: accuracy and loss against epochs."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Empirical estimates of the loss's Lipschitz constant, group by group, under the sound bound."""
+"""The section ``lipschitz`` of a report: empirical estimates under the sound bound, group by group."""
 
 import math
 from typing import Any

@@ -348,11 +348,11 @@ def lipschitz(
     Source: docs/theory.md#empirical. Deviation: see each part.
 
     Args:
-        model: from :func:`semdiag.load`, or an encoder of one's own.
+        model: A model from :func:`semdiag.load`, or an encoder of one's own.
         tokens: (N, L) int64; the first ``plan.samples`` are used.
         labels: (N,) classes.
         plan: how much is drawn, and how far.
-        seed: of all draws.
+        seed: Random seed for all draws.
         device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
         after_point: called with 1 after each parameter setting.
 

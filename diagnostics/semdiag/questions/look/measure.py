@@ -1,4 +1,4 @@
-"""The one input that is looked at, and the text of its tokens."""
+"""One input through every head: its tokens, and the scores that a page holds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -195,7 +195,7 @@ class SeenLayer:
     queries: list[str]  # labels of the queries: tokens, or positions
     keys: list[str]  # labels of the keys
     crossing: bool  # whether the module's name says that the keys are of another sequence than the queries
-    heads: list[Head]  # of the layer
+    heads: list[Head]  # heads of the layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -271,13 +271,13 @@ def look(
     Source: paper, Def. 3 and eqs. 19, 22 for δ and Δ. Deviation: none.
 
     Args:
-        model: from :func:`semdiag.load`, or any module.
+        model: A model from :func:`semdiag.load`, or any module.
         inputs: a text, for a Hugging Face model; or the model's inputs, of which the first sample is taken.
         out: the page, an .html file; only an earlier page of this kind is replaced.
         tokens: the text of each token; by default from the model's tokenizer, else ids, else positions.
         k: how many of each query's scores are shown as kept at first; None: 5.
         device: where to run; None: where the model is.
-        dtype: of the model and the scores; None: the model's own.
+        dtype: Number format of the model and the scores; None: the model's own.
 
     Returns:
         The page.

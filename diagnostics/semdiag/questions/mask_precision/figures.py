@@ -1,4 +1,4 @@
-"""The section ``mask-precision`` of a report."""
+"""The section ``mask-precision`` of a report: its figure, sentences and tables."""
 
 import pandas as pd
 from matplotlib.figure import Figure

@@ -178,7 +178,7 @@ class PrecisionPlan:
     """
 
     formats: tuple[str, ...] = ("bfloat16",)  # short names or torch's; stored as torch's, each once
-    k: int = SUPPOSED_K  # of the mask that top-k would choose in a model without a selection of its own
+    k: int = SUPPOSED_K  # keys in the mask that top-k would choose in a model without a selection of its own
 
     def __post_init__(self) -> None:
         names = tuple(dict.fromkeys(number_format(name).name for name in self.formats))
@@ -209,12 +209,12 @@ def mask_precision(
     Source: docs/theory.md#rounded-operands. Deviation: not in the paper.
 
     Args:
-        model: from :func:`semdiag.load`, or any module.
+        model: A model from :func:`semdiag.load`, or any module.
         inputs: what :func:`~semdiag.measuring.measure.measure` takes.
         plan: the formats, and k of a model without a mask; by default bfloat16.
         batch_size: samples at a time.
         device: where to run; None: where the model is.
-        dtype: of the model; None: its own.
+        dtype: Number format of the model; None: its own.
         min_keys: queries with fewer keys are left out.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How masks change in a number format, in sentences."""
+"""Masks in a number format: sentences, and the table on the terminal."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The answer of ``semdiag mask-stability``: by noise level, layer and head, and why a model has none."""
+"""Masks under noise in numbers: by noise level, layer and head, and why a model has none."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The section ``mask-stability`` of a report."""
+"""The section ``mask-stability`` of a report: its figures and tables."""
 
 import numpy as np
 import pandas as pd

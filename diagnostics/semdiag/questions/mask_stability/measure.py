@@ -156,7 +156,7 @@ class NoisePlan:
     draws: int = DRAWS
     absolute: bool = False  # whether the levels are absolute; else relative to each token's RMS
     block: int = 0  # the block at whose input the noise enters; 0: the embedded tokens
-    k: int = SUPPOSED_K  # of the mask that a full-attention model would choose
+    k: int = SUPPOSED_K  # keys in the mask that a full-attention model would choose
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -190,14 +190,14 @@ def mask_stability(
     room for the rounding of the scores, so that a certified row that changes its mask is an error.
 
     Args:
-        model: from :func:`semdiag.load`, or any module. In an external model noise enters behind the embedding of
-            tokens, and attention that it does not reach has no rows.
+        model: A model from :func:`semdiag.load`, or any module. In an external model noise enters behind the token
+            embedding, and attention that it does not reach has no rows.
         tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
         labels: (N,) classes, for the accuracy; None if unknown.
         plan: levels, draws, place and seed of the noise; by default 1% of each embedded token's RMS, 5 draws.
         batch_size: samples at a time, noisy copies included.
         device: where to run.
-        dtype: of the model and of the scores: float32 or float64.
+        dtype: Number format of the model and of the scores: float32 or float64.
         min_keys: queries with fewer keys are left out.
         after_batch: called with the number of clean samples of each finished batch.
         note: called with what is not available, why, and in which module (may be empty).

@@ -40,7 +40,7 @@ _ENTRIES = 2**26  # of the masks that are compared at a time
 class OverlapPlan:
     """Which masks are compared."""
 
-    k: int = SUPPOSED_K  # of the mask that top-k would choose in a model without a selection of its own
+    k: int = SUPPOSED_K  # keys in the mask that top-k would choose in a model without a selection of its own
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -78,7 +78,7 @@ class _Kept:
     """The kept keys of every layer of one forward pass, (B, H, L, Lk) bool; none for queries that drop no key."""
 
     k: int | None
-    samples: int = 0  # of the running batch
+    samples: int = 0  # samples of the running batch
     calls: dict[int, tuple[Tensor, list[int]]] = field(
         default_factory=dict
     )  # kept keys; index in allowed, by head

@@ -1,4 +1,4 @@
-"""What one selection of a model chose: experts or keys, row by row."""
+"""Selections of a model while it runs: the experts or keys that it chose, row by row."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -201,7 +201,7 @@ class Tokens:
     """The tokens of a batch."""
 
     samples: int  # their number
-    lengths: frozenset[int]  # of its sequences of token ids; empty if there are none
+    lengths: frozenset[int]  # lengths of its sequences of token ids; empty if there are none
     real: dict[str, Tensor]  # (samples, length) bool by argument, false for padding
 
 
@@ -262,17 +262,17 @@ class Place:
     """Where a selection stands."""
 
     text: str  # names of the module and its class, in lower case
-    kind: str  # of :func:`kind_of`
+    kind: str  # what :func:`kind_of` returns
     causal: bool  # whether keys after the query are forbidden
-    tokens: Tokens  # of the batch
+    tokens: Tokens  # tokens of the batch
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
     """What a selection could choose and chose, row by row."""
 
-    kind: str  # of :func:`kind_of`
-    shape: tuple[int, ...]  # of the rows: samples, other axes, tokens
+    kind: str  # what :func:`kind_of` returns
+    shape: tuple[int, ...]  # axes of the rows: samples, others, tokens
     indices: Tensor  # int64 (rows, k), -1 where nothing could be chosen
     order: Tensor  # (rows, n) scores in whose order it chose, -inf for forbidden choices
     real: Tensor  # bool (rows,), false for padding

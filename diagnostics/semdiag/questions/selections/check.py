@@ -54,9 +54,9 @@ class SelectionFile:
     indices: Tensor  # (..., k) chosen keys, -1 for none
     scores: Tensor | None = None  # (..., n) of all keys
     weights: Tensor | None = None  # (..., k) of the chosen keys
-    lengths: Tensor | None = None  # of the sequences
+    lengths: Tensor | None = None  # lengths of the sequences
     starts: Tensor | None = None  # the first valid key of each
-    documents: Tensor | None = None  # of each token, in packed sequences
+    documents: Tensor | None = None  # document of each token, in packed sequences
     tokens: Tensor | None = None  # their ids
     error: Tensor | None = None  # how far recomputed scores may be from the engine's
     q: Tensor | None = None  # queries and keys, in place of scores
@@ -236,7 +236,7 @@ class CheckedSelection:
     rows: pd.DataFrame  # a row for each checked row, described at :func:`check_selection`
     k: int  # keys that a row chooses
     keys: int | None  # that a row has; None: unknown
-    format: str  # of the engine's scores
+    format: str  # number format of the engine's scores
     not_checked: int  # rows of padded queries
     not_judged: int  # rows without a fault and without scores
 
@@ -481,7 +481,7 @@ class LaidOut:
 
     file: SelectionFile  # where it is from
     layers: int  # their number; 1 if there are none
-    heads: int  # of a layer; 1 if there are none
+    heads: int  # heads of a layer; 1 if there are none
     indices: Tensor  # int64 (T, layers · heads, k)
     kind: str  # type of the indices, as given
     scores: Tensor | None  # (T, layers · heads, n); None: unknown

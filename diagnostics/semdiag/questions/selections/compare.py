@@ -57,13 +57,13 @@ class ComparedSelections:
     """What :func:`compare_selections` found."""
 
     rows: pd.DataFrame
-    tokens: int  # of each selection
+    tokens: int  # tokens of each selection
     k: int  # keys that a row chooses
-    format: str  # of the engines' scores
+    format: str  # number format of the engines' scores
     repeats: tuple[int, int]  # how many rows of A and of B name a key twice; it counts once
     weight_of: str  # from which file's weights or scores the lost weight is; empty: unknown
     by_own_scores: int | None
-    layouts: tuple[str, str]  # of A and B, as they were named or guessed
+    layouts: tuple[str, str]  # layouts of A and B, named by the user or guessed
     ignored: tuple[str, ...]  # names of arrays that were not looked at
 
 
@@ -343,7 +343,7 @@ class OwnSelection:
 
     module: str  # that selects
     layer: int | None  # the first number in its name; None: it has none
-    parts: list[OwnRows] = field(default_factory=list)  # of each batch
+    parts: list[OwnRows] = field(default_factory=list)  # rows of each batch
 
 
 @dataclass
@@ -353,7 +353,7 @@ class OwnSelections:
     selections: list[OwnSelection]  # in the order in which they ran
     # number of selections whose rows are not tokens, by module and shape
     others: Counter[tuple[str, tuple[int, ...]]]
-    maps: list[SampleMap] = field(default_factory=list)  # of the first sample
+    maps: list[SampleMap] = field(default_factory=list)  # maps of the first sample
 
 
 def own_selections(

@@ -1,4 +1,4 @@
-"""One sample's selections: which keys, or experts, each token keeps, could have kept, and may not."""
+"""One sample's selections as a map: the keys, or experts, that each token keeps, could keep, and may not."""
 
 from collections.abc import Sequence
 

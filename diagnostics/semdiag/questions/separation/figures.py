@@ -1,4 +1,4 @@
-"""How many queries keep the same key: the load of the keys, and its sinks."""
+"""The section ``separation`` of a report: separation by layer, and the load of the keys."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any

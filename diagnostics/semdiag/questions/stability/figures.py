@@ -1,4 +1,4 @@
-"""The softmax constant ξ against the dispersion in both forms, with what was measured below it."""
+"""The section ``stability`` of a report: ξ against the dispersion, and what was measured below it."""
 
 import math
 
