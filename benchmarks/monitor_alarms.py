@@ -16,7 +16,7 @@ from torch import nn
 
 from semdiag import Monitor
 
-SEEDS, STEPS, WARM_UP, LETTERS = 5, 300, 20, 11
+SEEDS, STEPS, WARM_UP, LETTERS = 3, 300, 20, 11
 ALARM = {"max_logit": 50, "entropy": (0.05, "below"), "first_key": ("doubles", 500, 0.5)}
 
 
