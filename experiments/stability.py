@@ -2,10 +2,12 @@
 
     python experiments/stability.py run runs/stability
     python experiments/stability.py pack runs/stability experiments/stability
+    python experiments/stability.py unpack experiments/stability runs/stability
     python experiments/stability.py judge experiments/stability --out reports/stability
 
 ``run`` writes a table for every block (task, attention, seed) when its six runs end, and leaves out the blocks
-that have one. ``pack`` joins the tables by task. ``judge`` writes what the registration asks.
+that have one. ``pack`` joins the tables by task, ``unpack`` parts them again: ``run`` then goes on where another
+machine stopped. ``judge`` writes what the registration asks, once every block is there.
 """
 
 import argparse
@@ -203,6 +205,14 @@ def pack(folder: Path, out: Path) -> None:
             write(pd.concat(tables), out / f"{task}.parquet")
 
 
+def unpack(folder: Path, out: Path) -> None:
+    """Part the tasks' tables into one a block."""
+    out.mkdir(parents=True, exist_ok=True)
+    for task in TASKS:
+        for (attention, seed), table in pd.read_parquet(folder / f"{task}.parquet").groupby(["attention", "seed"]):
+            write(table, block_file(out, task, str(attention), int(seed)))
+
+
 def read(folder: Path) -> pd.DataFrame:
     """The tables of :func:`pack`, of the seeds whose blocks are all there, with the run's own training loss."""
     table = pd.concat([pd.read_parquet(file) for file in sorted(folder.glob("*.parquet"))], ignore_index=True)
@@ -321,20 +331,20 @@ def judge(folder: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Run, pack or judge."""
+    """Run, pack, unpack or judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked = parser.add_subparsers(dest="asked", required=True)
     asked.add_parser("run").add_argument("folder", type=Path)
-    for name in ("pack", "judge"):
+    for name in ("pack", "unpack", "judge"):
         own = asked.add_parser(name)
         own.add_argument("folder", type=Path)
-        own.add_argument("out" if name == "pack" else "--out", type=Path)
+        own.add_argument("--out" if name == "judge" else "out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.asked == "run":
         run(given.folder)
-    elif given.asked == "pack":
-        pack(given.folder, given.out)
+    elif given.asked in ("pack", "unpack"):
+        {"pack": pack, "unpack": unpack}[given.asked](given.folder, given.out)
     else:
         judge(given.folder, given.out)
 
