@@ -1,4 +1,4 @@
-"""Weights that training, averaging or a parametrisation writes are no part of the input: nothing is said of them."""
+"""Weights that training, averaging or a parametrisation writes are not made of the input."""
 
 import contextlib
 import copy
