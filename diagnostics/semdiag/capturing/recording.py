@@ -62,21 +62,31 @@ class Watched:
         self.modules = dict(named)
         self.audit = Audit(modules=[name for name, module in named if isinstance(module, AttentionCore)])
         self.names = {id(module): name for name, module in named}
-        own = (*model.parameters(), *model.buffers())
-        self.parameters = {
-            t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided
-        }
+        self.parameters: set[int] = set()  # addresses, of buffers too
+        self.trained: set[int] = set()  # addresses of parameters alone
+        self.find_parameters()
         self.ran: set[str] = set()
         self.numbers: dict[str, int] = {}
         self.lock, self.closed = threading.RLock(), False
         self.failure: BaseException | None = None
+
+    def find_parameters(self) -> None:
+        """Note where the model's parameters and buffers are now; a caller may have put others in their place."""
+        trained, buffers = (
+            {t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided}
+            for own in (self.model.parameters(), self.model.buffers())
+        )
+        for known, now in ((self.trained, trained), (self.parameters, trained | buffers)):
+            known &= now  # other threads read these sets
+            known |= now
 
 
 class Recorder(threading.local):
     """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread."""
 
     def __init__(self, watched: Watched) -> None:  # runs again in each thread
-        self.audit, self.names, self.parameters = watched.audit, watched.names, watched.parameters
+        self.audit, self.names = watched.audit, watched.names
+        self.parameters, self.trained = watched.parameters, watched.trained
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
@@ -129,6 +139,8 @@ class Recorder(threading.local):
         self.running.append(name)
         with torch._C.DisableTorchFunction():  # a function mode would see every property access
             self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
+            if module is self._watched.model:
+                self._watched.find_parameters()
         self._watched.ran.add(name)
         return True
 

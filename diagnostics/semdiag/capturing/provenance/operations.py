@@ -451,7 +451,8 @@ class OperationWatch(TorchDispatchMode):
 
     def _before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         written = (args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes)
-        self._softmaxes.before_write(plan.name, args, [*tensors(written)])
+        given = [*tensors((*args, *kwargs.values()))]
+        self._softmaxes.before_write(plan.name, args, [*tensors(written)], given)
 
     def _look(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

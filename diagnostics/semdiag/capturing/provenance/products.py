@@ -268,9 +268,11 @@ _DEFORMABLE = "its keys are parameters, and its values are interpolated between 
 
 def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
     """Propagate tags from an operation's inputs to its outputs."""
-    if not given or name in _SHAPED:
+    outputs = _float_outputs(result) if given else []
+    if name in _SHAPED:
+        given = [t for t in given if tags.fixed(t)]  # noise for weights, and room for more of them
+    if not given:
         return
-    outputs = _float_outputs(result)
     if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
         for out in outputs:
             tags.mark(out, "sampled")
@@ -280,6 +282,8 @@ def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor],
             tags.tag_fixed(out)
     for source, scores, weights in tagged:
         for out in outputs:
+            if tags.own(out) and tags.fixed(out):  # a step of training
+                continue
             if scores is not None:
                 _propagate_scores(tags, name, args, scores, source, out)
             if weights is not None:

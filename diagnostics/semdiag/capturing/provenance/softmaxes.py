@@ -103,13 +103,15 @@ class Softmaxes:
         self._inputs_in_use[address(scores)] += 1
         return softmax
 
-    def before_write(self, name: str, args: Sequence[object], written: Sequence[Tensor]) -> None:
+    def before_write(
+        self, name: str, args: Sequence[object], written: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> None:
         """Save what is still needed of tensors that an operation is about to overwrite."""
         self._saved = {}
         noise = name == "mul_" and any(self._tags.noise(t) is not None for t in tensors(args[1:]))
         for tensor in written:
             storage = address(tensor)
-            known = self._tags.written(tensor, noise)
+            known = self._tags.written(tensor, noise, self._leaves_fixed(tensor, given))
             if self._inputs_in_use.get(storage, 0) > 0:
                 for softmax in self._open:
                     if not softmax.done and address(softmax.scores) == storage:
@@ -122,6 +124,14 @@ class Softmaxes:
                 if isinstance(source, Tensor) and address(source) == storage:
                     with outside_all_modes(tensor.device.type):
                         self._saved[storage] = source.detach().clone()
+
+    def _leaves_fixed(self, tensor: Tensor, given: Sequence[Tensor]) -> bool:
+        """Return whether a write only updates parameters: from others, or by an optimiser between passes."""
+        if not is_plain(tensor):
+            return False
+        if not self._recorder.running and tensor.untyped_storage().data_ptr() in self._recorder.trained:
+            return True
+        return all(map(self._tags.fixed, given))
 
     def release(self, softmax: Softmax) -> None:
         """Mark a softmax as captured, and free its memory."""

@@ -358,6 +358,7 @@ class Tags:
         self._stores: dict[int, _Store] = {}
         self._limit = 256
         self._writes: Counter[int] = Counter()
+        self._moving: set[int] = set()  # storages of parameters and buffers that hold something else now
         self._numbers = 0
 
     def number(self) -> int:
@@ -390,12 +391,15 @@ class Tags:
         """Return whether a tensor is computed from parameters alone, without products."""
         if not is_plain(tensor):
             return isinstance(tensor, torch.nn.Parameter)
-        memory = tensor.untyped_storage()
-        storage = memory._cdata
-        if memory.data_ptr() in self._parameters:
-            return not self._writes[storage]
+        storage = address(tensor)
+        if self.own(tensor):
+            return storage not in self._moving
         store = self._stores.get(storage)
         return store is not None and store.fixed
+
+    def own(self, tensor: Tensor) -> bool:
+        """Return whether a plain tensor lies in a parameter or a buffer of the model."""
+        return tensor.untyped_storage().data_ptr() in self._parameters
 
     def tag_scores(self, tensor: Tensor, tag: Scores) -> None:
         """Tag a tensor as scores."""
@@ -415,7 +419,7 @@ class Tags:
     def tag_noise(self, tensor: Tensor, kept: float) -> None:
         """Tag a tensor as pure noise, with the probability that an entry is kept."""
         store, key = self._store(tensor), _geometry(tensor)
-        store.noise, store.fixed = kept, False
+        store.noise = kept
         store.scores.pop(key, None)
         store.weights.pop(key, None)
 
@@ -432,21 +436,26 @@ class Tags:
 
     def tag_fixed(self, tensor: Tensor) -> None:
         """Tag a tensor as computed from parameters alone."""
-        if tensor.untyped_storage().data_ptr() not in self._parameters:
+        if not self.own(tensor):
             self._store(tensor).fixed = True
 
     def writes(self, tensor: Tensor) -> int:
         """Return the number of operations that have written to a tensor's storage so far."""
         return self._writes[address(tensor)]
 
-    def written(self, tensor: Tensor, noise: bool) -> bool:
-        """Note a write to a tensor, which may change all tensors that share its storage."""
+    def written(self, tensor: Tensor, noise: bool, fixed: bool) -> bool:
+        """Note a write to a tensor, which may change all tensors that share its storage.
+
+        ``fixed``: what is written is computed from parameters alone, or is a step of training.
+        """
         storage = address(tensor)
         self._writes[storage] += 1
+        if not fixed and is_plain(tensor) and self.own(tensor):
+            self._moving.add(storage)
         store = self._stores.get(storage)
         if store is None:
             return False
-        store.fixed = False
+        store.fixed = store.fixed and fixed
         if not noise:
             store.weights = {key: tag._replace(exact=False) for key, tag in store.weights.items()}
         return True
