@@ -312,8 +312,13 @@ def secondary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def judge(folder: Path, out: Path) -> None:
-    """Write and print what the registration asks."""
+    """Write and print what the registration asks, once all is there."""
     table = read(folder)
+    through, registered = len(table.drop_duplicates(["task", "attention", "seed"])), 12 * len(SEEDS)
+    if through < registered:
+        raise SystemExit(
+            f"Nothing is judged before all {registered} blocks are there. {through} are, of whole seeds."
+        )
     found = ratios(table)
     out.mkdir(parents=True, exist_ok=True)
     answers = verdicts(found)

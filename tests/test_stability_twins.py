@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "stability"
 
 
+TABLE = stability.read(FOLDER)
 MOVED = stability.MOVE * math.sqrt(10_000)  # the null twins' first distance, at least: they have more parameters
 
 
@@ -91,3 +92,19 @@ def test_pairs_that_match_nowhere_are_named():
     found = stability.verdicts(ratios).set_index("moment")
     assert found.loc["matched loss", ["pairs", "unmatched"]].tolist() == [0, "1"]
     assert found.loc["matched loss", "verdict"] == "cannot tell"
+
+
+def test_nothing_is_judged_while_blocks_are_missing(tmp_path):
+    files = sorted(FOLDER.glob("*.parquet"))
+    blocks = pd.concat([pd.read_parquet(file, columns=["task", "attention", "seed"]) for file in files])
+    through = len(blocks.drop_duplicates())
+    assert through < 96, "all are there: judge them, write the result, and let a test hold it against the records"
+    with pytest.raises(SystemExit, match="Nothing is judged before all 96 blocks"):
+        stability.judge(FOLDER, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_followed_the_batches_is_never_below_the_distance():
+    """By the triangle inequality, step by step; the records are in float32."""
+    twins = TABLE[TABLE["member"] != "base"]
+    assert (twins["ln_followed"] >= np.log(twins["distance"]) - 1e-4).all()
