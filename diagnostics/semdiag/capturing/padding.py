@@ -316,7 +316,8 @@ def _begins_bare(module: nn.Module, masks: TokenMasks, args: tuple[Any, ...], kw
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         return False
     first = ids[:, 0] == pad
-    return bool(first.any()) and not bool(first.all())
+    left = first & (ids != pad).any(1)  # a step of a generation has padding alone where a sample has ended
+    return bool(left.any()) and not bool(first.all())
 
 
 def _averages(call: AttentionCall) -> bool:

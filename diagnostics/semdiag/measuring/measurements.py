@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
-from semdiag.measuring.probe import layer_table, optional_tables
+from semdiag.measuring.probe import EVERYWHERE, layer_table, optional_tables
 from semdiag.measuring.table import CORE, DEFAULTS, GONE, LATER, SHARES, TABLES, read_parquet, rows_of
 from semdiag.measuring.words import counted
 from semdiag_models import InputError, sha256
@@ -229,7 +229,8 @@ class Measurements:
         provenance: dict[str, Any] | None = None,
         **tables: pd.DataFrame,
     ) -> None:
-        unknown = [name for name in tables if name not in optional_tables()]
+        more = tables.keys() - {table.name for table in EVERYWHERE}
+        unknown = sorted(more - optional_tables().keys()) if more else []  # questions are loaded when first needed
         if unknown:
             raise TypeError(
                 f"Tables of measurements are {', '.join([*TABLES, *optional_tables()])}. Got {unknown[0]!r}."

@@ -361,9 +361,11 @@ def probes() -> dict[type, Probe]:
     return {probe.plan: probe for source in PROBE_SOURCES for probe in source()}
 
 
+EVERYWHERE = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES)  # tables of every forward pass, whatever is asked
+
+
 @cache
 def optional_tables() -> dict[str, Table]:
     """Return the declared tables by name: those of every forward pass, of probes, and of training runs."""
     probed = [table for probe in probes().values() for table in probe.tables]
-    every = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES, *probed, *RUN_TABLES)
-    return {table.name: table for table in every}
+    return {table.name: table for table in (*EVERYWHERE, *probed, *RUN_TABLES)}

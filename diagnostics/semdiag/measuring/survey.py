@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,8 +25,10 @@ from semdiag.measuring.probe import probes as all_probes
 from semdiag.measuring.table import REMARKS
 from semdiag.measuring.words import counted
 from semdiag_models import Encoder, InputError
-from semdiag_models.sweeps.workers import TICK, Workers
 from semdiag_models.training import find_device, with_float64
+
+if TYPE_CHECKING:
+    from semdiag_models.sweeps.workers import Workers
 
 
 class Inputs(NamedTuple):
@@ -315,9 +317,11 @@ def one_thread() -> Iterator[None]:
 
 
 def run_in_parallel(
-    orders: Sequence[tuple[str, Any]], workers: Workers, ended: Callable[[str], None] = lambda path: None
+    orders: Sequence[tuple[str, Any]], workers: "Workers", ended: Callable[[str], None] = lambda path: None
 ) -> list[Any]:
     """Run several orders at once; the results do not depend on which worker runs which."""
+    from semdiag_models.sweeps.workers import TICK
+
     waiting, results = deque(enumerate(orders)), dict[int, Any]()
     running: dict[Any, tuple[int, str]] = {}
     try:

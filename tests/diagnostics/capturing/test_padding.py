@@ -193,7 +193,7 @@ def test_a_mask_of_the_user_is_a_tensor_of_two_axes(real):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_mask_of_the_user_has_a_row_for_every_sample(rows):
     real = torch.ones(rows, LENGTH, dtype=torch.bool)
-    message = f"^real must have one row per sample. Got {rows} rows for 2 samples.$"
+    message = f"^real must have one row per sample. Got {rows} rows? for 2 samples.$"
     for batches in (stream(), (batch for batch in stream().split(1))):
         with pytest.raises(semdiag.InputError, match=message):
             semdiag.measure(Folded(), batches, real=real)

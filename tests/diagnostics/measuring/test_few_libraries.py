@@ -1,4 +1,4 @@
-"""Capturing and measuring one model need neither what writes reports nor what writes files or starts processes."""
+"""Capturing and measuring one model need nothing that writes reports or files, or starts processes."""
 
 import subprocess
 import sys
@@ -17,9 +17,11 @@ BROKEN = (
 WORK = """
 import sys
 
+broken = {broken!r}
+
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {broken!r}:
+        if name.partition(".")[0] in broken:
             raise ImportError("broken: " + name)
 
 sys.meta_path.insert(0, Broken())
@@ -33,9 +35,10 @@ with torch.no_grad(), semdiag.capture(model, k=2) as calls:
     model(x)
 assert len(calls.residual)
 assert len(semdiag.measure(model, [x], k=(2,)).queries) == 20
-assert len(semdiag.k_sweep(model, [x]).sweep)
 with torch.no_grad(), semdiag.sparsify(model, keep=semdiag.TopK(2)):
     model(x)
+broken = [name for name in broken if name not in ("typer", "rich")]  # a question stands beside its command
+assert len(semdiag.k_sweep(model, [x]).sweep)
 """
 
 
