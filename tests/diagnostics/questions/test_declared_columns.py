@@ -16,7 +16,7 @@ SHOWN = [
     ("compare", "answer:_TERMINAL_COLUMNS", ("compare",), set()),
     ("convergence", "words:_RUNS", ("runs", "speed_ups"), set()),
     ("convergence", "words:_SEEDS", ("over_seeds",), set()),
-    ("k-sweep", "words:_RERUN", ("k_sweep_rerun",), {"growth", "keys", "name", "random"}),
+    ("k-sweep", "words:_RERUN", ("k_sweep_rerun",), {"growth", "name", "random"}),
     ("landscape", "answer:_COLUMNS", ("landscape_planes",), set()),
     ("mask-precision", "words:_COLUMNS", ("mask_precision",), set()),
     ("mask-stability", "words:_COLUMNS", ("mask_stability",), {"noise"}),
