@@ -26,8 +26,8 @@ HELPERS = {
     "score_strips": {"add_ranks_", "largest_scores", "part_of", "rows_of"},
     "selections": {"allowed_keys", "overlaps", "places_in", "weight_lost", "without_repeats"},
     "spectral_norms": {
-        "broadcast", "float64", "log", "log_one_plus", "log_one_plus_inverse", "log_product", "log_root_sum_squares",
-        "log_sum",
+        "broadcast", "float64", "log", "log_one_plus", "log_one_plus_inverse", "log_product",
+        "log_root_sum_squares", "log_sum",
     },
 }  # fmt: skip
 WITHOUT_FORMULAS = {"censored", "sampled_intervals"}
