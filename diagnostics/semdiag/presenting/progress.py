@@ -5,13 +5,14 @@ from types import TracebackType
 from typing import Self
 
 from semdiag.measuring.words import counted
-from semdiag.presenting.terminal import Minutes, clock, terminal
+from semdiag.presenting.terminal import Minutes, clock, terminal, visible
 
 _WIDTH = 50  # of a stage's name
 
 
 def _shown(stage: str) -> str:
     """Return a stage's name, of a long path the last folders that have room."""
+    stage = visible(stage)  # escapes take room, which the console would not give them
     end = stage[1 - _WIDTH :]
     return stage if len(stage) <= _WIDTH else f"…{end[max(0, end.find('/')) :]}"
 
@@ -26,7 +27,8 @@ class Stages:
         console = terminal(stderr=True)
         self._hidden = quiet or not console.is_terminal  # in a file even a transient bar leaves an empty line
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
-        self._whole, self._step = self._bar.add_task(name, total=stages), self._bar.add_task("loading", total=None)
+        self._whole = self._bar.add_task(visible(name), total=stages)
+        self._step = self._bar.add_task("loading", total=None)
         self._begun = False
         self._name = name
         start = f"{name} {what} in {counted(stages, 'stage')}" if what else ""

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from rich.text import Text
 from torch import nn
 
 from semdiag import Monitor, load, measure
@@ -130,18 +131,21 @@ def test_what_a_file_says_does_not_steer_the_terminal(run_semdiag, here, tiny_ru
     assert visible("a\tb\nc\r\u202e") == "a\tb\nc\\r\\u202e"
 
 
-def test_colours_of_our_own_still_reach_the_terminal(capsys):
-    terminal(force_terminal=True, color_system="standard", highlight=False).print("[red]x[/]\x1b[2J")
+def test_colours_of_our_own_still_reach_the_terminal(capsys, monkeypatch):
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLORTERM", ""), ("NO_COLOR", "")):
+        monkeypatch.setenv(name, value)
+    terminal().print(Text.assemble(("x", "red"), "\x1b[2J"))
     assert capsys.readouterr().out == "\x1b[31mx\x1b[0m\\x1b[2J\n"
 
 
-def test_a_reader_that_leaves_is_no_failed_check():
+def test_a_reader_that_leaves_is_no_failed_check(monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
 
+    monkeypatch.setattr(sys, "stdout", Gone())
     with pytest.raises(BrokenPipeError):  # rich would leave with exit code 1
-        terminal(file=Gone()).print("a table")
+        terminal().print("a table")
 
 
 @pytest.mark.parametrize("spec", ["hf:__main__", "hf:sys", "hf:nowhere"])
