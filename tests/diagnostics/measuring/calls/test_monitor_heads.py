@@ -422,12 +422,12 @@ def test_the_command_shows_the_quantities_of_each_k(tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_that_diverges_alarms_and_a_healthy_one_does_not(seed):
-    """As large a rate leaves no doubt on any processor: the loss ends above a hundred times that of chance."""
-    alarm, lost, last = monitor_alarms.run(seed, 0.1)
-    assert alarm is not None
+    """As large a rate leaves no doubt on any processor: the loss ends above ten times that of chance."""
+    alarms, lost, last = monitor_alarms.run(seed, 0.1)
+    assert alarms[0] is not None  # of the largest score
     assert lost is not None
-    assert last > 100 * math.log(monitor_alarms.LETTERS)
-    assert monitor_alarms.run(seed, 0.003)[:2] == (None, None)
+    assert last > 10 * math.log(monitor_alarms.LETTERS)
+    assert monitor_alarms.run(seed, 0.003)[:2] == ([None] * len(alarms), None)
 
 
 def test_scores_that_are_no_numbers_alarm_as_infinite():
