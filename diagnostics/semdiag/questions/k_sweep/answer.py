@@ -10,7 +10,7 @@ import pandas as pd
 import scipy
 from numpy.typing import NDArray
 
-from semdiag.capturing.attention_call import DENSE
+from semdiag.capturing.attention_call import DENSE, HEAVY_HITTERS
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
@@ -327,6 +327,8 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
 def _by_weight(findings: Findings, model: str, mass: pd.DataFrame, ran: bool) -> SparseVerdict:
     """Return what the sweep says of a model that was not run with masks of top-k that drop keys."""
     attention = findings.measurements.models.set_index("model")["attention"][model]
+    if attention not in (*DENSE, *HEAVY_HITTERS, "bottomk"):
+        return SparseVerdict(Answer.OPEN, "cannot tell: its mask does not rank keys by their scores.")
     if ran or mass.empty or attention not in DENSE:
         return SparseVerdict(Answer.OPEN, "cannot tell: no mask of top-k that drops keys was run.")
     enough = mass[mass["mean"] >= MASS]

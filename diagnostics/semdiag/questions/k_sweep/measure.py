@@ -90,7 +90,9 @@ def clean_pass(
     if plan.budget:
         halves(batches)  # refused before minutes are spent
     if plan.lengths and not loaded.external:
-        raise InputError("--lengths takes external models.")
+        raise InputError(
+            "--lengths takes external models; for a run of semdiag train: semdiag convergence --lengths."
+        )
     pieces = {n: packed(batches, n, max(1, batch_size * keys // n)) for n in plan.lengths}
     draws = QueryDraws(queries, seed)
     draws.expect(longest)

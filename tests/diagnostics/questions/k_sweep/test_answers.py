@@ -166,7 +166,8 @@ def test_a_model_with_one_logit_is_not_said_to_lose_nothing():
     model = loaded(classifier(num_labels=1), batches=[{"input_ids": tokens()}])
     found = survey([model], Conditions(plans=(plan,), dtype="float64"))
     verdict = sparse_verdict(Findings(found), "own:model")
-    assert (verdict.measure, verdict.reason) == ("output_change", "")
+    assert verdict.measure == "output_change"
+    assert f"k = {verdict.k} per query" in verdict.sentence
     assert found.remarks["text"].str.startswith("logits are compared as outputs").sum() == 1
 
 
@@ -236,7 +237,9 @@ def test_of_a_change_that_is_no_finite_number_nobody_can_tell(spoilt):
     plan = KSweepPlan(LENGTH - 1, rerun=True, ks=(1, 2))
     model = loaded(never(columns=WORDS + 1, spoilt=spoilt), batches=[no_zeros()])
     found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64", device="cpu")))
-    assert sparse_verdict(found, "own:model").reason == "not_finite"
+    verdict = sparse_verdict(found, "own:model")
+    assert verdict.answer == "cannot tell"
+    assert "cannot tell from outputs that are no finite numbers" in verdict.sentence
     table = change_table(found)
     assert table[table["mask"] == "topk"]["change"].tolist() == [math.inf] * 2
     said = rerun(loaded(never(spoilt=spoilt)), [no_zeros()], None, [("topk", 2, TopK(2))])

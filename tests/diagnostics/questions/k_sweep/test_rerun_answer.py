@@ -333,7 +333,7 @@ def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing
 
 def test_a_fixed_mask_is_not_judged(made_up):
     findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
-    assert first_line(findings) == "cannot tell: no mask of top-k that drops keys was run."
+    assert first_line(findings) == "cannot tell: its mask does not rank keys by their scores."
     (result,) = k_sweep_summary(findings)["results"]
     assert (result["verdict"]["answer"], result["rerun"]) == ("cannot tell", [])
 
