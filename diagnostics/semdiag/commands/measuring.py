@@ -118,13 +118,13 @@ def measured(
     masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
     if "k" in typed and len(masked) and not quiet:
         tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
+    if against is not None:  # before the first question: answers are remembered
+        measurements.provenance["against"] = str(paths[-1])
     findings = Findings(measurements)
     for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
         tell(f"semdiag: {sentence}")
     measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
     measurements.provenance["date"] = _today()
-    if against is not None:
-        measurements.provenance["against"] = str(paths[-1])
     return findings
 
 
