@@ -180,8 +180,8 @@ def test_the_ends_of_an_interval_are_told_apart():
     assert interval(float("nan"), float("nan")) == "–"
 
 
-HOSTILE = ":llama:[red]x[/red]\x1b]0;t\x9b2J\x1b[31m"  # as a name in data; a folder may be called so
-SHOWN = r":llama:[red]x[/red]\x1b]0;t\x9b2J\x1b[31m"
+HOSTILE = ":llama:[red]\x1b]0;t\x9b2J\x1b[31m"  # as a name in data; a folder may be called so
+SHOWN = r":llama:[red]\x1b]0;t\x9b2J\x1b[31m"
 _TWO = ("check", "compare", "dispersion", "convergence")
 _EACH = ("info", "k-sweep", "look", "bounds", "selections")
 

@@ -90,9 +90,7 @@ def clean_pass(
     if plan.budget:
         halves(batches)  # refused before minutes are spent
     if plan.lengths and not loaded.external:
-        raise InputError(
-            "--lengths takes external models; for a run of semdiag train see experiments/lengths.py."
-        )
+        raise InputError("--lengths takes external models; for a run of semdiag train see experiments/lengths.py.")
     pieces = {n: packed(batches, n, max(1, batch_size * keys // n)) for n in plan.lengths}
     draws = QueryDraws(queries, seed)
     draws.expect(longest)
