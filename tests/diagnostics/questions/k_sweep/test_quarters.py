@@ -134,7 +134,7 @@ def test_what_cannot_be_cut_is_refused(batch, said):
 
 
 def test_an_encoder_of_ours_is_sent_to_its_own_command(tiny_runs):
-    with pytest.raises(InputError, match="experiments/lengths.py"):
+    with pytest.raises(InputError, match=r"experiments/lengths\.py"):
         survey([tiny_runs.full], Conditions(samples=4, plans=(KSweepPlan(rerun=True, lengths=(4,)),)))
 
 
