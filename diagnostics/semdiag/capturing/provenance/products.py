@@ -93,6 +93,8 @@ class Products:
         made = self._tags.scores(result)
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
+        if name.startswith("addmm"):  # a linear layer, whose weight may have been gathered from other processes
+            return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
             if scores is None or any(scores.product.fixed) or self._tags.fixed(other):
                 continue
