@@ -121,6 +121,13 @@ class Recorder(threading.local):
         """Name of the innermost running module."""
         return self.running[-1] if self.running else ""
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in a parameter that the innermost module was given for its run (sharding)."""
+        module = self._watched.modules.get(self.module) if self.running else None
+        own = () if module is None else module._parameters.values()
+        storages = {p.untyped_storage().data_ptr() for p in own if is_plain(p)}
+        return is_plain(tensor) and tensor.untyped_storage().data_ptr() in storages - self.parameters
+
     def outside(self, kind: type[nn.Module]) -> str:
         """Return the name of the innermost running module that is not of this kind."""
         return next((n for n in reversed(self.running) if not isinstance(self._watched.modules[n], kind)), "")

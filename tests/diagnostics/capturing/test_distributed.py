@@ -30,7 +30,7 @@ from semdiag import Monitor
 class Block(nn.Module):
     def __init__(self, fused):
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16, bias=fused) for _ in range(4))
         self.fused = fused
 
     def forward(self, x):

@@ -93,17 +93,19 @@ class Products:
         made = self._tags.scores(result)
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
-        if name.startswith("addmm"):  # a linear layer, whose weight may have been gathered from other processes
-            return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
-            if scores is None or any(scores.product.fixed) or self._tags.fixed(other):
+            if scores is None or any(scores.product.fixed) or self._is_weight(other):
                 continue
             if any(p.origin == scores.product.number and p.axis > 0 for p in scores.axes[axis]):
                 self._softmaxes.without[made.product.number] = name, self._recorder.module
 
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is computed from parameters alone, or is one that its module gathered to run."""
+        return self._tags.fixed(tensor) or self._recorder.holds(tensor)
+
     def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
         """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""
-        fixed = self._tags.fixed(a), self._tags.fixed(b)
+        fixed = self._is_weight(a), self._is_weight(b)
         for scores, other_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
             if scores is not None and other_fixed and not any(scores.product.fixed):
                 axes = _remaining(scores.axes, result, scores is of_a)
