@@ -122,7 +122,7 @@ class Recorder(threading.local):
         return self.running[-1] if self.running else ""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in a parameter that the innermost module was given for its run (sharding)."""
+        """Return whether a tensor lies in a parameter that the innermost module got for its run (sharding)."""
         module = self._watched.modules.get(self.module) if self.running else None
         own = () if module is None else module._parameters.values()
         storages = {p.untyped_storage().data_ptr() for p in own if is_plain(p)}
