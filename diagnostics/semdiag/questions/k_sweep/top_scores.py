@@ -103,12 +103,12 @@ class Rows:
     @property
     def fewest(self) -> int:
         """The smallest number of rows that is held of a head."""
-        return int(self.held()["place"].unique(return_counts=True)[1].min())
+        return int(_sizes(self.held()["place"])[1].min())
 
     def table(self) -> pd.DataFrame:
         """Return the percentiles of all quantities for each k, by layer and head, then pooled."""
         held = self.held()
-        codes, sizes = held["place"].unique_consecutive(return_counts=True)
+        codes, sizes = _sizes(held["place"])
         layers, heads = codes.div(_HEADS, rounding_mode="floor"), codes.remainder(_HEADS)
         names, rows = list[tuple[int, str]](), list[Tensor]()
         for k, name, values in quantities(held, self._ks, self._output_ks):
@@ -168,6 +168,12 @@ def _by_place(values: Tensor, sizes: Tensor) -> Tensor:
         return values.view(len(sizes), most)
     rows = values.new_full((len(sizes), most), math.nan)
     return rows.masked_scatter_(torch.arange(most, device=values.device) < sizes[:, None], values)
+
+
+def _sizes(places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places, which are in order, and how often each occurs."""
+    found: tuple[Tensor, Tensor] = torch.unique_consecutive(places, return_counts=True)
+    return found
 
 
 def _size(part: Columns) -> int:
@@ -297,7 +303,7 @@ class TopScores:
         held = self.queries.held()
         samples = held["sample"].cpu().numpy()
         key = torch.stack([held["place"], held["sample"], held["stratum"]], 1)
-        strata = key.unique(dim=0, return_inverse=True)[1].cpu().numpy()
+        strata = torch.unique(key, dim=0, return_inverse=True)[1].cpu().numpy()
         for k, quantity, values in quantities(held, self._ks, self._output_ks):
             if quantity not in _ESTIMATED or k > self._most:
                 continue
