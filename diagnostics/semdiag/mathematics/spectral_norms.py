@@ -445,7 +445,7 @@ def jacobian_spectral_norm(
     Source: Golub and Van Loan, Matrix Computations, §7.3.1 and §8.2 (power method). Deviation: not in the paper.
 
     Args:
-        function: map whose Jacobian is bounded; torch.func must be able to differentiate it.
+        function: map whose Jacobian is bounded; torch must be able to differentiate it twice.
         inputs: tensors (*blocks, …), the point at which the Jacobian is taken.
         start: first u, in the shape of the output; the number of its leading axes that are blocks is 2.
         iterations: largest number of iterations.
@@ -460,22 +460,27 @@ def jacobian_spectral_norm(
         tensor([[6., 4.]])
     """
     blocks = start.shape[:2]
-    _, pull_back = torch.func.vjp(function, *inputs)
-    _, push = torch.func.vjp(pull_back, start)  # Jᵀ u is linear in u, and its transpose is J
+    with torch.enable_grad():
+        point = [each.detach().requires_grad_() for each in inputs]
+        output, weights = function(*point), torch.zeros_like(start, requires_grad=True)
+        pulled = torch.autograd.grad(output, point, weights, create_graph=True)  # Jᵀ u, linear in u
 
     def size(parts: Iterable[Tensor]) -> Tensor:
-        return torch.stack([part.flatten(2).norm(dim=-1) for part in parts]).norm(dim=0)
+        sizes: Tensor = torch.stack([part.flatten(2).norm(dim=-1) for part in parts]).norm(dim=0)
+        return sizes
 
     def over(part: Tensor, sizes: Tensor) -> Tensor:
         smallest = torch.finfo(part.dtype).tiny
-        return part / sizes.clamp(min=smallest).reshape(*blocks, *(1,) * (part.ndim - 2))
+        smaller: Tensor = part / sizes.clamp(min=smallest).reshape(*blocks, *(1,) * (part.ndim - 2))
+        return smaller
 
     u, best = start, start.new_zeros(blocks)
     settled = torch.zeros(blocks, dtype=torch.bool, device=start.device)
     for _ in range(iterations):
-        back = pull_back(u)
+        back = torch.autograd.grad(output, point, u, retain_graph=True)
         sizes = size(back)
-        (u,) = push(tuple(over(part, sizes) for part in back))
+        ahead = [over(part, sizes) for part in back]
+        (u,) = torch.autograd.grad(pulled, weights, ahead, retain_graph=True)  # the transpose of Jᵀ is J
         value = size([u])
         settled = value <= best * (1 + _TOLERANCE)
         best = torch.maximum(best, value)
