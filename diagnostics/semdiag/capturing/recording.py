@@ -75,7 +75,7 @@ class Watched:
     def find_parameters(self, inputs: tuple[object, ...] = ()) -> None:
         """Note where the model's parameters and constants are now; a caller may have put others in their place.
 
-        Constants are buffers, tensors that modules hold, and square inputs: these may be the edges of a graph.
+        Constants are buffers, tensors that modules hold, and the only square input: it may be a graph's edges.
         """
         trained, buffers = (
             {t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided}
@@ -85,7 +85,8 @@ class Watched:
             known &= now  # other threads read these sets
             known |= now
         squares = [x for x in inputs if is_plain(x) and x.ndim > 1 and x.shape[-1] == x.shape[-2]]
-        held = [x for x in (*self.model.buffers(), *self._held, *squares) if is_plain(x)]
+        edges = squares if len(squares) == 1 else []
+        held = [x for x in (*self.model.buffers(), *self._held, *edges) if is_plain(x)]
         storages = [x.untyped_storage() for x in held if x.layout == torch.strided]
         constants = {storage.data_ptr(): storage for storage in storages}
         self.constants.update((key, constants[key]) for key in constants.keys() - trained)

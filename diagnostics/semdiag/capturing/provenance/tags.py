@@ -399,7 +399,7 @@ class Tags:
         return store is not None and store.fixed
 
     def constant(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has whole numbers, or is made of constants and square inputs alone."""
+        """Return whether a tensor has whole numbers, or is made of constants alone."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return True
         if is_plain(tensor) and tensor.untyped_storage().data_ptr() in self._constants:
