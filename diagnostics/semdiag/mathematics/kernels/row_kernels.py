@@ -187,7 +187,7 @@ def _pass(
                         level = equal[:, None] + (before >> 16)
                         take = (above & (up < ROOM)) | (same & (level <= TOP))
                         slot = tl.where(above, up, ROOM + level)
-                        cols = _LAST - start - tl.arange(0, BN)
+                        cols = (start + tl.arange(0, BN)) ^ _LAST
                         packed = (order.to(tl.int64) << 32) | cols.to(tl.int64)[None, :]
                         tl.store(slot_row[:, None] + slot, packed, mask=take)
                         more += hits & 0xFFFF
@@ -226,57 +226,73 @@ def _pass(
 
 
 @triton.jit
-def _bounds(groups, ranges, bounds, BM: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Find a row's (K+1)-th largest group maximum by bisection; -inf if there are fewer groups."""
-    row = tl.program_id(0).to(tl.int64)
+def _bounds(
+    groups, ranges, bounds, BM: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Find the (K+1)-th largest group maximum of R rows by bisection; -inf if there are fewer groups."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     first = tl.load(ranges + 2 * (row // BM))
     end = tl.load(ranges + 2 * (row // BM) + 1)
-    at = first + tl.arange(0, SIZE)
-    x = _ordered(tl.load(groups + row * GROUPS + at, mask=at < end, other=float("-inf")))
-    low = tl.full([], _NONE, tl.int32)
-    high = tl.full([], _LAST, tl.int32)
+    at = first[:, None] + tl.arange(0, SIZE)[None, :]
+    x = tl.load(groups + row[:, None] * GROUPS + at, mask=at < end[:, None], other=float("-inf"))
+    x = _ordered(x)
+    low = tl.full([R], _NONE, tl.int32)
+    high = tl.full([R], _LAST, tl.int32)
     for _ in range(32):  # at least K+1 are as large as low, unless it is -inf; fewer are as large as high
         middle = (low & high) + ((low ^ high) >> 1)
-        enough = tl.sum((x >= middle).to(tl.int32), 0) > TOP
+        enough = tl.sum((x >= middle[:, None]).to(tl.int32), 1) > TOP
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
     tl.store(bounds + row, low)
 
 
+@triton.jit
+def _candidates(slots, at, more, n, ROOM: tl.constexpr):
+    """Load some candidates of R rows: those above the bound, then those that equal it."""
+    slot = tl.where(at[None, :] < more[:, None], at[None, :], ROOM + at[None, :] - more[:, None])
+    return tl.load(slots[:, None] + slot, mask=at[None, :] < n[:, None], other=-(2**63))
+
+
 @triton.jit(do_not_specialize=["head0", "row0", "rows", "q_length", "size"])
 def _ranked(
     slots, found, counts, top, keys, head0, row0, rows, q_length, size,
-    TOP: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr,
+    TOP: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Rank a row's candidates by counting those that come before each; NaN if the two passes disagree."""
-    row = row0 + tl.program_id(0)
-    if row < q_length:
-        local = tl.program_id(1).to(tl.int64) * rows + tl.program_id(0)
-        out = (head0 + tl.program_id(1)).to(tl.int64) * q_length + row
-        more = tl.load(found + 2 * local)
-        equal = tl.load(found + 2 * local + 1)
-        fits = (more <= ROOM) & ((more + equal > TOP) | (more + equal >= tl.load(counts + out)))
-        fits = fits | (tl.load(counts + size + out) > 0)  # in such a row, -inf is not listed, and NaN may overflow
-        more = tl.minimum(more, ROOM)
-        n = more + tl.minimum(equal, TOP + 1)
-        slots += local * (ROOM + TOP + 1)
-        for i in range(0, n, B):
-            one = i + tl.arange(0, B)
-            x = tl.load(slots + tl.where(one < more, one, ROOM + one - more), mask=one < n, other=0)
-            rank = tl.zeros([B], tl.int32)
-            for j in range(0, n, B):
-                two = j + tl.arange(0, B)
-                y = tl.load(slots + tl.where(two < more, two, ROOM + two - more), mask=two < n, other=0)
-                rank += tl.sum(((y[None, :] > x[:, None]) & (two < n)[None, :]).to(tl.int32), 1)
-            bits = (x >> 32).to(tl.int32)
-            value = (bits ^ ((bits >> 31) & _LAST)).to(tl.float32, bitcast=True)
-            tl.store(top + out * (TOP + 1) + rank, tl.where(fits, value, float("nan")), mask=(one < n) & (rank <= TOP))
-            key = _LAST - (x & _LAST).to(tl.int32)
-            tl.store(keys + out * TOP + rank, key, mask=(one < n) & (rank < TOP))
-        rest = tl.arange(0, SIZE)
-        nothing = tl.where(fits, float("-inf"), float("nan"))
-        tl.store(top + out * (TOP + 1) + rest, tl.full([SIZE], 0.0, tl.float32) + nothing, mask=(rest >= n) & (rest <= TOP))
-        tl.store(keys + out * TOP + rest, tl.full([SIZE], 0, tl.int32), mask=(rest >= n) & (rest < TOP))
+    """Rank the candidates of R rows by counting those that come before each; NaN if the two passes disagree."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    inside = row0 + row < q_length
+    local = tl.program_id(1).to(tl.int64) * rows + row
+    out = (head0 + tl.program_id(1)).to(tl.int64) * q_length + row0 + row
+    more = tl.load(found + 2 * local, mask=inside, other=0)
+    equal = tl.load(found + 2 * local + 1, mask=inside, other=0)
+    seen = tl.load(counts + out, mask=inside, other=0)
+    # In a row with bad scores, -inf is not listed, and there may be no room for all NaN.
+    bad = tl.load(counts + size + out, mask=inside, other=0)
+    fits = (bad > 0) | ((more <= ROOM) & ((more + equal > TOP) | (more + equal >= seen)))
+    more = tl.minimum(more, ROOM)
+    n = more + tl.minimum(equal, TOP + 1)
+    slots += local * (ROOM + TOP + 1)
+    top += out * (TOP + 1)
+    keys += out * TOP
+    most = tl.max(n, 0)
+    for i in range(0, most, B):
+        one = i + tl.arange(0, B)
+        x = _candidates(slots, one, more, n, ROOM)
+        rank = tl.zeros([R, B], tl.int32)
+        for j in range(0, most, B):
+            y = _candidates(slots, j + tl.arange(0, B), more, n, ROOM)
+            rank += tl.sum((y[:, None, :] > x[:, :, None]).to(tl.int32), 2)
+        bits = (x >> 32).to(tl.int32)
+        value = (bits ^ ((bits >> 31) & _LAST)).to(tl.float32, bitcast=True)
+        value = tl.where(fits[:, None], value, float("nan"))
+        present = one[None, :] < n[:, None]
+        tl.store(top[:, None] + rank, value, mask=present & (rank <= TOP))
+        tl.store(keys[:, None] + rank, (x & _LAST).to(tl.int32) ^ _LAST, mask=present & (rank < TOP))
+    rest = tl.arange(0, SIZE)[None, :]
+    empty = (rest >= n[:, None]) & inside[:, None]
+    nothing = tl.where(fits, float("-inf"), float("nan"))[:, None] + tl.zeros([R, SIZE], tl.float32)
+    tl.store(top[:, None] + rest, nothing, mask=empty & (rest <= TOP))
+    tl.store(keys[:, None] + rest, tl.zeros([R, SIZE], tl.int32), mask=empty & (rest < TOP))
 
 
 @triton.jit(do_not_specialize=["heads", "q_length", "k_length"])
@@ -435,6 +451,8 @@ def kernel_rows(
         "GROUPS": groups, "ROOM": room, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
+    together = 1 if q.is_cuda else tile.rows  # rows of a program that ranks; the interpreter is slow to start one
+
     def run(second: bool, lse: Tensor, first: int, head: int, grid: tuple[int, int]) -> None:
         _pass[grid](
             q, k, nothing if allowed is None else allowed, nothing if bias is None else bias, places, spans, lse, floats,
@@ -457,16 +475,16 @@ def kernel_rows(
             rows = grid[0] * tile.rows
             if top:
                 span = triton.next_power_of_2(groups)
-                _bounds[(rows * grid[1],)](
-                    memory[0], memory[1], memory[2], BM=tile.rows, TOP=top, GROUPS=groups, SIZE=span,
+                _bounds[(rows * grid[1] // together,)](
+                    memory[0], memory[1], memory[2], BM=tile.rows, TOP=top, GROUPS=groups, SIZE=span, R=together,
                     num_warps=1 if span <= 1024 else 4,
                 )  # fmt: skip
             run(True, lse, first, head, grid)
             if top:
-                _ranked[(rows, grid[1])](
+                _ranked[(rows // together, grid[1])](
                     memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length,
                     TOP=top, ROOM=room, SIZE=triton.next_power_of_2(top + 1), B=min(64, triton.next_power_of_2(top + 16)),
-                    num_warps=1,
+                    R=together, num_warps=1,
                 )  # fmt: skip
             if received:
                 weights[head : head + grid[1]] += memory[5].sum(1)
