@@ -19,6 +19,8 @@ _MEMORY = 2**29  # bytes of group maxima, candidates and sums at a time
 _NONE = tl.constexpr(-0x7F800001)  # -inf in the order of :func:`_ordered`
 _NAN = tl.constexpr(0x7FC00000)
 _LAST = tl.constexpr(0x7FFFFFFF)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -152,8 +154,8 @@ def _pass(
             if not SECOND:
                 if TOP > 0:
                     maxima = tl.max(tl.reshape(s, (BM, G, BN // G)), 1)
-                    column = start // BN * (BN // G) + tl.arange(0, BN // G)
-                    tl.store(groups + buffered[:, None] * GROUPS + column[None, :], maxima)
+                    group = start // BN * (BN // G) + tl.arange(0, BN // G)
+                    tl.store(groups + buffered[:, None] * GROUPS + group[None, :], maxima)
                     higher = tl.maximum(maximum, tl.max(maxima, 1))
                 else:
                     higher = tl.maximum(maximum, tl.max(s, 1))
@@ -165,38 +167,40 @@ def _pass(
                     seen += BN
                 zero = tl.where(higher == float("-inf"), 0.0, higher)
                 away = s - zero[:, None]
-                weight = tl.exp(away)
+                weight = tl.exp2(away * _LOG2E)
                 product = weight * away
                 if EDGE:
                     product = tl.where(valid, product, 0.0)
                 fall = tl.where(maximum == float("-inf"), 0.0, maximum - zero)
-                factor = tl.exp(fall)
+                factor = tl.exp2(fall * _LOG2E)
                 moment = (moment + total * fall) * factor + tl.sum(product, 1)
                 total = total * factor + tl.sum(weight, 1)
                 maximum = higher
             if SECOND:
                 if TOP > 0:
-                    order = _ordered(s)
-                    above = order > bound[:, None]
-                    same = (order == bound[:, None]) & (bound > _NONE)[:, None]
-                    hit = above.to(tl.int32) + (same.to(tl.int32) << 16)
-                    hits = tl.sum(hit, 1)
-                    if tl.max(hits, 0) > 0:
-                        before = tl.cumsum(hit, 1) - hit
-                        up = more[:, None] + (before & 0xFFFF)
-                        level = equal[:, None] + (before >> 16)
-                        take = (above & (up < ROOM)) | (same & (level <= TOP))
-                        slot = tl.where(above, up, ROOM + level)
-                        cols = (start + tl.arange(0, BN)) ^ _LAST
-                        packed = (order.to(tl.int64) << 32) | cols.to(tl.int64)[None, :]
-                        tl.store(slot_row[:, None] + slot, packed, mask=take)
-                        more += hits & 0xFFFF
-                        equal += hits >> 16
+                    cols = start + tl.arange(0, BN)
+                    rest = tl.where(s >= bound[:, None], s, float("-inf"))
+                    best = tl.max(rest, 1)
+                    if tl.max(best, 0) > float("-inf"):  # a loop of its own would stop loads ahead of the outer one
+                        while tl.max(best, 0) > float("-inf"):
+                            column = tl.min(tl.where(rest == best[:, None], cols[None, :], _LAST), 1)
+                            above = best > bound
+                            level = (best == bound) & (equal <= TOP)
+                            packed = (_ordered(best).to(tl.int64) << 32) | (column ^ _LAST).to(tl.int64)
+                            tl.store(slot_row + tl.where(above, more, ROOM + equal), packed, mask=level | (above & (more < ROOM)))
+                            more += above.to(tl.int32)
+                            equal += level.to(tl.int32)
+                            rest = tl.where(cols[None, :] == column[:, None], float("-inf"), rest)
+                            best = tl.max(rest, 1)
                 if RECEIVED:
                     # A row that does not count has a sum of infinity.
-                    weight = tl.exp(s - total_row[:, None])
+                    weight = tl.exp2((s - total_row[:, None]) * _LOG2E)
                     weight = tl.where((total_row < float("inf"))[:, None], weight, 0.0)
                     tl.store(sums + index.to(tl.int64) * k_rows + start + tl.arange(0, BN), tl.sum(weight, 0))
+    if SECOND:
+        if TOP > 0:
+            tl.store(found + 2 * buffered, more)
+            tl.store(found + 2 * buffered + 1, equal)
     if not SECOND:
         bad = tl.zeros([BM], tl.int32)
         undefined = tl.zeros([BM], tl.int32)
@@ -219,17 +223,13 @@ def _pass(
         if TOP > 0:
             tl.store(ranges + 2 * index, first // BN * (BN // G))
             tl.store(ranges + 2 * index + 1, tl.where(end > first, tl.cdiv(end, BN), 0) * (BN // G))
-    if SECOND:
-        if TOP > 0:
-            tl.store(found + 2 * buffered, more)
-            tl.store(found + 2 * buffered + 1, equal)
 
 
 @triton.jit
 def _bounds(
     groups, ranges, bounds, BM: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """Find the (K+1)-th largest group maximum of R rows by bisection; -inf if there are fewer groups."""
+    """Find the (K+1)-th largest group maximum of R rows by bisection; the lowest number if there are fewer."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     first = tl.load(ranges + 2 * (row // BM))
     end = tl.load(ranges + 2 * (row // BM) + 1)
@@ -243,7 +243,8 @@ def _bounds(
         enough = tl.sum((x >= middle[:, None]).to(tl.int32), 1) > TOP
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
-    tl.store(bounds + row, low)
+    bound = (low ^ ((low >> 31) & _LAST)).to(tl.float32, bitcast=True)
+    tl.store(bounds + row, tl.maximum(bound, _LOWEST))
 
 
 @triton.jit
@@ -270,7 +271,7 @@ def _ranked(
     bad = tl.load(counts + size + out, mask=inside, other=0)
     fits = (bad > 0) | ((more <= ROOM) & ((more + equal > TOP) | (more + equal >= seen)))
     more = tl.minimum(more, ROOM)
-    n = more + tl.minimum(equal, TOP + 1)
+    n = more + equal
     slots += local * (ROOM + TOP + 1)
     top += out * (TOP + 1)
     keys += out * TOP
@@ -434,12 +435,12 @@ def kernel_rows(
     at_once = max(1, _MEMORY // max(1, of_tile)) if of_tile else n * tiles
     some_heads, some_tiles = min(n, max(1, at_once // tiles)), min(tiles, at_once)
     most = some_heads * some_tiles * tile.rows
-    memory = [nothing] * 6
+    memory = [q.new_empty(1)] * 6
     if top:
         memory[:5] = [
             torch.empty(most * groups, device=device),
             torch.empty(2 * some_heads * some_tiles, dtype=torch.int32, device=device),
-            torch.empty(most, dtype=torch.int32, device=device),
+            torch.empty(most, device=device),
             torch.empty(most * (room + top + 1), dtype=torch.int64, device=device),
             torch.empty(2 * most, dtype=torch.int32, device=device),
         ]
