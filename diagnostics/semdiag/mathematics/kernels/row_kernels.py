@@ -66,19 +66,30 @@ def _scores(
     return s, valid
 
 
-_PLAIN = ["head0", "tile0", "heads", "key_heads", "all_heads", "all_keys", "q_length", "k_length", "q_rows", "k_rows"]
-_PLAIN += ["first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h"]
+_PLAIN = [
+    "head0",
+    "tile0",
+    "heads",
+    "key_heads",
+    "all_heads",
+    "all_keys",
+    "q_length",
+    "k_length",
+    "q_rows",
+    "k_rows",
+]
+_PLAIN += ["first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h", "GROUPS", "ROOM"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
 def _pass(
     q, k, allowed, bias, places, spans, lse, floats, counts, groups, ranges, bounds, slots, found, sums,
     head0, tile0, heads, key_heads, all_heads, all_keys, q_length, k_length, q_rows, k_rows, first_query,
-    scale, softcap, s_b, s_h, a_b, a_h, a_q, a_k, p_b, p_h, p_q, p_k,
+    scale, softcap, GROUPS, ROOM, s_b, s_h, a_b, a_h, a_q, a_k, p_b, p_h, p_q, p_k,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SPANS: tl.constexpr, PLACES: tl.constexpr,
-    FROM: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr,
-    RECEIVED: tl.constexpr, SECOND: tl.constexpr,
+    FROM: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr, RECEIVED: tl.constexpr,
+    SECOND: tl.constexpr,
 ):  # fmt: skip
     """Look at all keys of a tile of rows: the first pass, or the second."""
     tiles = tl.num_programs(0)
@@ -181,13 +192,19 @@ def _pass(
                     cols = start + tl.arange(0, BN)
                     rest = tl.where(s >= bound[:, None], s, float("-inf"))
                     best = tl.max(rest, 1)
-                    if tl.max(best, 0) > float("-inf"):  # a loop of its own would stop loads ahead of the outer one
+                    if tl.max(best, 0) > float(
+                        "-inf"
+                    ):  # a loop of its own would stop loads ahead of the outer one
                         while tl.max(best, 0) > float("-inf"):
                             column = tl.min(tl.where(rest == best[:, None], cols[None, :], _LAST), 1)
                             above = best > bound
                             level = (best == bound) & (equal <= TOP)
                             packed = (_ordered(best).to(tl.int64) << 32) | (column ^ _LAST).to(tl.int64)
-                            tl.store(slot_row + tl.where(above, more, ROOM + equal), packed, mask=level | (above & (more < ROOM)))
+                            tl.store(
+                                slot_row + tl.where(above, more, ROOM + equal),
+                                packed,
+                                mask=level | (above & (more < ROOM)),
+                            )
                             more += above.to(tl.int32)
                             equal += level.to(tl.int32)
                             rest = tl.where(cols[None, :] == column[:, None], float("-inf"), rest)
@@ -225,9 +242,9 @@ def _pass(
             tl.store(ranges + 2 * index + 1, tl.where(end > first, tl.cdiv(end, BN), 0) * (BN // G))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["GROUPS"])
 def _bounds(
-    groups, ranges, bounds, BM: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
+    groups, ranges, bounds, GROUPS, BM: tl.constexpr, TOP: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """Find the (K+1)-th largest group maximum of R rows by bisection; the lowest number if there are fewer."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -248,16 +265,16 @@ def _bounds(
 
 
 @triton.jit
-def _candidates(slots, at, more, n, ROOM: tl.constexpr):
+def _candidates(slots, at, more, n, ROOM):
     """Load some candidates of R rows: those above the bound, then those that equal it."""
     slot = tl.where(at[None, :] < more[:, None], at[None, :], ROOM + at[None, :] - more[:, None])
     return tl.load(slots[:, None] + slot, mask=at[None, :] < n[:, None], other=-(2**63))
 
 
-@triton.jit(do_not_specialize=["head0", "row0", "rows", "q_length", "size"])
+@triton.jit(do_not_specialize=["head0", "row0", "rows", "q_length", "size", "ROOM"])
 def _ranked(
-    slots, found, counts, top, keys, head0, row0, rows, q_length, size,
-    TOP: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+    slots, found, counts, top, keys, head0, row0, rows, q_length, size, ROOM,
+    TOP: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Rank the candidates of R rows by counting those that come before each; NaN if the two passes disagree."""
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -351,6 +368,8 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     """Return (1 or 2, B, H, rows, width), zeros where x ends; float32 as the sum of two TF32 numbers."""
     batch, heads, length, width = x.shape
     halves = 2 if x.dtype == torch.float32 else 1
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        x = x.float()  # Triton's interpreter reads bfloat16 as whole numbers; these products are the same
     shape = halves, batch, heads, rows, _width(x)
     if halves == 1 and x.shape == shape[1:]:
         return x.contiguous()
@@ -403,6 +422,7 @@ def kernel_rows(
     batch, heads, length, _ = q.shape
     k_length, device, n = scores.k.shape[2], q.device, batch * heads
     tiles, blocks = triton.cdiv(length, tile.rows), triton.cdiv(k_length, tile.keys)
+    split = q.dtype == torch.float32
     q, k = _padded(q, tiles * tile.rows), _padded(scores.k, blocks * tile.keys)
     allowed = None if scores.allowed is None else part_of(scores.allowed, _ALL, _ALL).view(torch.uint8)
     bias = None if scores.bias is None else part_of(scores.bias, _ALL, _ALL)
@@ -446,10 +466,10 @@ def kernel_rows(
         ]
     sizes = heads, scores.k.shape[1], n, batch * scores.k.shape[1], length, k_length, q.shape[-2], k.shape[-2]
     constants = {
-        "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": q.dtype == torch.float32,
+        "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": split,
         "SOFTCAP": scores.softcap is not None, "CAUSAL": scores.causal, "MASK": masked, "BIAS": biased,
         "SPANS": spans is not nothing, "PLACES": scores.places is not None, "FROM": int(masked > 0), "TOP": top, "G": size,
-        "GROUPS": groups, "ROOM": room, "num_warps": tile.warps, "num_stages": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
     together = 1 if q.is_cuda else tile.rows  # rows of a program that ranks; the interpreter is slow to start one
@@ -457,7 +477,7 @@ def kernel_rows(
     def run(second: bool, lse: Tensor, first: int, head: int, grid: tuple[int, int]) -> None:
         _pass[grid](
             q, k, nothing if allowed is None else allowed, nothing if bias is None else bias, places, spans, lse, floats,
-            counts, *memory, head, first, *sizes, scores.first_query, scores.scale, scores.softcap or 1.0, *s, *a, *p,
+            counts, *memory, head, first, *sizes, scores.first_query, scores.scale, scores.softcap or 1.0, groups, room, *s, *a, *p,
             **constants, SECOND=second, RECEIVED=second and received,
         )  # fmt: skip
 
@@ -477,14 +497,14 @@ def kernel_rows(
             if top:
                 span = triton.next_power_of_2(groups)
                 _bounds[(rows * grid[1] // together,)](
-                    memory[0], memory[1], memory[2], BM=tile.rows, TOP=top, GROUPS=groups, SIZE=span, R=together,
+                    memory[0], memory[1], memory[2], groups, BM=tile.rows, TOP=top, SIZE=span, R=together,
                     num_warps=1 if span <= 1024 else 4,
                 )  # fmt: skip
             run(True, lse, first, head, grid)
             if top:
                 _ranked[(rows // together, grid[1])](
-                    memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length,
-                    TOP=top, ROOM=room, SIZE=triton.next_power_of_2(top + 1), B=min(64, triton.next_power_of_2(top + 16)),
+                    memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length, room,
+                    TOP=top, SIZE=triton.next_power_of_2(top + 1), B=min(64, triton.next_power_of_2(top + 16)),
                     R=together, num_warps=1,
                 )  # fmt: skip
             if received:
