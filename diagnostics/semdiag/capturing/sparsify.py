@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 import torch
@@ -16,22 +16,25 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.kept_keys import (
+    Choice,
     Keep,
     RandomK,
     SharedChoices,
     TopK,
     TopP,
     Window,
-    allowed_keys,
+    all_kept,
     check_keep,
     counted,
     narrowed,
+    number_of_keys,
     rule_for,
 )
+from semdiag.capturing.masked_attention import as_computed, attended, why_dense
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
-from semdiag.capturing.recording import is_followed, outside_all_modes
+from semdiag.capturing.recording import Inputs, Mixed, is_followed, outside_all_modes
 from semdiag_models import InputError
 
 _ELSEWHERE = "the forward pass runs it in another thread, where no mask can reach it"
@@ -92,7 +95,9 @@ class Masked:
     def kept(self) -> pd.DataFrame:
         """One row per module, occurrence and head: queries with a key; least, most, mean kept keys; mean keys."""
         rows = []
-        for (module, occurrence), c in self._counts.items():
+        for (module, occurrence), held in self._counts.items():
+            tensors = {name: x.cpu() for name, x in vars(held).items() if isinstance(x, Tensor)}
+            c = replace(held, **tensors)
             for head in range(len(c.queries)):
                 queries = int(c.queries[head])
                 rows.append(
@@ -110,22 +115,15 @@ class Masked:
                 )
         return pd.DataFrame(rows)
 
-    def _add(self, call: AttentionCall, kept: Tensor, allowed: Tensor) -> None:
+    def _add(self, call: AttentionCall, kept: Tensor, keys: Tensor) -> None:
+        """Add the numbers of kept and of all keys of each query; they stay on their device until they are read."""
         if call.queries is not None and not bool(call.queries.all()):
             self.padded.add(call.q.shape[2])
-        keys = counted(narrowed(allowed))
         some = call.counted & (keys > 0)
-        keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, counted(kept)))  # (H, B · Lq)
+        keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, kept))  # (H, B · Lq)
         some = some.movedim(1, 0).flatten(1)
-        new = _Counts(
-            call.layer,
-            1,
-            some.sum(1).cpu(),
-            kept.sum(1).cpu(),
-            keys.sum(1).cpu(),
-            kept.where(some, torch.iinfo(kept.dtype).max).amin(1).cpu(),
-            kept.amax(1).cpu(),
-        )
+        least = kept.where(some, torch.iinfo(kept.dtype).max).amin(1)
+        new = _Counts(call.layer, 1, some.sum(1), kept.sum(1), keys.sum(1), least, kept.amax(1))
         place = call.module, call.occurrence
         old = self._counts.get(place)
         if old is not None:
@@ -187,7 +185,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     masked, own, padding, choices = Masked(), threading.get_ident(), Padding(model), SharedChoices()
     parts = {id(module): name for name, module in model.named_modules()}
 
-    def mask(call: AttentionCall) -> Tensor | None:
+    def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:
         if checkpointed():
             raise InputError(
                 f"{call.module} runs under activation checkpointing, which would run it again in the backward "
@@ -203,10 +201,20 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         if threading.get_ident() != own:
             masked.audit.skipped[Skipped(call.module, call.mechanism, _ELSEWHERE)] += 1
             return None
+        reason = None if inputs is None else why_dense(call)
+        if inputs is not None and reason is None:
+            call, inputs = as_computed(call, inputs)
         with outside_all_modes(call.q.device.type):
-            chosen = choices.kept(rule_for(keep, call), call)
-            masked._add(padding.marked(call, Audit()), *_kept_and_allowed(chosen, call))
-        return None if chosen is None else chosen[0]
+            choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
+        output: Tensor | Mixed | None
+        if inputs is not None and reason is None and not choice.whole:
+            output, number = attended(choice, inputs)
+        else:
+            output, number = _masked_densely(choice)
+        with outside_all_modes(call.q.device.type):
+            masked._add(padding.marked(call, Audit()), keys if number is None else number, keys)
+            dropped = number is not None and bool((number < keys).any())
+        return output if dropped else None
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
         if id(module) in parts and threading.get_ident() != own and not is_followed():
@@ -232,11 +240,11 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         _check(masked, partial)
 
 
-def _kept_and_allowed(chosen: tuple[Tensor, Tensor] | None, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    if chosen is not None:
-        return chosen
-    allowed = allowed_keys(call.part())
-    return allowed, allowed
+def _masked_densely(choice: Choice) -> tuple[Tensor | None, Tensor | None]:
+    """Return the kept keys as a mask, and their number for each query; None where no key is dropped."""
+    with outside_all_modes(choice.call.q.device.type):
+        chosen = all_kept(choice)
+        return (None, None) if chosen is None else (chosen[0], counted(narrowed(chosen[0])))
 
 
 def _check(masked: Masked, partial: bool) -> None:
