@@ -1,7 +1,7 @@
 """Arithmetic with logarithms, spectral norms of weights (Γ, Υ, B_P, B_R of Theorem 2), and norms of Jacobians."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -430,6 +430,62 @@ def token_jacobian_norm(
             (rows[moving], token[moving]),
             back[rows[moving], token[moving]] / reach[rows[moving], token[moving], None],
         )
+    return JacobianNorm(best, settled)
+
+
+def jacobian_spectral_norm(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], start: Tensor, iterations: int = ITERATIONS
+) -> JacobianNorm:
+    """Bound the spectral norm of the Jacobian of a function from below, for many independent blocks at once.
+
+    The function maps inputs (*blocks, …) to an output (*blocks, …), and no block of the output depends on another
+    block of the inputs, so that J is block diagonal. Power iteration on Jᵀ J: w = Jᵀ u / ‖Jᵀ u‖, u = J w, of each
+    block alone. ‖J w‖ never falls, and reaches the largest singular value unless the start is orthogonal to it.
+
+    Source: Golub and Van Loan, Matrix Computations, §7.3.1 and §8.2 (power method). Deviation: not in the paper.
+
+    Args:
+        function: map whose Jacobian is bounded; torch must be able to differentiate it twice.
+        inputs: tensors (*blocks, …), the point at which the Jacobian is taken.
+        start: first u, in the shape of the output; the number of its leading axes that are blocks is 2.
+        iterations: largest number of iterations.
+
+    Returns:
+        One lower bound for each block; ``value`` and ``settled`` have the shape of the blocks.
+
+    Example:
+        >>> square = lambda x: x.square()
+        >>> point = torch.tensor([[[1.0, 3.0], [2.0, 0.5]]])  # one sample, two blocks of two numbers
+        >>> jacobian_spectral_norm(square, (point,), torch.ones(1, 2, 2)).value.round(decimals=3)
+        tensor([[6., 4.]])
+    """
+    blocks = start.shape[:2]
+    with torch.enable_grad():
+        point = [each.detach().requires_grad_() for each in inputs]
+        output, weights = function(*point), torch.zeros_like(start, requires_grad=True)
+        pulled = torch.autograd.grad(output, point, weights, create_graph=True)  # Jᵀ u, linear in u
+
+    def size(parts: Iterable[Tensor]) -> Tensor:
+        sizes: Tensor = torch.stack([part.flatten(2).norm(dim=-1) for part in parts]).norm(dim=0)
+        return sizes
+
+    def over(part: Tensor, sizes: Tensor) -> Tensor:
+        smallest = torch.finfo(part.dtype).tiny
+        smaller: Tensor = part / sizes.clamp(min=smallest).reshape(*blocks, *(1,) * (part.ndim - 2))
+        return smaller
+
+    u, best = start, start.new_zeros(blocks)
+    settled = torch.zeros(blocks, dtype=torch.bool, device=start.device)
+    for _ in range(iterations):
+        back = torch.autograd.grad(output, point, u, retain_graph=True)
+        sizes = size(back)
+        ahead = [over(part, sizes) for part in back]
+        (u,) = torch.autograd.grad(pulled, weights, ahead, retain_graph=True)  # the transpose of Jᵀ is J
+        value = size([u])
+        settled = value <= best * (1 + _TOLERANCE)
+        best = torch.maximum(best, value)
+        if bool(settled.all()):
+            break
     return JacobianNorm(best, settled)
 
 
