@@ -253,7 +253,7 @@ class Choice:
         return single and self.chosen is None and self.call.selected is None
 
     def strips(self, banded: bool = False) -> Iterator[Strip]:
-        """Yield strips that cover the call: of rows of scores, or only of the keys near their queries and sinks."""
+        """Yield strips that cover the call: rows of scores, or only the keys near their queries and sinks."""
         call = self.call
         batch, all_heads, queries, _ = call.q.shape
         length, elsewhere = call.k.shape[2], call.q.device.type != "cpu"
@@ -378,7 +378,7 @@ class Choice:
         return kept & free if self.rule.block > 1 else kept
 
     def _priorities(self, rule: RandomK, strip: Strip) -> Tensor:
-        """Return random numbers for all keys, (h, r, Lk): one sequence over the strips of all heads and queries."""
+        """Return random numbers for all keys, (h, r, Lk): one sequence over all strips of heads and queries."""
         h, r, call = strip.heads, strip.queries, self.call
         if self._drawn[0] != (h, r):
             if h.start == r.start == 0:

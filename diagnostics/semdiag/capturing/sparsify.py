@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
-from semdiag.capturing.audit import Audit, Skipped
+from semdiag.capturing.audit import Audit, Remark, Skipped
 from semdiag.capturing.kept_keys import (
     Choice,
     Keep,
@@ -30,7 +30,14 @@ from semdiag.capturing.kept_keys import (
     number_of_keys,
     rule_for,
 )
-from semdiag.capturing.masked_attention import as_computed, attended, why_dense
+from semdiag.capturing.masked_attention import (
+    FAILED,
+    as_computed,
+    attended,
+    check_memory,
+    out_of_memory,
+    why_dense,
+)
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
@@ -62,6 +69,7 @@ class Masked:
     audit: Audit = field(default_factory=Audit)
     padded: set[int] = field(default_factory=set)  # numbers of queries of calls with padding
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
+    _close: list[Tensor] = field(default_factory=list)  # numbers of rows whose choice rounding could change
 
     @property
     def calls(self) -> int:
@@ -208,13 +216,17 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
         output: Tensor | Mixed | None
         if inputs is not None and reason is None and not choice.whole:
-            output, number = attended(choice, inputs)
+            output, number, close = attended(choice, inputs)
+            masked._close += [] if close is None else [close]
         else:
+            if reason is not None and not choice.whole:
+                masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1
             output, number = _masked_densely(choice)
         with outside_all_modes(call.q.device.type):
             masked._add(padding.marked(call, Audit()), keys if number is None else number, keys)
-            dropped = number is not None and bool((number < keys).any())
-        return output if dropped else None
+            if number is None or (call.q.device.type == "cpu" and not bool((number < keys).any())):
+                return None  # no key is dropped: the model runs as it is
+        return output
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
         if id(module) in parts and threading.get_ident() != own and not is_followed():
@@ -235,16 +247,36 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         register_module_forward_pre_hook(before)
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
         register_module_forward_hook(after)
-        yield masked
+        try:
+            yield masked
+        except torch.OutOfMemoryError as error:
+            raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
+        finally:
+            _note_rounding(masked)
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
 
 
 def _masked_densely(choice: Choice) -> tuple[Tensor | None, Tensor | None]:
     """Return the kept keys as a mask, and their number for each query; None where no key is dropped."""
+    if not choice.whole:
+        check_memory(choice.call)
     with outside_all_modes(choice.call.q.device.type):
         chosen = all_kept(choice)
         return (None, None) if chosen is None else (chosen[0], counted(narrowed(chosen[0])))
+
+
+def _note_rounding(masked: Masked) -> None:
+    """Note how many rows have a last kept and a first dropped score within rounding, and why no kernel ran."""
+    close = sum(int(number) for number in masked._close)
+    if close:
+        text = (
+            f"in {close:,} rows, the last kept and the first dropped score are within rounding of each other: "
+            "there, the threshold may have kept the other one"
+        )
+        masked.audit.remarks[Remark("", text)] += 1
+    for reason in FAILED[:1]:
+        masked.audit.remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
 
 
 def _check(masked: Masked, partial: bool) -> None:
