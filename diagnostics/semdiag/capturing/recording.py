@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,18 @@ PADDED_WINDOWS = (
     "are windows padded to a common size, the padding counts as queries and keys"
 )
 TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors have no values of their own"
+Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values with their gradients
+
+
+class Mixed(NamedTuple):
+    """What a mask's own attention returned in place of a fused function's."""
+
+    output: Tensor  # (B, H, Lq, Dv)
+
+
+# From a call that is about to run, and its inputs if its function may be replaced, to its kept keys, bool
+# (B, H, Lq, Lk), or to the output with these keys; None: all keys.
+Mask = Callable[[AttentionCall, Inputs | None], Tensor | Mixed | None]
 # recorders of this thread or async task
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
 
@@ -55,7 +67,7 @@ class Watched:
         self,
         model: nn.Module,
         consume: Callable[[AttentionCall], None],
-        mask: Callable[[AttentionCall], Tensor | None] | None = None,
+        mask: "Mask | None" = None,
     ) -> None:
         named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
         self.model, self.consume, self.mask = model, consume, mask
@@ -259,10 +271,16 @@ class Recorder(threading.local):
 
     def kept(self, call: AttentionCall) -> Tensor | None:
         """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
+        kept = self.masked(call, None)
+        assert not isinstance(kept, Mixed)
+        return kept
+
+    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:
+        """Return the keys that the mask keeps, or the output with them where the function may be replaced."""
         if self._watched.mask is None or _unusable(call):  # unusable calls are noted after they have run
             return None
         module = call.module or self.module
-        return self._watched.mask(self._placed(call, module, self._mask_calls))
+        return self._watched.mask(self._placed(call, module, self._mask_calls), inputs)
 
     def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
         """Return a call with its place, and count it; keys of width 0 become zeros of width 1."""
