@@ -39,7 +39,7 @@ from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
 from semdiag_models import InputError
 from semdiag_models.tasks import ListOps, find_task
-from semdiag_models.tasks.task import shortcut
+from semdiag.measuring.reach import shortcut
 from semdiag_models.training import find_device, with_float64
 
 SAMPLES = 50

@@ -26,7 +26,7 @@ from semdiag_models import Encoder, InputError
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.runs import read_history
 from semdiag_models.tasks import find_task
-from semdiag_models.tasks.task import shortcut
+from semdiag.measuring.reach import shortcut
 
 HERE = Path(__file__).parent
 CANDIDATES = ("dispersion", "xi_sound", "lambda_sound")
