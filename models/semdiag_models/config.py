@@ -320,7 +320,7 @@ class TrainingConfig(Record):
         MISSING, DATA,
         "Tokens per sample; 5:20 draws each sample's own length, and pads. Default: recipe; for a text, the mean "
         "number of pieces per line.",
-        _COUNT, flags="--length --window", metavar="N or LOW:HIGH",
+        _COUNT, flags="--length --window", metavar="N or LOW:HIGH", shown="",
     )  # fmt: skip
     epochs: int = option(MISSING, OPTIMISATION, "Epochs to train.", _COUNT, shown="recipe")
     seed: int = option(153476998, DATA, "Seed of data, initialisation, dropout and batch order.", _SEED)

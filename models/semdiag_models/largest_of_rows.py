@@ -24,13 +24,18 @@ def _kernel(
         rest = tl.where(column == best, -float("inf"), rest)
 
 
+@torch.library.custom_op("semdiag_models::largest_of_rows", mutates_args=())
 def largest_of_rows(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of each row and their positions; of equal ones, the first."""
     rows = scores.contiguous().view(-1, scores.shape[-1])
-    values = rows.new_empty(len(rows), k)
-    positions = torch.empty(len(rows), k, dtype=torch.int64, device=rows.device)
+    values, positions = _empty(scores, k)
     width = triton.next_power_of_2(rows.shape[1])
     warps = max(1, min(8, width // 1024))
     _kernel[(len(rows),)](rows, values, positions, rows.shape[1], K=k, WIDTH=width, num_warps=warps)
+    return values, positions
+
+
+@largest_of_rows.register_fake
+def _empty(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     shape = *scores.shape[:-1], k
-    return values.view(shape), positions.view(shape)
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
