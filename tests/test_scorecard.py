@@ -84,7 +84,9 @@ PHRASES = {
     ("The bounds are true", "docs/findings.md"): "5 of 101,000 pairs of rows",
     ("Fixed sparse masks", "docs/findings.md"): "10 of 12 pairs",
     ("Fixed sparse masks", "experiments/study.md"): "1.65 to 1.73; 0.29; 0.80",
-    ("Approximate selections", "experiments/study.md"): "1.32 (0.94 to 1.87); 0.98 (0.61 to 1.58); 0.79 (0.40 to 1.55)",
+    ("Approximate selections", "experiments/study.md"): (
+        "1.32 (0.94 to 1.87); 0.98 (0.61 to 1.58); 0.79 (0.40 to 1.55)"
+    ),
     ("Empirical Lipschitz", "docs/findings.md"): "0 of 10 pairs",
 }
 

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.findings import Findings, modules_by_layer
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 from semdiag.presenting.section import Answer, Glance, Heading, Section, Shown, answers_with_facts
@@ -74,7 +74,8 @@ def compare_glance(findings: Findings) -> Glance:
 def _sentences(findings: Findings) -> list[str]:
     """Return the changes of every compared model."""
     return [
-        f"A: {result['base']}; B: {result['model']}. {' '.join(comparison_sentences(result))}"
+        f"A: {result['base']}; B: {result['model']}. "
+        + " ".join(comparison_sentences(result, findings(modules_by_layer, result["model"])))
         for result in findings(compare_summary)["results"]
     ]
 
