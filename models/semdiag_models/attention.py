@@ -148,7 +148,9 @@ def redrawn(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -
 def _drawn(q: Tensor, valid: Tensor | None, layer: "Attention", seed: int | None) -> Tensor:
     (batch, heads, length, _), c = q.shape, layer.config
     if seed is None:
-        return _most_wanted(torch.rand(heads, length, length, device=q.device), valid, batch, min(c.k or 1, length))
+        return _most_wanted(
+            torch.rand(heads, length, length, device=q.device), valid, batch, min(c.k or 1, length)
+        )
     orders = random_priorities(seed, c.blocks, c.heads, c.length + c.extra_tokens, q.device)
     return _most_wanted(orders[layer.layer, :, :length, :length], valid, batch, min(c.k or 1, length))
 
@@ -297,7 +299,7 @@ class AttentionKind:
 
     meaning: str  # meaning in words, for users
     keeps: Literal["all", "fixed", "redrawn", "largest", "smallest", "hashed", "clustered"]
-    select: Callable[[Tensor, Tensor, Tensor | None, "Attention"], Tensor] | None  # function to the kept keys
+    select: Callable[[Tensor, Tensor, Tensor | None, "Attention"], Tensor] | None = None  # to the kept keys
     options: tuple[str, ...] = ("k",)  # fields of ModelConfig that only kinds that name them take
 
     @property
@@ -431,7 +433,14 @@ class _Strips(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None, p: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        valid: Tensor | None,
+        selected: Tensor | None,
+        p: float,
     ) -> Tensor:
         heads, length, empty = q.shape[1], q.shape[2], selected is not None
         q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (B·H, L, D)
@@ -523,7 +532,15 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, missing: Tensor, length: int, scale: float, p: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Tensor,
+        missing: Tensor,
+        length: int,
+        scale: float,
+        p: float,
     ) -> Tensor:
         scores = _row_dots(q, k, index).mul_(scale).masked_fill_(missing, torch.finfo(q.dtype).min)
         weights = scores.softmax(-1).masked_fill_(missing, 0)
@@ -567,7 +584,9 @@ def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
 def _key_sums(index: Tensor, length: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function Σ over (i, j) with index[i, j] = m of weights[i, j] rows[i]: (N, K), (N, D) -> (N, D)."""
     n, k = index.shape
-    if index.device.type != "cpu" and n * length <= _DENSE:  # sorting takes longer than products of sparse matrices
+    if (
+        index.device.type != "cpu" and n * length <= _DENSE
+    ):  # sorting takes longer than products of sparse matrices
         keys = index % length
 
         def by_products(weights: Tensor, rows: Tensor) -> Tensor:

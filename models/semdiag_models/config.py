@@ -53,7 +53,9 @@ FROZEN = {"qk": "query and key projections, W_q and W_k, with their biases"}
 
 def option(default: Any, panel: str, words: str, within: str = "", known: Iterable[str] = (), **more: str) -> Any:
     """Return a field of a record that is an option of ``semdiag train``, with its meaning and legal values."""
-    return field(default=default, metadata={"help": words, "panel": panel, "within": within, "known": known, **more})
+    return field(
+        default=default, metadata={"help": words, "panel": panel, "within": within, "known": known, **more}
+    )
 
 
 def limited(within: str, **default: Any) -> Any:
@@ -148,12 +150,18 @@ class ModelConfig(Record):
     mlp_width: int = option(64, MODEL, "Width of the hidden layer of the MLPs.", _SIZE, shown="recipe")
     heads: int = option(1, MODEL, "Attention heads per block.", _SIZE)
     head_width: int = option(
-        64, MODEL, "Width of each head: the model's width (as in the paper), or width / heads.", _SIZE, shown="recipe"
+        64,
+        MODEL,
+        "Width of each head: the model's width (as in the paper), or width / heads.",
+        _SIZE,
+        shown="recipe",
     )
     activation: str = option("relu", MODEL, "Activation of the MLPs: relu, gelu or mish.", known=ACTIVATIONS)
     dropout: float = option(0.01, MODEL, "Dropout probability.", "[0, 1)")
     inverse_temperature: float = option(1.0, MODEL, "Factor on the attention scores.", "(-inf, inf)")
-    first_norm_eps: float = limited("[0, inf)", default=1e-5)  # of the first attention norm; the paper's code has 0
+    first_norm_eps: float = limited(
+        "[0, inf)", default=1e-5
+    )  # of the first attention norm; the paper's code has 0
     pad_as_token: bool = option(
         False, MODEL,
         "Treat padding as a token, as the paper's runs did: attend to it, pool it, and pad to a multiple of k.",
@@ -164,7 +172,10 @@ class ModelConfig(Record):
         f"[0, {LARGEST_SIZE}]",
     )  # fmt: skip
     norm: str = option(
-        "pre", MODEL, "Where to normalise: pre (as in the paper's code) or post (as in its equations).", known=NORMS
+        "pre",
+        MODEL,
+        "Where to normalise: pre (as in the paper's code) or post (as in its equations).",
+        known=NORMS,
     )
     pooling: str = option(
         "mean", MODEL, "What is classified: the mean of the tokens, or cls, a learnt token in front of them.",
@@ -176,7 +187,10 @@ class ModelConfig(Record):
         1, MODEL, "For lsh: how many buckets a query is in, each by different hashes.", "[1, 100]"
     )
     hash_bits: int | None = option(
-        None, MODEL, "For lsh: sign bits of a hash. Default: enough for two to four buckets per k tokens.", "[1, 30]"
+        None,
+        MODEL,
+        "For lsh: sign bits of a hash. Default: enough for two to four buckets per k tokens.",
+        "[1, 30]",
     )
     hashes: str = option(
         "shared", MODEL, "For lsh: shared (buckets by angles) or asymmetric (buckets by scores).", known=HASHES
@@ -205,9 +219,11 @@ class ModelConfig(Record):
         for f in fields(self):  # options of kinds of attention
             kinds = [name for name, kind in ATTENTIONS.items() if f.name in kind.options]
             if kinds and self.attention not in kinds and getattr(self, f.name) != f.default:
-                takers = ", ".join(kinds[:-1]) + (" and " if kinds[:-1] else "") + kinds[-1]
-                raise InputError(f"{self.attention} attention takes no {f.name}; {takers} do. Got {f.name}="
-                                 f"{getattr(self, f.name)}.")  # fmt: skip
+                takers = (
+                    " and ".join([", ".join(kinds[:-1]), kinds[-1]]) + " do" if kinds[1:] else f"{kinds[0]} does"
+                )
+                value = f"{f.name}={getattr(self, f.name)}"
+                raise InputError(f"{self.attention} attention takes no {f.name}; {takers}. Got {value}.")
         if "k" in ATTENTIONS[self.attention].options:
             if self.k is None:
                 raise InputError(f"{self.attention} attention needs k, the number of keys kept per query.")
@@ -349,7 +365,10 @@ class TrainingConfig(Record):
         None, OPTIMISATION, "Weight decay. Default: torch's, 0.01 for adamw and 0 for the others.", "[0, inf)"
     )
     until: float | None = option(
-        None, OPTIMISATION, "Stop after the first epoch with at least this training accuracy, like 0.999.", "(0, 1]"
+        None,
+        OPTIMISATION,
+        "Stop after the first epoch with at least this training accuracy, like 0.999.",
+        "(0, 1]",
     )
     precision: str = option(
         "float32", OPTIMISATION,
@@ -362,7 +381,10 @@ class TrainingConfig(Record):
         flags="--compile",
     )  # fmt: skip
     query_key_scale: float = option(
-        1.0, OPTIMISATION, "Factor on W_q and W_k at the initialisation. Scores and δ change by its square.", "(0, inf)"
+        1.0,
+        OPTIMISATION,
+        "Factor on W_q and W_k at the initialisation. Scores and δ change by its square.",
+        "(0, inf)",
     )
     fresh_samples: bool = option(
         False, DATA, "Draw new training samples for every epoch, so that the loss cannot fall by memorising them."
@@ -396,7 +418,9 @@ class TrainingConfig(Record):
 
     def __post_init__(self) -> None:
         if (self.task == "text") != (self.text is not None):
-            raise InputError(f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}.")
+            raise InputError(
+                f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
+            )
         if self.listops is not None and self.task != "listops":
             raise InputError(f"Only the task listops has trees. Got task={self.task!r}, {self.listops}.")
         if self.fresh_samples and self.text is not None:

@@ -12,7 +12,12 @@ MOST = 16, 8192  # largest k, and longest row
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(
-    scores: Any, values: Any, positions: Any, length: Any, K: tl.constexpr, WIDTH: tl.constexpr  # noqa: N803
+    scores: Any,
+    values: Any,
+    positions: Any,
+    length: Any,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # noqa: N803
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)

@@ -79,17 +79,25 @@ class Steps:
         self._encoder = first.encoder if self._count == 1 else Encoder.stacked([t.encoder for t in trainers])
         self._parameters = list(self._encoder.parameters())
         self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
-        self._forward: Callable[..., Tensor] = torch.compile(self._encoder) if self._training.compiled else self._encoder
+        self._forward: Callable[..., Tensor] = (
+            torch.compile(self._encoder) if self._training.compiled else self._encoder
+        )
         tokens, labels = zip(*(trainer.train_split for trainer in trainers), strict=True)
-        self._tokens, self._labels = (parts[0] if self._count == 1 else torch.cat(parts) for parts in (tokens, labels))
+        self._tokens, self._labels = (
+            parts[0] if self._count == 1 else torch.cat(parts) for parts in (tokens, labels)
+        )
         dtype = self._parameters[0].dtype
         self._rate = torch.zeros((), dtype=dtype, device=self._device)
         self._totals = torch.zeros(2, self._count, dtype=dtype, device=self._device)  # losses, right answers
         self._graph: torch.cuda.CUDAGraph | None = None
-        captured = ATTENTIONS[first.config.attention].keeps != "clustered"  # how many keys it keeps, only the CPU knows
+        captured = (
+            ATTENTIONS[first.config.attention].keeps != "clustered"
+        )  # how many keys it keeps, only the CPU knows
         self._captures = self._device.type == "cuda" and captured
         c = self._encoder.config
-        self._frozen: list[tuple[Tensor, Any, Tensor]] = []  # parameters with their frozen rows, and what stands there
+        self._frozen: list[
+            tuple[Tensor, Any, Tensor]
+        ] = []  # parameters with their frozen rows, and what stands there
         for i in range(c.blocks if "qk" in self._training.frozen else 0):
             rows, qkv = slice(2 * c.heads * c.head_width), self._encoder.attention(i).qkv
             for parameter, at in ((qkv.weight, (..., rows, slice(None))), (qkv.bias, (..., rows))):
@@ -162,6 +170,9 @@ class Steps:
             torch._foreach_sub_(self._parameters, gradients)
         for parameter, at, value in self._frozen:  # weight decay acts even without a gradient
             parameter[at] = value
+            for memory in ({} if self._optimizer is None else self._optimizer.state[parameter]).values():
+                if memory.shape == parameter.shape:
+                    memory[at] = 0
 
     def _capture(self, size: int) -> None:
         """Capture a step as a graph, and leave parameters, optimiser and generators as they were."""
@@ -388,7 +399,9 @@ def train_seeds(
 # --- optimisers, memory, devices
 
 
-def make_optimizer(encoder: Encoder, training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer | None:
+def make_optimizer(
+    encoder: Encoder, training: TrainingConfig, device: torch.device
+) -> torch.optim.Optimizer | None:
     """Return Adam or AdamW; None for plain SGD, which :class:`Steps` does itself."""
     if training.optimizer == "sgd":
         return None

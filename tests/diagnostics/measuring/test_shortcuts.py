@@ -2,8 +2,8 @@
 
 import pytest
 
-from semdiag_models.tasks import TASKS
 from semdiag.measuring.reach import shortcut
+from semdiag_models.tasks import TASKS
 
 SLACK = 0.012  # three standard errors of 20,000 samples
 
