@@ -162,6 +162,16 @@ class KSweepPlan:
     seconds: float | None = None  # without rerun: external models are run on what fits in so much time
     jobs: int = 1  # processes among which the masks of a rerun are divided
 
+    @property
+    def largest_k(self) -> int:
+        """The largest k that is measured, where inputs are long enough."""
+        return max(self.max_k or LARGEST_K, *self.ks, 1)
+
+    @property
+    def masks(self) -> int:
+        """About how many masks are run on all inputs."""
+        return len(self.ks or few_ks(64)) * len(self.kinds or EXTERNAL_KINDS) if self.rerun else 0
+
     def __post_init__(self) -> None:
         if self.max_k is not None and self.max_k < 1:
             raise InputError(f"The largest k must be at least 1. Got {self.max_k}.")
