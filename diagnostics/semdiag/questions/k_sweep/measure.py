@@ -17,6 +17,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.outputs import masked_language
 from semdiag.measuring.probe import Probe, Subject, percentiles, plan_of
 from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.budgets import (
@@ -29,7 +30,6 @@ from semdiag.questions.k_sweep.budgets import (
     masks_of,
     search,
 )
-from semdiag.questions.k_sweep.outputs import masked_language
 from semdiag.questions.k_sweep.rerun import (
     NO_MASK,
     QUARTERS_TABLE,

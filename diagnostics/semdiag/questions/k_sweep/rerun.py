@@ -15,10 +15,10 @@ from semdiag.capturing.kept_keys import Keep
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation, no_room
+from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
 from semdiag.measuring.table import Table
 from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST
-from semdiag.questions.k_sweep.outputs import Answers, Reader, output_change, position_terms
 from semdiag_models import InputError
 
 QUARTERS = 4
