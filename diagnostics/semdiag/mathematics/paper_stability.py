@@ -196,10 +196,10 @@ def truncations(
     change, others = log_sum_exp.new_empty(*log_sum_exp.shape, len(ks)), torch.empty_like(log_sum_exp)
     size, projected = torch.empty_like(others), None if projection is None else torch.empty_like(change)
     shared = scores.q.shape[1] // scores.k.shape[1]
-    size = max(1, _MOST // (len(ks) * values.shape[3])) * scores.k.shape[2]
+    most = max(1, _MOST // (len(ks) * values.shape[3])) * scores.k.shape[2]
     if values.device.type != "cpu":
-        size = max(size, min(_LARGER * size, _SCORES))
-    for strip in scores.strips(size):
+        most = max(most, min(_LARGER * most, _SCORES))
+    for strip in scores.strips(most):
         b, h, r = strip.samples, strip.heads, strip.queries
         own = values[b, h.start // shared : h.stop // shared]
         log_sum, score = log_sum_exp[b, h, r], torch.full_like(log_sum_exp[b, h, r], -torch.inf)
