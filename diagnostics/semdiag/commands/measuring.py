@@ -104,7 +104,8 @@ def measured(
             conditions = replace(conditions, samples=held_out)
         elif "samples" in typed:
             conditions = replace(conditions, first=conditions.samples)
-        measurements = (run or partial(survey, own=True, expect=bar.expect))(
+        say = (lambda text: None) if quiet else (lambda text: tell(f"semdiag: {text}"))
+        measurements = (run or partial(survey, own=True, expect=bar.expect, say=say))(
             loaded, conditions, bar.announce, bar.advance
         )
         then(loaded)

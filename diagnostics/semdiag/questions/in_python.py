@@ -1,6 +1,6 @@
 """One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch, whole_number
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import NotAvailableError
+from semdiag.measuring.calls.memory import halving
 from semdiag.measuring.calls.running import converted, home_of, refuse_masked, unnamed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
@@ -255,15 +256,19 @@ def _asked(
         how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
         raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.{how}")
     own_labels = None if loaded.external else labels
-    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own, queries)
-    if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
-        subject.watch(probe, plan, None)
-    measured = measure(
-        loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype, queries=queries,
-        seed=seed, watchers=[*subject.watchers.values()],
-    )  # fmt: skip
+
+    def run(cut: list[Batch], size: int) -> tuple[Measurements, Subject, Mapping[str, pd.DataFrame]]:
+        subject = Subject(loaded, cut, labels, seed, size, place, dtype or own, queries)
+        if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
+            subject.watch(probe, plan, None)
+        measured = measure(
+            loaded, cut, labels=own_labels, batch_size=size, device=device, dtype=dtype, queries=queries,
+            seed=seed, watchers=[*subject.watchers.values()],
+        )  # fmt: skip
+        return measured, subject, probe.measure(subject, plan, None)
+
     try:
-        tables = probe.measure(subject, plan, None)
+        measured, subject, tables = halving(run, list(cut), batch_size)
     except NotAvailableError as reason:
         raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
     samples = int(measured.models["samples"].max())

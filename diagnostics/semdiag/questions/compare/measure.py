@@ -24,10 +24,10 @@ from semdiag.measuring.calls.running import RandomNumbers, placed, running
 from semdiag.measuring.encoders.traces import checked_batch
 from semdiag.measuring.measure import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
 from semdiag.measuring.table import Table
-from semdiag.questions.k_sweep.outputs import Answers, Reader, output_change, position_terms
 from semdiag_models import Encoder, InputError
 from semdiag_models.reading import require_memory
 from semdiag_models.training import find_device, with_float64
