@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, Strip, counted, key_heads, products
+from semdiag.capturing.kept_keys import Choice, Strip, counted, integers, key_heads, products
 from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
@@ -84,7 +84,7 @@ class Attended(NamedTuple):
 
 def attended(choice: Choice, inputs: Inputs) -> Attended:
     """Return what queries gather from the keys that a choice keeps: by FlexAttention on a GPU, else in strips."""
-    if fits_flex(choice, inputs):
+    while fits_flex(choice, inputs):
         try:
             return flexible(choice, inputs)
         except torch.OutOfMemoryError:
@@ -173,7 +173,7 @@ def _add_keys(total: Tensor, strip: Strip, call: AttentionCall, weights: Tensor,
 _LEAST = 512  # queries from which a call on a GPU takes FlexAttention; shorter ones do not pay for its start
 _BLOCK = 128  # queries, and keys, of FlexAttention's blocks
 _AT_ONCE = 2**24  # entries of a mask looked at together
-FAILED: list[str] = []  # why FlexAttention is not used in this process
+FAILED: list[str] = []  # why FlexAttention could not be compiled for all lengths, and for one length
 
 
 class Thresholds(NamedTuple):
@@ -188,7 +188,9 @@ class Thresholds(NamedTuple):
 def fits_flex(choice: Choice, inputs: Inputs) -> bool:
     """Return whether a call with its rule is FlexAttention's."""
     q = inputs[0]
-    return q.is_cuda and q.dtype != torch.float64 and q.shape[2] >= _LEAST and choice.by_threshold and not FAILED
+    return (
+        q.is_cuda and q.dtype != torch.float64 and q.shape[2] >= _LEAST and choice.by_threshold and len(FAILED) < 2
+    )
 
 
 def flexible(choice: Choice, inputs: Inputs) -> Attended:
@@ -205,17 +207,17 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
         torch._dynamo.config.patch(recompile_limit=64),
     ):
         several = q.shape[1] != k.shape[1]
-        output = _flex()(q, k, v, modified, layout.blocks, choice.call.scale, several)
+        output = _flex(not FAILED)(q, k, v, modified, layout.blocks, choice.call.scale, several)
     return Attended(Mixed(output), layout.number, None if rows is None else rows.close.sum())
 
 
 @cache
-def _flex() -> Callable[..., Tensor]:
-    """Return FlexAttention, which is compiled when it runs first."""
+def _flex(dynamic: bool) -> Callable[..., Tensor]:
+    """Return FlexAttention, which is compiled when it runs first: for all lengths, or for each length anew."""
     print("semdiag compiles FlexAttention for masks: once, up to a minute", file=sys.stderr, flush=True)
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 def row_thresholds(choice: Choice) -> Thresholds:
@@ -245,7 +247,7 @@ def row_thresholds(choice: Choice) -> Thresholds:
             free = free if fixed is None else free & ~fixed
             place = strip.samples, strip.heads, strip.queries
             top[place], order[place] = largest_scores(choice.scores(strip).masked_fill_(~free, -torch.inf), most)
-    k = torch.tensor(choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
+    k = integers(*choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
     last, after = (top.gather(-1, at)[..., 0] for at in ((k - 1).clamp(min=0), k))
     place = order.gather(-1, (k - 1).clamp(min=0))[..., 0]
     near = _error(call) + 2.0**-22 * last.abs().nan_to_num(0, 0, 0)
@@ -287,7 +289,7 @@ def _layout(choice: Choice) -> _Layout:
     key = (*key, call.q.device)
     if call.allowed is None and key in _LAYOUTS:
         return _LAYOUTS[key]
-    length, k = call.k.shape[2], torch.tensor(choice.counts, dtype=torch.int32, device=call.q.device)[:, None]
+    length, k = call.k.shape[2], integers(*choice.counts, device=call.q.device)[:, None].int()
     step = max(1, _AT_ONCE // (length * len(call.q)) // _BLOCK) * _BLOCK
     numbers, bares, some, every = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for start in range(0, call.q.shape[2], step):
@@ -330,11 +332,6 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
-@lru_cache(maxsize=64)
-def _integers(*numbers: int, device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
 def _at(values: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return None if values is None else part_of(values, slice(None), slice(None)).expand(shape)  # type: ignore[union-attr]
 
@@ -345,7 +342,7 @@ def _mask_mod(choice: Choice, bare: Tensor) -> Callable[..., Tensor]:
     size, causal = (*call.q.shape[:3], call.k.shape[2]), call.causal
     allowed, near = _at(call.allowed, size), _near(choice)
     positions = near if choice.by_position else None
-    first = _integers(call.first_query, device=call.q.device)
+    first = integers(call.first_query, device=call.q.device)
     everything = None if call.allowed is None else bare.expand(size[:3])
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -385,7 +382,7 @@ def _near(choice: Choice) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     call, near, sinks = choice.call, choice.near, choice.sinks
     if near is None and sinks is None:
         return None
-    numbers = _integers(call.first_query, *(near or (0, 0)), device=call.q.device)
+    numbers = integers(call.first_query, *(near or (0, 0)), device=call.q.device)
     sinks = None if sinks is None else sinks.expand(len(call.q), -1).contiguous()
     window = near is not None
 

@@ -275,7 +275,7 @@ def _note_rounding(masked: Masked) -> None:
             "there, the threshold may have kept the other one"
         )
         masked.audit.remarks[Remark("", text)] += 1
-    for reason in FAILED[:1]:
+    for reason in FAILED[1:]:
         masked.audit.remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
 
 
