@@ -376,7 +376,7 @@ class Choice:
             return _heaviest(scores, self.rule.p) & free
         order = self._order if self._order is None or len(self._order) == 1 else self._order[strip.samples]
         kept = _ranked(self.rule, k, scores, self.call, strip, order)
-        return kept & free if self.rule.block > 1 else kept
+        return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
 
     def _priorities(self, rule: RandomK, strip: Strip) -> Tensor:
         """Return random numbers for all keys, (h, r, Lk): one sequence over all strips of heads and queries."""

@@ -199,6 +199,9 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
     with outside_all_modes(q.device.type):
         layout = _layout(choice)
         rows = None if choice.by_position else row_thresholds(choice)
+        if rows is not None and layout.bare is not None and min(choice.counts) == 0:
+            rows = rows._replace(low=rows.low.masked_fill(layout.bare, -torch.inf))
+            rows = rows._replace(place=rows.place.masked_fill(layout.bare, choice.call.k.shape[2]))
         modified = _score_mod(choice, rows)
     with (
         without_modes(),
@@ -275,6 +278,7 @@ class _Layout(NamedTuple):
     """What a choice by thresholds needs beside the thresholds."""
 
     number: Tensor  # number of kept keys, int32, broadcastable to (B, H, Lq)
+    bare: Tensor | None  # queries that keep all keys because none is kept by position; None: there is none
     blocks: Any  # BlockMask
 
 
@@ -299,26 +303,29 @@ def _layout(choice: Choice) -> _Layout:
         keys = counted(seen)
         fixed = None if fixed is None else fixed & seen
         number = k.minimum(keys) if fixed is None else counted(fixed) + k.minimum(keys - counted(fixed))
-        bare = number == 0  # a query without any key keeps all
+        without = number == 0  # a query without any key keeps all
         if choice.by_position and fixed is not None:
             seen = (
-                fixed | (seen & bare[:, :1, :, None]) if bare.shape[1] == 1 else fixed | (seen & bare[..., None])
+                fixed | (seen & without[:, :1, :, None])
+                if without.shape[1] == 1
+                else fixed | (seen & without[..., None])
             )
-        numbers.append(torch.where(bare, keys, number))
-        bares.append(bare)
+        numbers.append(torch.where(without, keys, number))
+        bares.append(without)
         inside = F.pad(seen, (0, -length % _BLOCK, 0, -seen.shape[2] % _BLOCK)).view(torch.uint8)
         inside = inside.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum((3, 5), dtype=torch.int32)
         some.append((inside > 0) & (inside < _BLOCK**2))
         every.append(inside == _BLOCK**2)
+    bare = None if call.allowed is None else torch.cat(bares, 2)
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = BlockMask.from_kv_blocks(
         *(x for parts in (some, every) for x in _listed(torch.cat(parts, 2))),
         BLOCK_SIZE=_BLOCK,
-        mask_mod=_mask_mod(choice, torch.cat(bares, 2)),
+        mask_mod=_mask_mod(choice, bare),
         seq_lengths=(call.q.shape[2], length),
     )
-    found = _Layout(torch.cat(numbers, 2), blocks)
+    found = _Layout(torch.cat(numbers, 2), bare, blocks)
     if call.allowed is None:
         while len(_LAYOUTS) >= 8:
             del _LAYOUTS[next(iter(_LAYOUTS))]
@@ -336,14 +343,14 @@ def _at(values: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return None if values is None else part_of(values, slice(None), slice(None)).expand(shape)  # type: ignore[union-attr]
 
 
-def _mask_mod(choice: Choice, bare: Tensor) -> Callable[..., Tensor]:
+def _mask_mod(choice: Choice, bare: Tensor | None) -> Callable[..., Tensor]:
     """Return FlexAttention's function of positions: whether a query may see a key."""
     call = choice.call
     size, causal = (*call.q.shape[:3], call.k.shape[2]), call.causal
     allowed, near = _at(call.allowed, size), _near(choice)
     positions = near if choice.by_position else None
     first = integers(call.first_query, device=call.q.device)
-    everything = None if call.allowed is None else bare.expand(size[:3])
+    everything = None if bare is None else bare.expand(size[:3])
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = k >= 0
