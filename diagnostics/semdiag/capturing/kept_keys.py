@@ -236,7 +236,7 @@ class Choice:
         if keep:
             size = (len(call.q), 1, call.q.shape[2], length)
             self.chosen = torch.zeros(size, dtype=torch.bool, device=call.q.device)
-        if self._block > 1 or (not isinstance(rule, TopP) and (rule.sinks or rule.window)):
+        if not isinstance(rule, TopP) and (self._block > 1 or rule.sinks or rule.window):
             reach = _reach(call)
             self._order = real_first(reach.real, call) if self._block > 1 else None
             self.sinks, self.near = _fixed(rule, call, reach)

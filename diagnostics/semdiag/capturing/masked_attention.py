@@ -103,7 +103,7 @@ def in_strips(choice: Choice, inputs: Inputs) -> Attended:
     q = inputs[0]
     number = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        return Attended(Mixed(_Strips.apply(*inputs, choice, number)), number)  # type: ignore[no-untyped-call]
+        return Attended(Mixed(_Strips.apply(*inputs, choice, number)), number)
 
 
 class _Strips(torch.autograd.Function):
@@ -124,7 +124,7 @@ class _Strips(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients in queries, keys and values; the choice of keys has none."""
         choice: Choice = ctx.choice
@@ -248,10 +248,10 @@ def row_thresholds(choice: Choice) -> Thresholds:
         for strip in choice.strips():
             free, fixed = choice.allowed(strip), choice.fixed(strip)
             free = free if fixed is None else free & ~fixed
-            place = strip.samples, strip.heads, strip.queries
-            top[place], order[place] = largest_scores(choice.scores(strip).masked_fill_(~free, -torch.inf), most)
+            at = strip.samples, strip.heads, strip.queries
+            top[at], order[at] = largest_scores(choice.scores(strip).masked_fill_(~free, -torch.inf), most)
     k = integers(*choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
-    last, after = (top.gather(-1, at)[..., 0] for at in ((k - 1).clamp(min=0), k))
+    last, after = (top.gather(-1, rank)[..., 0] for rank in ((k - 1).clamp(min=0), k))
     place = order.gather(-1, (k - 1).clamp(min=0))[..., 0]
     near = _error(call) + 2.0**-22 * last.abs().nan_to_num(0, 0, 0)
     middle = after + (last - after) / 2
@@ -268,10 +268,11 @@ def _error(call: AttentionCall) -> Tensor:
     shared = call.q.shape[1] // call.k.shape[1]
     longest = call.k.norm(dim=-1, dtype=torch.float32).amax(-1).repeat_interleave(shared, 1)[..., None]
     # Sums on tensor cores; float32 in three products of TF32, or in one where torch is told so.
-    unit, products_of_row = 2.0**-23, (6 if call.q.dtype == torch.float32 else 2) * call.q.shape[3]
+    terms = (6 if call.q.dtype == torch.float32 else 2) * call.q.shape[3]
     coarse = call.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    gamma = products_of_row * unit + (2.0**-9 if coarse else 3 * 2.0**-22)
-    return gamma * abs(call.scale) * call.q.norm(dim=-1, dtype=torch.float32) * longest
+    gamma = 2.0**-23 * terms + (2.0**-9 if coarse else 3 * 2.0**-22)
+    error: Tensor = gamma * abs(call.scale) * call.q.norm(dim=-1, dtype=torch.float32) * longest
+    return error
 
 
 class _Layout(NamedTuple):
@@ -305,22 +306,23 @@ def _layout(choice: Choice) -> _Layout:
         number = k.minimum(keys) if fixed is None else counted(fixed) + k.minimum(keys - counted(fixed))
         without = number == 0  # a query without any key keeps all
         if choice.by_position and fixed is not None:
-            seen = (
-                fixed | (seen & without[:, :1, :, None])
-                if without.shape[1] == 1
-                else fixed | (seen & without[..., None])
-            )
+            seen = fixed | (seen & without[..., None])
         numbers.append(torch.where(without, keys, number))
         bares.append(without)
         inside = F.pad(seen, (0, -length % _BLOCK, 0, -seen.shape[2] % _BLOCK)).view(torch.uint8)
-        inside = inside.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum((3, 5), dtype=torch.int32)
+        inside = inside.view(*inside.shape[:2], -1, _BLOCK, inside.shape[3] // _BLOCK, _BLOCK)
+        inside = inside.sum((3, 5), dtype=torch.int32)
         some.append((inside > 0) & (inside < _BLOCK**2))
         every.append(inside == _BLOCK**2)
     bare = None if call.allowed is None else torch.cat(bares, 2)
     from torch.nn.attention.flex_attention import BlockMask
 
+    partly, wholly = _listed(torch.cat(some, 2)), _listed(torch.cat(every, 2))
     blocks = BlockMask.from_kv_blocks(
-        *(x for parts in (some, every) for x in _listed(torch.cat(parts, 2))),
+        partly[0],
+        partly[1],
+        wholly[0],
+        wholly[1],
         BLOCK_SIZE=_BLOCK,
         mask_mod=_mask_mod(choice, bare),
         seq_lengths=(call.q.shape[2], length),
