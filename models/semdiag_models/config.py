@@ -111,7 +111,7 @@ class Record:
                     if name not in known:
                         raise unknown_name(f.name, name, known)
             if within and value is not None and not _inside(value, within):
-                raise InputError(f"{f.name} must lie in {within}. Got {f.name}={value}.")
+                raise InputError(f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}.")
 
 
 def _fits(value: object, annotation: str) -> bool:

@@ -127,8 +127,8 @@ class Steps:
                 else:
                     self._step(batch)
                 after_batch()
-        losses, right = (self._totals / n).tolist()  # the only wait for the device in an epoch
-        return list(zip(losses, right, strict=True))
+        losses, right = self._totals.tolist()  # the only wait for the device in an epoch
+        return [(loss / n, hits / n) for loss, hits in zip(losses, right, strict=True)]
 
     def _step(self, batch: Tensor) -> None:
         """Make one step on samples (G, b) of the data; nothing here may wait for the device."""
