@@ -131,8 +131,8 @@ def comparison_sentences(result: Summary, modules: Sequence[str] = ()) -> list[s
     interval = interval_words(*_ends(whole), "{:.3g}".format, samples)
     sentences = [
         *_beginning(result["heads"], modules),
-        f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
-        f"queries ({interval}), {number(whole['largest'])} at most; most in layer "
+        f"Total variation of the weights: {number(whole['total_variation'])} in the mean of "
+        f"{counted(whole['queries'], 'query')} ({interval}), {number(whole['largest'])} at most; most in layer "
         f"{layer_name(most['layer'], modules)}, head {most['head']}: {number(most['total_variation'])}."
         if whole["largest"]
         else f"The weights of all {whole['queries']:,} queries are the same.",
@@ -186,11 +186,13 @@ def _outputs(outputs: Summary | None) -> list[str]:
     interval = interval_words(*_ends(outputs), "{:.3g}".format, outputs["samples"])
     sentences = [
         f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats ({interval}); "
-        f"{outputs['changed']:,} of {outputs['predictions']:,} predictions change."
+        f"{outputs['changed']:,} of {counted(outputs['predictions'], 'prediction')} change."
     ]
     before, after = number_from_json(outputs["loss_base"]), number_from_json(outputs["loss"])
     if not math.isnan(before + after):
-        sentences.append(f"Loss of {outputs['targets']:,} targets: {before:.4g} nats before, {after:.4g} after.")
+        sentences.append(
+            f"Loss of {counted(outputs['targets'], 'target')}: {before:.4g} nats before, {after:.4g} after."
+        )
     return sentences
 
 
@@ -212,7 +214,7 @@ def print_comparison(findings: Findings, every: bool = False) -> None:
         say_sentences(comparison_sentences(result, modules))
         sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
         console.print(
-            f"\nA: {result['base']}\nB: {result['model']}\n{sizes}, {result['all']['queries']:,} queries"
+            f"\nA: {result['base']}\nB: {result['model']}\n{sizes}, {counted(result['all']['queries'], 'query')}"
         )
         heads = result["heads"] if every else result["heads"][:_SHOWN]
         heads = [{**row, "layer": layer_name(row["layer"], modules)} for row in heads]

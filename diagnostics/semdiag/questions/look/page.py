@@ -19,7 +19,7 @@ from semdiag.capturing.audit import WARNING
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.words import layer_name, percent
+from semdiag.measuring.words import counted, layer_name, percent
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.presenting.section import file_safe, finite, page_environment, page_style
 from semdiag.questions.look.measure import (
@@ -78,6 +78,7 @@ def render_look(seen: Seen, k: int, command: str) -> str:
         part_of_largest=lambda value: _share(value, largest),
         furthest=furthest(heads),
         count=len(heads),
+        counted=counted,
         lead=lead(seen),
         trained=_trained(seen)[0],
         cautions=cautions(seen),
