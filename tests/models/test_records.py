@@ -30,7 +30,11 @@ OUTSIDE = [  # field, value, interval, and other fields without which it would b
 ]
 OUTSIDE_TRAINING = [
     *((n, 0, "[1, 1000000000]") for n in ("length", "epochs", "train_samples", "holdout_samples", "batch_size")),
-    *((n, v, "(0, inf)") for n in ("learning_rate", "learning_rate_decay") for v in (0.0, -0.1, math.nan, math.inf)),
+    *(
+        (n, v, "(0, inf)")
+        for n in ("learning_rate", "learning_rate_decay")
+        for v in (0.0, -0.1, math.nan, math.inf)
+    ),
     *(("gradient_clip", v, "(0, inf]") for v in (0.0, math.nan)),
     *(("until", v, "(0, 1]") for v in (0.0, 1.5, math.nan)),
     ("weight_decay", -1.0, "[0, inf)"),
@@ -61,7 +65,10 @@ def test_a_number_outside_its_interval_is_refused_with_the_interval(case):
         ({"attention": "topk"}, "topk attention needs k, the number of keys kept per query."),
         ({"attention": "topk", "k": 41}, "k must be at most the sequence length. Got k=41, length=40."),
         ({"attention": "topk", "k": 3, "cls_as_key": False}, "cls_as_key=False goes with CLS pooling"),
-        ({"attention": "random", "k": 3, "cls_as_key": False}, "random attention takes no cls_as_key; banded, block"),
+        (
+            {"attention": "random", "k": 3, "cls_as_key": False},
+            "random attention takes no cls_as_key; banded, block",
+        ),
     ],
 )
 def test_an_illegal_model_is_refused_with_what_would_work(fields, message):
