@@ -17,7 +17,7 @@ from semdiag_models.sweeps.runs import HISTORIES, RUNS, SCHEMA, joined, packed_n
 
 def pack(folder: Path, schema: str) -> int:
     """Replace the record files of a folder by two tables, after a check that every record reads back unchanged."""
-        files = sorted(folder.glob("*.json"))
+    files = sorted(folder.glob("*.json"))
     records = {name: joined(folder, name) for name in packed_names(folder)}
     for file in files:
         record = read_json(file)

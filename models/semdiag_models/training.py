@@ -66,7 +66,7 @@ def _product_precision(precision: str) -> Iterator[None]:
 
 
 class Steps:
-    """Training steps of one encoder, or of several of the same configuration at once, whose parameters are stacked.
+    """Training steps of one encoder, or of several of one configuration at once, whose parameters are stacked.
 
     Nothing in an epoch waits for the device. On CUDA a step is captured once and replayed: forward, backward,
     clipping and update are launched together.
@@ -450,7 +450,7 @@ def restore_optimizer_state(trainer: Trainer, state: OptimizerState) -> None:
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
-    """Return a lower bound of the main memory for training, in bytes: data, and on a CPU parameters and one batch."""
+    """Return a lower bound of the main memory for training, in bytes: data, on a CPU parameters and a batch."""
     length, inner = model.length + model.extra_tokens, model.heads * model.head_width
     needed = 8 * model.length * (training.train_samples + training.holdout_samples) * (training.text is None)
     per_block = 4 * model.width * inner + 2 * model.width * model.mlp_width

@@ -44,10 +44,12 @@ def read_packed(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def packed_names(folder: Path) -> dict[str, str]:
+    """Return the records in a folder's tables, without their histories, by run."""
     return _tables(folder)[0]
 
 
 def joined(folder: Path, name: str) -> dict[str, Any]:
+    """Return a run's record in a folder's tables."""
     return record_in(_tables(folder), name)
 
 
@@ -69,6 +71,7 @@ def _kept(paths: tuple[Path, Path], stamps: tuple[int, ...]) -> _Tables:
 
 
 def read_tables(runs: Path, histories: Path) -> _Tables:
+    """Read the tables of records and of histories."""
     import pandas as pd
 
     tables = []
@@ -94,6 +97,7 @@ def read_tables(runs: Path, histories: Path) -> _Tables:
 
 
 def record_in(tables: _Tables, name: str) -> dict[str, Any]:
+    """Return a run's record with its history."""
     heads, histories = tables
     try:
         return {**json.loads(heads[name]), "history": histories[name]}

@@ -3,7 +3,6 @@ from collections import Counter
 import pytest
 import torch
 
-from semdiag_models.tasks.expressions import evaluate
 from semdiag_models.tasks.language_tasks import SolveEquation
 
 TASK = SolveEquation()
@@ -64,4 +63,4 @@ def test_the_label_is_the_only_solution():
     tokens, labels = sample(500, 40)
     for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
         left, _, right = "".join(TASK.symbols[token] for token in row).partition("=")
-        assert [x for x in range(5) if evaluate(left.replace("x", str(x))) == int(right)] == [label]
+        assert [x for x in range(5) if eval(left.replace("x", str(x))) % 5 == int(right)] == [label]
