@@ -250,8 +250,13 @@ TIMED: dict[str, tuple[torch.dtype, int, int, int, dict[str, Any]]] = {
 }
 _TILE = row_kernels.Tile
 TRIED = [
-    ("float32, top 32", tile) for tile in (_TILE(64, 64, 4, 2), _TILE(64, 64, 4, 3), _TILE(128, 64, 8, 2), _TILE(128, 32, 8, 3))
-] + [("bfloat16", tile) for tile in (_TILE(64, 64, 4, 3), _TILE(128, 64, 4, 3), _TILE(128, 128, 8, 2), _TILE(64, 128, 4, 2))]  # fmt: skip
+    *(("float32, top 32", _TILE(64, 64, 4, 2, r)) for r in (None, 160)),
+    *(("float32, top 32", _TILE(128, 64, 8, 2, r)) for r in (None, 128)),
+    ("float32, top 32", _TILE(128, 32, 8, 2, 128)),
+    *(("bfloat16", _TILE(128, 64, 8, 3, r)) for r in (None, 128)),
+    *(("bfloat16", _TILE(64, 64, 4, 3, r)) for r in (128, 160)),
+    ("bfloat16", _TILE(64, 32, 4, 3, 128)),
+]
 
 
 def timed_call(name: str, length: int, device: str) -> dict[str, Any]:
