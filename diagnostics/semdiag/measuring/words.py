@@ -1,7 +1,8 @@
 """Numbers in words: counts, shares, ratios, and intervals with their ends."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 
 FEWEST = 5  # fewest sequences or planes for an interval
@@ -11,7 +12,14 @@ Value = float | str | None  # a number, or what JSON has in its place
 
 def counted(number: int, noun: str) -> str:
     """Return a number and what it counts."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    many = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else many}"
+
+
+def layer_name(layer: int, modules: Sequence[str]) -> str:
+    """Return a layer's number, and its module if the model's layers lie in several stacks."""
+    stacks = {re.sub(r"\d+", "", module) for module in modules}
+    return f"{layer} ({modules[layer]})" if len(stacks) > 1 and layer < len(modules) else str(layer)
 
 
 def number_from_json(value: Value) -> float:

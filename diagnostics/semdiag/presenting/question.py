@@ -137,6 +137,7 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
 
 def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, findings: "Findings") -> None:
     from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
+    from semdiag.measuring.findings.findings import modules_by_layer
     from semdiag.measuring.words import percent
     from semdiag.presenting.section import (
         NEVER,
@@ -157,10 +158,11 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, f
             console.print(f"\n{title(result)}: {_NOTHING_DROPPED}", soft_wrap=True)
             continue
         sampled = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
+        modules = findings(modules_by_layer, result["model"])
         for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
-            rows = _rows(result, quantity, every)
+            rows = _rows(result, quantity, every, modules)
             for one in counterfactuals:
-                rows += _rows(one, quantity, every, f" k={one['k']}")
+                rows += _rows(one, quantity, every, modules, f" k={one['k']}")
             shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
             rows = [dict.fromkeys(column.name for column in shares) | row for row in rows]
             console.print(
@@ -168,7 +170,7 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, f
             )
             hidden = sum(len(one["layers"]) + 1 for one in (result, *counterfactuals)) - len(rows)
             if hidden:
-                console.print(extremes(result, quantity), soft_wrap=True)
+                console.print(extremes(result, quantity, modules), soft_wrap=True)
                 console.print(not_shown(hidden))
     for sentence in sampling_sentences(findings, (metric,)):
         console.print(sentence)
@@ -198,14 +200,19 @@ _MOST_HEADS = 24  # of more, only the extreme ones are shown
 _EXTREME = 5  # heads at each end
 
 
-def _rows(result: dict[str, Any], quantity: str, every: bool, suffix: str = "") -> list[dict[str, Any]]:
+def _rows(
+    result: dict[str, Any], quantity: str, every: bool, modules: Sequence[str], suffix: str = ""
+) -> list[dict[str, Any]]:
     """Return a row for each head, or of many heads for those with extreme medians, and one for all heads."""
+    from semdiag.measuring.words import layer_name
+
     heads = result["layers"]
     shown = heads if every or len(heads) <= _MOST_HEADS else _extreme(heads, quantity)
     rows = []
     for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
         numbers = row.get(quantity, row)
-        rows.append({**row, **numbers, "place": f"{row['layer']}{suffix}"})
+        layer = row["layer"] if row["layer"] == "all" else layer_name(row["layer"], modules)
+        rows.append({**row, **numbers, "place": f"{layer}{suffix}"})
         if quantity == "separation":
             separated = numbers["queries"] - numbers["undefined"]
             rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
@@ -231,12 +238,17 @@ def _extreme(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]
     return [row for row in heads if any(row is end for end in ends)]
 
 
-def extremes(result: dict[str, Any], quantity: str) -> str:
+def extremes(result: dict[str, Any], quantity: str, modules: Sequence[str]) -> str:
     """Return a sentence on the heads with the largest and the smallest median of a quantity."""
+    from semdiag.measuring.words import layer_name
+
     known = _by_median(result["layers"], quantity)
     if not known:
         return "No head has a finite median."
     if len({_median(row, quantity) for row in known}) == 1:
         return f"The median is {_median(known[0], quantity):.3g} in every head."
-    ends = [f"head {r['head']} of layer {r['layer']} ({_median(r, quantity):.3g})" for r in (known[-1], known[0])]
+    ends = [
+        f"head {row['head']} of layer {layer_name(row['layer'], modules)} ({_median(row, quantity):.3g})"
+        for row in (known[-1], known[0])
+    ]
     return f"The median is largest in {ends[0]} and smallest in {ends[1]}."

@@ -18,10 +18,18 @@ from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
-from semdiag.measuring.findings.findings import Findings, has_schema, json_ready, schema, unlearned_sentences
+from semdiag.measuring.findings.findings import (
+    Findings,
+    has_schema,
+    json_ready,
+    modules_by_layer,
+    schema,
+    unlearned_sentences,
+)
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
+from semdiag.measuring.words import layer_name
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
 from semdiag.presenting.drawing.style import save_figure, stacked
 from semdiag.presenting.section import Section, Shown, percentile_csv, verdict_table
@@ -296,8 +304,9 @@ def _write(
     non_finite = findings.measurements.non_finite
     if look is not None:
         (folder / LOOK).write_text(look, encoding="utf-8", errors="backslashreplace")
+    modules = findings(modules_by_layer, findings.measurements.models["model"].iloc[0])
     heads = [
-        (f"head {head} of layer {layer}", f"{LOOK}#{layer}.{head}" if look else None, words)
+        (f"head {head} of layer {layer_name(layer, modules)}", f"{LOOK}#{layer}.{head}" if look else None, words)
         for layer, head, words in findings(outlying_heads)
     ]
     page = render_page(content, parts, pictures, non_finite, keep_queries, others, heads)

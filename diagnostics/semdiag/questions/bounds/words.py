@@ -9,7 +9,7 @@ from rich.console import Console
 from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.measuring.findings.findings import Finding, Findings, Pair, Verdict, agreed, compared_pairs, records
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import number
+from semdiag.measuring.words import counted, number
 from semdiag.presenting.drawing.panels import factors, model_labels, powers_of_ten
 from semdiag.presenting.question import title
 from semdiag.presenting.section import (
@@ -70,7 +70,7 @@ def _counts(cases: Sequence[Finding]) -> str:
         met = sum(f.verdict is Verdict.HOLDS for f in stated)
         unmet = len(of_form) - len(stated)
         more = f" (assumption not met in {unmet} more)" if unmet else ""
-        parts += [f"in {met} of {len(stated)} cases in the {form} form{more}"] if of_form else []
+        parts += [f"in {met} of {counted(len(stated), 'case')} in the {form} form{more}"] if of_form else []
     return ", ".join(parts)
 
 
@@ -306,7 +306,7 @@ def bounds_glance(findings: Findings) -> Glance:
         )
     met = sum(f.verdict is Verdict.HOLDS for f in stated)
     return Glance(
-        Answer.HOLDS if met == len(stated) else Answer.DOES_NOT, f"{met:,} of {len(stated):,} cases",
+        Answer.HOLDS if met == len(stated) else Answer.DOES_NOT, f"{met:,} of {counted(len(stated), 'case')}",
         f"in which the {top_words(findings)} mask has the better guarantee by Corollary 1 as printed (p75 to "
         "p95, W and X)",
         claim=True,

@@ -1,15 +1,23 @@
 """How far two models' attention and outputs are apart: head by head, ranked, and overall."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, records
+from semdiag.measuring.findings.findings import (
+    MODEL_FACTS,
+    Findings,
+    Summary,
+    json_object,
+    modules_by_layer,
+    records,
+)
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval_words, number, number_from_json, whole_percent
+from semdiag.measuring.words import counted, interval_words, layer_name, number, number_from_json, whole_percent
 from semdiag.presenting.section import NEVER, Column, NumberTable, say_sentences, text, wide_console
 
 _RELATIVE = {"output_change": "change", "by_weights": "by_weights", "by_values": "by_values"}
@@ -116,16 +124,16 @@ def compare_summary(findings: Findings) -> Summary:
 _ROUNDING, _NAMED = 1e-5, 5
 
 
-def comparison_sentences(result: Summary) -> list[str]:
+def comparison_sentences(result: Summary, modules: Sequence[str] = ()) -> list[str]:
     """Return sentences on what changed from the base to the model."""
     whole, most = result["all"], result["heads"][0]
     samples = result["outputs"]["samples"] if result["outputs"] else None
     interval = interval_words(*_ends(whole), "{:.3g}".format, samples)
     sentences = [
-        *_beginning(result["heads"]),
-        f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
-        f"queries ({interval}), {number(whole['largest'])} at most; most in layer {most['layer']}, head "
-        f"{most['head']}: {number(most['total_variation'])}."
+        *_beginning(result["heads"], modules),
+        f"Total variation of the weights: {number(whole['total_variation'])} in the mean of "
+        f"{counted(whole['queries'], 'query')} ({interval}), {number(whole['largest'])} at most; most in layer "
+        f"{layer_name(most['layer'], modules)}, head {most['head']}: {number(most['total_variation'])}."
         if whole["largest"]
         else f"The weights of all {whole['queries']:,} queries are the same.",
     ]
@@ -134,7 +142,7 @@ def comparison_sentences(result: Summary) -> list[str]:
     return sentences + _outputs(result["outputs"])
 
 
-def _beginning(heads: list[Summary]) -> list[str]:
+def _beginning(heads: list[Summary], modules: Sequence[str]) -> list[str]:
     """Name the heads in which the change begins, if earlier layers or other heads of theirs are the same."""
     changed = [row for row in heads if max(row["largest"], row["output_change"] or 0) > _ROUNDING]
     first = min((row["layer"] for row in changed), default=0)
@@ -147,7 +155,8 @@ def _beginning(heads: list[Summary]) -> list[str]:
     most = max((row["output_change"] or 0 for row in began), default=0)
     before = "between the layer before and this one, or in it" if len(began) > 1 else "there"
     return [
-        f"The change begins in layer {first}, {of} (total variation {number(max(r['largest'] for r in began))} at "
+        f"The change begins in layer {layer_name(first, modules)}, {of} (total variation "
+        f"{number(max(row['largest'] for row in began))} at "
         f"most, output {number(most)} of its norm): look for it {before}. What precedes is the same; heads of "
         "later layers may change only by their input."
     ]
@@ -177,11 +186,13 @@ def _outputs(outputs: Summary | None) -> list[str]:
     interval = interval_words(*_ends(outputs), "{:.3g}".format, outputs["samples"])
     sentences = [
         f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats ({interval}); "
-        f"{outputs['changed']:,} of {outputs['predictions']:,} predictions change."
+        f"{outputs['changed']:,} of {counted(outputs['predictions'], 'prediction')} change."
     ]
     before, after = number_from_json(outputs["loss_base"]), number_from_json(outputs["loss"])
     if not math.isnan(before + after):
-        sentences.append(f"Loss of {outputs['targets']:,} targets: {before:.4g} nats before, {after:.4g} after.")
+        sentences.append(
+            f"Loss of {counted(outputs['targets'], 'target')}: {before:.4g} nats before, {after:.4g} after."
+        )
     return sentences
 
 
@@ -199,12 +210,14 @@ def print_comparison(findings: Findings, every: bool = False) -> None:
     console = wide_console()
     summary = findings(compare_summary)
     for result in summary["results"]:
-        say_sentences(comparison_sentences(result))
+        modules = findings(modules_by_layer, result["model"])
+        say_sentences(comparison_sentences(result, modules))
         sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
         console.print(
-            f"\nA: {result['base']}\nB: {result['model']}\n{sizes}, {result['all']['queries']:,} queries"
+            f"\nA: {result['base']}\nB: {result['model']}\n{sizes}, {counted(result['all']['queries'], 'query')}"
         )
         heads = result["heads"] if every else result["heads"][:_SHOWN]
+        heads = [{**row, "layer": layer_name(row["layer"], modules)} for row in heads]
         whole = {**result["all"], "rank": "all", "layer": "", "head": ""}
         console.print(NumberTable(_TERMINAL_COLUMNS, [*heads, whole], unit=summary["top"]))
         if len(heads) < len(result["heads"]):

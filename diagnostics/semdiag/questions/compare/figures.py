@@ -6,7 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.findings import Findings, modules_by_layer
+from semdiag.measuring.words import counted
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 from semdiag.presenting.section import Answer, Glance, Heading, Section, Shown, answers_with_facts
@@ -67,14 +68,15 @@ def compare_glance(findings: Findings) -> Glance:
     """Return the mean total variation of the weights for the model compared last."""
     result = findings(compare_summary)["results"][-1]
     whole = result["all"]
-    words = f"total variation of attention's weights from A to B, mean over {whole['queries']:,} queries"
+    words = f"total variation of attention's weights from A to B, mean over {counted(whole['queries'], 'query')}"
     return Glance(Answer.MEASURED, f"{whole['total_variation']:.3g}", words)
 
 
 def _sentences(findings: Findings) -> list[str]:
     """Return the changes of every compared model."""
     return [
-        f"A: {result['base']}; B: {result['model']}. {' '.join(comparison_sentences(result))}"
+        f"A: {result['base']}; B: {result['model']}. "
+        + " ".join(comparison_sentences(result, findings(modules_by_layer, result["model"])))
         for result in findings(compare_summary)["results"]
     ]
 

@@ -2,8 +2,8 @@
 
 from semdiag.capturing.attention_call import DENSE, external
 from semdiag.measuring.findings.estimates import counterfactual_ks, in_part, pooled_percentiles, what_k_keeps
-from semdiag.measuring.findings.findings import Findings, diverged
-from semdiag.measuring.words import counted, whole_percent
+from semdiag.measuring.findings.findings import Findings, diverged, modules_by_layer
+from semdiag.measuring.words import counted, layer_name, whole_percent
 from semdiag.presenting.section import Answer, Glance, percent_span
 from semdiag.questions.dispersion.answer import span_sentence
 
@@ -38,7 +38,9 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
         whole_percent(numbers[name]) for name in ("mass", "mass_p5", "lowest", "highest", "share")
     )
     sample = f", from a random sample of {numbers['sampled']:,}" if numbers["sampled"] else ""
-    ends = f"{lowest} in layer {numbers['lowest_layer']} to {highest} in layer {numbers['highest_layer']}"
+    modules = findings(modules_by_layer, model)
+    first, last = (layer_name(int(numbers[name]), modules) for name in ("lowest_layer", "highest_layer"))
+    ends = f"{lowest} in layer {first} to {highest} in layer {last}"
     by_layer = f"; by layer, medians from {ends}" if lowest != highest else f"; {mass} in every layer"
     by_layer = by_layer if numbers["lowest_layer"] != numbers["highest_layer"] else ""
     return (
@@ -63,5 +65,5 @@ def within_glance(findings: Findings) -> Glance:
         return Glance(Answer.OPEN, "0 queries", f"have more than {counted(k, 'key')} and finite scores")
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of the weight of the median query is on its {k} largest scores"
-    words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {counted(len(kept), 'model')})"
+    words += f" ({counted(count, 'query')}{' drawn or kept' * in_part(findings)} of {counted(len(kept), 'model')})"
     return Glance(Answer.MEASURED, percent_span([each["mass"] for each in kept.values()]), words)

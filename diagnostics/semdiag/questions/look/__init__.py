@@ -99,7 +99,7 @@ def look(
     heads = all_heads(seen)
     layers = counted(len(seen.layers), "layer")
     say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
-    say_sentences([lead(heads)])
+    say_sentences([lead(seen)])
     say(f"Page: {place}")
 
 

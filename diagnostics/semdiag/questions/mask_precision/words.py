@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from semdiag.measuring.findings.findings import Findings, Summary
-from semdiag.measuring.words import interval_words, percent, strict_percent
+from semdiag.measuring.words import counted, interval_words, percent, strict_percent
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.section import (
     NEVER,
@@ -63,7 +63,7 @@ def not_covered_words(row: Summary) -> str:
     """Return how many rows of a format the error model does not cover, and why; empty if it covers all."""
     if not row["not_covered"]:
         return ""
-    return f"Not covered: {row['not_covered']:,} of {row['queries']:,} rows ({row['why']})."
+    return f"Not covered: {row['not_covered']:,} of {counted(row['queries'], 'row')} ({row['why']})."
 
 
 def _of_format(answer: Summary) -> Iterator[str]:

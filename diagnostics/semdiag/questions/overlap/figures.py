@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import interval_words
+from semdiag.measuring.words import counted, interval_words
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 from semdiag.presenting.section import Heading, Section, Shown, answers_with_facts, measured_glance
@@ -75,7 +75,7 @@ def overlap_sentences(findings: Findings) -> list[str]:
         parts = [
             f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} "
             f"({ends(row['low'], row['high'], samples=row['samples'])}; at random "
-            f"{row['chance']:.3f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
+            f"{row['chance']:.3f}; {counted(row['pairs'], 'pair')}, {counted(row['samples'], 'sample')})"
             for row in rows.to_dict("records")
         ]
         k = findings.measurements.provenance.get("overlap_k")

@@ -41,7 +41,7 @@ def comparison_sentences(answer: Summary) -> list[str]:
     changed, rows = answer["changed"], answer["rows"]
     sentences = [_verdict(answer)] if changed else [f"The keys of all {rows:,} rows are the same."]
     if changed:
-        share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g}%)"
+        share = f"{changed:,} of {counted(rows, 'row')} differ ({100 * changed / rows:.3g}%)"
         worst = answer["worst"]
         place = f"token {worst['token']}, layer {worst['layer']}"
         place += f", head {worst['head']}" if answer["heads"] > 1 else ""
@@ -101,7 +101,7 @@ def own_sentences(answer: Summary) -> list[str]:
     """Return sentences on a model's own selections, the verdict first, from their JSON."""
     rows, form = answer["selections"], answer["format"]
     sentences = [
-        f"{answer['faults']:,} of {answer['rows']:,} rows are faulty.",
+        f"{answer['faults']:,} of {counted(answer['rows'], 'row')} are faulty.",
         f"Certified: rounding each score once to {form} cannot change the choice. A model that computes in {form} "
         "throughout has scores that may differ by more.",
     ]
@@ -198,7 +198,7 @@ def print_check(summary: Summary) -> None:
     """Print the counts of a checked selection, its worst row and the verdict."""
     (result,) = summary["results"]
     console = wide_console()
-    keys = "" if result["keys"] is None else f" of {result['keys']:,} keys"
+    keys = "" if result["keys"] is None else f" of {counted(result['keys'], 'key')}"
     rows = counted(result["rows"], "row").replace(str(result["rows"]), f"{result['rows']:,}")
     say_sentences([f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty."])
     console.print(f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}")
@@ -226,7 +226,7 @@ def print_comparison(summary: Summary) -> None:
     heads = "" if result["heads"] == 1 else f" × {result['heads']:,} heads"
     verdict, *more = comparison_sentences(result)
     say_sentences([verdict])
-    size = f"{result['tokens']:,} tokens × {layers}{heads}, k = {result['k']:,}"
+    size = f"{counted(result['tokens'], 'token')} × {layers}{heads}, k = {result['k']:,}"
     console.print(f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}")
     left_out = {"numeric", "bug"} if result["classes"]["unexplained"] else {"unexplained"}
     left_out |= set() if result["lost"]["of"] else {"lost"}

@@ -27,7 +27,7 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.probe import percentiles, pooled_table
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import interval_words, number_words, percent
+from semdiag.measuring.words import counted, interval_words, number_words, percent
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.question import title
 from semdiag.presenting.section import Answer, Column, Glance, NumberTable, plain, print_verdicts, wide_console
@@ -123,7 +123,7 @@ def _note(rows: pd.DataFrame, not_met: int) -> str:
     if not not_met:
         return ""
     tied = int((rows["separation"] == 0).sum())
-    return f"no ξ_h for {not_met} rows: Δ ≤ 0 ({tied} ties within rounding), or not finite"
+    return f"no ξ_h for {counted(not_met, 'row')}: Δ ≤ 0 ({counted(tied, 'tie')} within rounding), or not finite"
 
 
 def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:

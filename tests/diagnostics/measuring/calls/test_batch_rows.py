@@ -127,8 +127,9 @@ def test_no_two_batches_share_a_sample():
         for batch in batches:
             swept.samples.start(len(batch))
             run(batch)
-    for parts in swept.parts.values():
-        assert np.unique(np.concatenate([part["sample"] for part in parts])).tolist() == list(range(24))
+    held = swept.queries.held()
+    for place in held["place"].unique():
+        assert held["sample"][held["place"] == place].unique().tolist() == list(range(24))
 
 
 def test_a_capture_says_of_a_batch_axis_of_something_else_what_a_measurement_says():
@@ -143,12 +144,13 @@ def test_a_capture_says_of_a_batch_axis_of_something_else_what_a_measurement_say
 def test_drawn_queries_of_windows_belong_to_their_sample(ids):
     """Intervals rest on how many samples there are: six windows of two are three samples."""
     found = TopScores(1, QueryDraws(2, 0))
+    of_batches = []
     with running(unnamed(model_of(WINDOWS)), found.add) as run:
         for batch in ids.split(2):
             found.samples.start(len(batch))
             run(batch)
-    parts = [part["sample"] for (_, head), parts in found.parts.items() if head == 0 for part in parts]
-    assert [np.unique(part).tolist() for part in parts] == [[0, 1], [2]]
+            of_batches.append(found.queries.held()["sample"].unique().tolist())
+    assert of_batches == [[0, 1], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("fold", [SAMPLES_FIRST, HEADS_FIRST, WINDOWS])
