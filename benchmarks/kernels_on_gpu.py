@@ -82,6 +82,8 @@ def masks(batch: int, heads: int, length: int, keys: int) -> Iterator[tuple[str,
     sinks = torch.randn(heads, generator=draw)
     yield "sinks", {"sinks": sinks, "causal": True, "first_query": keys - length}
     drawn = torch.randint(-1, length, (batch, heads, max(3, length // 5)), generator=draw)
+    yield "not finite", {"allowed": dense, "causal": True, "first_query": keys - length}
+    yield "zeros", {"queries": queries}
     yield "drawn", {"places": drawn, "causal": True, "first_query": keys - length, "allowed": dense}
 
 
@@ -110,7 +112,7 @@ def bound(q: torch.Tensor, k: torch.Tensor, scale: float, call: dict[str, Any]) 
 def differences(got: RowStatistics, want: RowStatistics, error: torch.Tensor, exact: bool) -> dict[str, Any]:
     """Return the largest differences, each as a multiple of what is allowed: at most 1 is right."""
     found: dict[str, Any] = {}
-    real = want.keys > 0
+    real, fine = want.keys > 0, want.non_finite == 0
 
     def compare(name: str, a: torch.Tensor, b: torch.Tensor, allowed: torch.Tensor) -> None:
         a, b = a.double().cpu(), b.double().cpu()
@@ -120,11 +122,12 @@ def differences(got: RowStatistics, want: RowStatistics, error: torch.Tensor, ex
 
     rounding = 2.0**-22 * (1 + want.maximum.double().abs().where(real, 0.0)) + 2.0**-20
     allowed = error + rounding
+    allowed = allowed.where(fine, torch.inf)  # a score that is not finite may be NaN or infinite
     for name in ("maximum", "minimum", "log_sum_exp"):
         compare(name, getattr(got, name), getattr(want, name), allowed)
-    spread = (want.maximum - want.minimum).double().where(real & (want.non_finite == 0), 0.0)
+    spread = (want.maximum - want.minimum).double().where(real & fine, 0.0)
     compare("entropy", got.entropy, want.entropy, allowed * 2 * (1 + spread) + 2.0**-18)
-    compare("top", got.top, want.top, allowed[..., None])
+    compare("top", got.top.cpu().where(fine[..., None], 0.0), want.top.where(fine[..., None], 0.0), allowed[..., None])
     found["counts"] = (
         float(
             not all(
@@ -135,15 +138,15 @@ def differences(got: RowStatistics, want: RowStatistics, error: torch.Tensor, ex
         * 9
     )
     if got.received.numel():
-        share = 2 * allowed.where(real, 0.0).sum(2, keepdim=True) + 2.0**-20 * (1 + want.received.double())
+        share = 2 * allowed.where(real & fine, 0.0).sum(2, keepdim=True) + 2.0**-20 * (1 + want.received.double())
         compare("received", got.received, want.received, share)
-    if exact:
+    if exact and fine.all():
         same = torch.equal(got.top_keys.cpu(), want.top_keys) and torch.equal(got.top_load.cpu(), want.top_load)
         found["ties"] = 0.0 if same else 9.0
     else:  # keys may change places where scores differ by less than the errors
         near = want.top[..., :-1] - want.top[..., 1:] <= 2 * allowed[..., None]
         near[..., 1:] |= near[..., :-1].clone()
-        found["keys of ranks"] = 9.0 * bool(((got.top_keys.cpu() != want.top_keys) & ~near).any())
+        found["keys of ranks"] = 9.0 * bool(((got.top_keys.cpu() != want.top_keys) & ~near & fine[..., None]).any())
     return found
 
 
@@ -177,6 +180,9 @@ def check(device: str, part: int = 0, parts: int = 1) -> None:
         mask, more = kinds[number]
         name = f"{str(dtype)[6:]} {width}{' whole' if whole else ''}, {mask}"
         q, k = inputs(batch, heads, length, keys, width, dtype, whole)
+        q = 0 * q if mask == "zeros" else q
+        if mask == "not finite":
+            q[:, :, 2], k[:, :, 5, 1] = torch.nan, torch.inf
         call = {"scale": 0.25 if whole else width**-0.5, "top": top, "received": True} | more
         try:
             want = plainly(q=q.double(), k=k.double(), **call)
