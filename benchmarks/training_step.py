@@ -121,7 +121,11 @@ def main() -> None:
     where = parser.parse_args().where
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}")
-    print("| batch × length, blocks | attention | semdiag ms | textbook ms | textbook / semdiag |\n" + "|---" * 5 + "|")
+    print(
+        "| batch × length, blocks | attention | semdiag ms | textbook ms | textbook / semdiag |\n"
+        + "|---" * 5
+        + "|"
+    )
     for length, blocks, repeats, burst in ((40, 5, 25, 5), (600, 2, 5, 1)):
         for attention in ("full", "topk"):
             config = configuration(attention, length, blocks)

@@ -22,7 +22,17 @@ MASKS = (
 def found(tmp_path_factory, request):
     """What the check finds, by case; in a process of its own, because the interpreter is chosen at import."""
     out = tmp_path_factory.mktemp("kernels")
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--check", "--device", request.param, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(SCRIPT),
+        "--check",
+        "--device",
+        request.param,
+        "--out",
+        str(out),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     cases = json.loads((out / "kernels.json").read_text())

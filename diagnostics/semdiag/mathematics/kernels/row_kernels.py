@@ -451,7 +451,7 @@ def kernel_rows(
     size, room = 1, 0
     if top:
         sizes = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
-        size = min(sizes, key=lambda g: 4 * blocks * tile.keys // g + 8 * min(top * g, k_length))
+        size = min(sizes, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
         room = min(top * size, k_length)
     groups = blocks * (tile.keys // size)
     of_tile = tile.rows * (4 * groups + 8 * (room + top + 1)) * bool(top) + 4 * blocks * tile.keys * received
@@ -521,9 +521,12 @@ def _loads(scores: Scores, length: int) -> Tensor:
     """Return the number of counted queries that may attend to each key, (B, H, Lk) int64."""
     (batch, heads), k_length, device = scores.q.shape[:2], scores.k.shape[2], scores.q.device
     allowed, counted = part_of(scores.allowed, _ALL, _ALL), scores.counted()
+    keys = torch.arange(k_length, device=device)
+    if allowed is None and counted is None and scores.causal:
+        return (scores.first_query + length - keys).clamp(0, length).repeat(batch, heads, 1)
     counted = torch.ones(1, 1, length, 1, dtype=torch.bool, device=device) if counted is None else counted
     places = torch.arange(length, device=device)[None, None] if scores.places is None else scores.places
-    keys, position = torch.arange(k_length, device=device), (scores.first_query + places)[..., None]
+    position = (scores.first_query + places)[..., None]
     if allowed is None or allowed.shape[2] == 1:
         if scores.causal:  # the queries whose last key is at least this one
             shape = *torch.broadcast_shapes(counted.shape, position.shape)[:2], length
