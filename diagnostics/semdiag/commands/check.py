@@ -8,14 +8,13 @@ import typer
 
 from semdiag.commands.measuring import FORMATS
 from semdiag.presenting import options
-from semdiag.presenting.question import Shared, command
+from semdiag.presenting.question import Asked, Question
 from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
 _JUDGED = "What is judged"
 
 
-@command(leave_out=("seed", "min_keys", "out", "per_query", "figures"))
-def check(
+def _check(
     models: options.Models = None,
     rule: Annotated[
         list[str] | None,
@@ -59,7 +58,7 @@ def check(
         typer.Option("--exit-zero", help="Report failures, but exit with code 0.", rich_help_panel=_JUDGED),
     ] = False,
     *,
-    shared: Shared,
+    shared: Asked,
 ) -> None:
     """Check that top-k attention has the smaller dispersion: δ_h < δ_s. Made for CI.
 
@@ -73,7 +72,7 @@ def check(
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
     from semdiag.commands.printing import conclusion, print_check
-    from semdiag.questions.mask_stability.measure import NoisePlan
+    from semdiag.questions.mask_stability import NoisePlan
     from semdiag.reporting.gate import PROBED, Expectations, junit_xml, parse_rule, read_baseline, verify
     from semdiag_models import InputError
     from semdiag_models.reading import write_text
@@ -90,7 +89,8 @@ def check(
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     paired = not expected.rules and known is None  # which applies to encoders only
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
-    result = verify(shared.measured(models, conditions), expected)
+    findings, _ = shared.measured(models, conditions)
+    result = verify(findings, expected)
     if junit is not None:
         write_text(junit, junit_xml(result))
     if not shared.values["quiet"]:
@@ -105,6 +105,9 @@ def check(
             say(conclusion(result))
     if result.failures and not exit_zero:
         raise typer.Exit(1)
+
+
+CHECK = Question("check", __name__, ask=_check, leave_out=("seed", "min_keys", "out", "per_query", "figures"))
 
 
 def list_names(

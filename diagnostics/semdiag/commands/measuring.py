@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Command
+from semdiag.presenting.question import SAMPLING, Question
 
 if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
@@ -69,9 +69,8 @@ def measured(
     more_stages: int = 0,
     against: Path | None = None,
     typed: Collection[str] = (),
-    then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
-) -> "Findings":
-    """Find the checkpoints and measure them, with progress on stderr."""
+) -> "tuple[Findings, Sequence[LoadedModel]]":
+    """Find the checkpoints, load and measure them, with progress on stderr."""
     from semdiag.capturing.attention_call import DENSE, external
     from semdiag.capturing.audit import WARNING
     from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
@@ -107,7 +106,6 @@ def measured(
         measurements = (run or partial(survey, own=True, expect=bar.expect))(
             loaded, conditions, bar.announce, bar.advance
         )
-        then(loaded)
     for remark in () if quiet else measurements.remarks.to_dict("records"):
         if remark["severity"] == WARNING:
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
@@ -125,7 +123,7 @@ def measured(
         tell(f"semdiag: {sentence}")
     measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
     measurements.provenance["date"] = _today()
-    return findings
+    return findings, loaded
 
 
 def _held_out(model: "LoadedModel") -> int:
@@ -185,42 +183,43 @@ def write_per_query(path: Path, measurements: "Measurements") -> None:
 
 
 def deliver(
-    command: str,
+    question: Question,
     findings: "Findings",
-    show: Callable[["Findings"], None],
-    options: Mapping[str, Any],
+    values: Mapping[str, Any],
     sections: Sequence[str] | None = None,
-    answered: bool = False,
+    show_old: Any = None,
 ) -> None:
     """Deliver what a command measured: a page with figures, and answer and tables or one JSON object on stdout."""
     import typer
 
     from semdiag.measuring.findings.estimates import partial_sentences
+    from semdiag.presenting.answer import opening_of, show
     from semdiag.presenting.progress import Stages
-    from semdiag.presenting.question import ANSWERS
-    from semdiag.presenting.section import say_sentences
+    from semdiag.presenting.tables import say_sentences
     from semdiag.presenting.terminal import beside_json, say, tell
-    from semdiag.questions.registry import all_sections, summaries
-    from semdiag.reporting.report import answers, write_report
+    from semdiag.questions.registry import QUESTIONS
+    from semdiag.reporting.report import write_report
 
-    quiet, as_json, per_query = options["quiet"], options["as_json"], options.get("per_query")
-    formats = figure_formats(options["figures"])
-    folder = output_folder(command, findings.measurements, options["out"])
-    sections = sections or (command,)
+    quiet, as_json, per_query = values["quiet"], values["as_json"], values.get("per_query")
+    formats = figure_formats(values["figures"])
+    folder = output_folder(question.name, findings.measurements, values["out"])
+    also = [name for name in question.beside if QUESTIONS[name].applies(findings)]
+    sections = sections or [question.name, *also]
     with Stages("drawing", 1, quiet) as bar:
-        page = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
+        page, _ = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
     if per_query is not None:
         write_per_query(per_query, findings.measurements)
         for sentence in () if quiet else partial_sentences(findings):
             tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
     if as_json:
-        typer.echo(json.dumps(findings(summaries()[command]), allow_nan=False))
+        typer.echo(json.dumps(findings(question.json), allow_nan=False))
     if not quiet:
         with beside_json(as_json):
-            if not answered:
-                shown = [all_sections()[name] for name in sections]
-                say_sentences(answers(findings, shown, otherwise=ANSWERS)[:ANSWERS])
-            show(findings)
+            if show_old:  # of k_sweep, until it is converted
+                show_old(findings)
+            else:
+                say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
+                show(question.answered(findings), values.get("every", False))
             say(f"Figures and tables: {page}")
 
 
@@ -233,6 +232,10 @@ def _today() -> str:
 
 # Name, type with help, default; in the order of the help.
 _SHARED: dict[str, tuple[Any, Any]] = {
+    "models": (options.Models, None),
+    "against": (options.Against, None),
+    "k": (options.Counterfactual, ""),
+    "every": (options.Every, False),
     "inputs": (options.Inputs, None),
     "max_length": (options.MaxLength, None),
     "tokenizer": (options.Tokenizer, None),
@@ -255,30 +258,32 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "figures": (options.Figures, "png,svg"),
     "quiet": (options.Quiet, False),
 }
+_OF_SOME = ("models", "against", "k", "every", *SAMPLING)  # taken on request
 _OF_TEXTS = ("max_length", "tokenizer", "labels")
-_SAMPLING = ("queries", "max_queries")
-_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *_SAMPLING)
+_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *SAMPLING)
 
 
 @dataclass(frozen=True)
-class Shared:
-    """The shared options: implements :class:`semdiag.presenting.question.Shared`."""
+class Asked:
+    """What the user typed: implements :class:`semdiag.presenting.question.Asked`."""
 
+    question: Question
     values: dict[str, Any]
     typed: frozenset[str]
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
         """Return the conditions of the measurement; every option is checked first."""
         from semdiag.capturing.inputs import TextOptions
-        from semdiag.commands import measuring
         from semdiag.measuring.measure import Conditions
 
-        measuring.figure_formats(self.values.get("figures", ""))
-        measuring.check_per_query(self.values.get("per_query"))
-        measuring.check_out(self.values.get("out"), keep_queries)
+        figure_formats(self.values.get("figures", ""))
+        check_per_query(self.values.get("per_query"))
+        check_out(self.values.get("out"), keep_queries)
         values = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
+        values |= {"k": options.whole_numbers(self.values["k"], "--k")} if "k" in self.values else {}
         texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
-        return Conditions(**values, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
+        more = {"config": read_config(self.values.get("config")), **self.question.conditions, **more}
+        return Conditions(**{**values, "texts": texts, **more})
 
     def measured(
         self,
@@ -287,40 +292,35 @@ class Shared:
         run: Callable[..., Any] | None = None,
         more_stages: int = 0,
         against: Path | None = None,
-        then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
-    ) -> "Findings":
-        """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
-        from semdiag.commands import measuring
-
-        quiet = self.values["quiet"]
+    ) -> "tuple[Findings, Sequence[LoadedModel]]":
+        """Load and measure what the user named: :func:`measured`."""
         run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
-        return measuring.measured(models, conditions, quiet, run, more_stages, against, self.typed, then)
+        return measured(models, conditions, self.values["quiet"], run, more_stages, against, self.typed)
 
-    def deliver(
-        self,
-        command: str,
-        findings: "Findings",
-        show: Callable[["Findings"], None],
-        sections: Sequence[str] | None = None,
-        answered: bool = False,
-    ) -> None:
-        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`."""
-        from semdiag.commands import measuring
-
-        measuring.deliver(command, findings, show, self.values, sections, answered)
+    def deliver(self, findings: "Findings", sections: Sequence[str] | None = None) -> None:
+        """Deliver the results: :func:`deliver`."""
+        deliver(self.question, findings, self.values, sections)
 
 
-def with_options(command: Command) -> Callable[..., None]:
-    """Give a command the shared options; it receives them as its argument ``shared``."""
-    names = [
-        name
-        for name in _SHARED
-        if name not in command.leave_out
-        and (command.sampling or name not in _SAMPLING)
-        and not (name in _OF_TEXTS and "inputs" in command.leave_out)
-    ]
+def _measure_and_show(plan: Any, shared: Asked) -> None:
+    """Measure the models with a plan, and show the answer."""
+    from semdiag.measuring.findings.estimates import check_supposed_k
 
-    def with_shared(context: typer.Context, **given: Any) -> None:
+    conditions = shared.conditions(plans=() if plan is None else (plan,))
+    findings, _ = shared.measured(shared.values["models"], conditions, against=shared.values.get("against"))
+    if plan is not None and "k" in shared.typed:
+        check_supposed_k(findings, plan.k)
+    shared.deliver(findings)
+
+
+def with_options(question: Question) -> Callable[..., None]:
+    """Return the command of a question: its own options, those of its plan's fields, and the shared ones."""
+    ask = question.ask or _measure_and_show
+    own = [p.replace(kind=_KIND) for p in inspect.signature(ask).parameters.values() if p.name not in _GIVEN]
+    of_plan = options.of_plan(question.plan)
+    shared_names = [name for name in _SHARED if _is_taken(name, question)]
+
+    def command(context: typer.Context, **given: Any) -> None:
         sources = {name: context.get_parameter_source(name) for name in given}
         # Before click 8.2, an omitted argument counts as given on the command line, as None.
         typed = frozenset(
@@ -328,30 +328,45 @@ def with_options(command: Command) -> Callable[..., None]:
             for name, source in sources.items()
             if source and source.name == "COMMANDLINE" and given[name] is not None
         )
-        shared = Shared({name: given.pop(name) for name in names}, typed)
-        command.run(**given, shared=shared)
-
-    own_parameters = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
-    shared_parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=command.defaults.get(name, _SHARED[name][1]),
-            annotation=_SHARED[name][0],
+        values = {name: given.pop(name) for name in shared_names}
+        asked = {name: given.pop(name) for name in of_plan}
+        plan = None if question.plan is None else options.plan_from(question.plan, asked, values)
+        ask(
+            **given,
+            **({} if question.ask and plan is None else {"plan": plan}),
+            shared=Asked(question, values, typed),
         )
-        for name in names
-    ]
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *own_parameters, *shared_parameters]
-    with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
-    with_shared.__doc__, with_shared.__name__ = command.run.__doc__, command.run.__name__
-    return with_shared
+
+    parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context), *own]
+    for name, (annotation, default) in of_plan.items():
+        default = question.defaults.get(name, default)
+        parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
+    for name in shared_names:
+        annotation, default = _SHARED[name]
+        default = question.defaults.get(name, default)
+        parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = question.help or ask.__doc__
+    return command
+
+
+_KIND = inspect.Parameter.KEYWORD_ONLY
+_GIVEN = ("plan", "shared")  # arguments of a command that are no options
+
+
+def _is_taken(name: str, question: Question) -> bool:
+    """Return whether a question takes a shared option."""
+    if name == "models" and question.ask is None:
+        return True
+    if name in _OF_TEXTS and "inputs" in question.leave_out:
+        return False
+    return name in question.takes if name in _OF_SOME else name not in question.leave_out
 
 
 def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
     """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
-    from semdiag.presenting.section import file_safe
+    from semdiag.presenting.answer import file_safe
     from semdiag.presenting.terminal import tell
 
     models = [str(model) for model in measurements.models["model"]]
@@ -432,3 +447,30 @@ def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
     from semdiag_models.sweeps.workers import LocalWorkers, RayWorkers
 
     return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)
+
+
+def adapted(question: Question) -> Question:
+    """Return k_sweep with its old command as one that asks, until it is converted."""
+    old = question.old(question.asked_by)
+
+    class Shared:
+        def __init__(self, asked: Asked) -> None:
+            self.values, self.typed, self.conditions, self._asked = (
+                asked.values,
+                asked.typed,
+                asked.conditions,
+                asked,
+            )
+
+        def measured(self, models: Any, conditions: "Conditions") -> "Findings":
+            return self._asked.measured(models, conditions)[0]
+
+        def deliver(self, command: str, findings: "Findings", show: Any, answered: bool) -> None:
+            deliver(question, findings, self.values, show_old=show)
+
+    def ask(shared: Asked, **given: Any) -> None:
+        old.run(**given, shared=Shared(shared))
+
+    parameters = [p for p in inspect.signature(old.run).parameters.values() if p.name != "shared"]
+    ask.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return replace(question, ask=ask, takes=old.takes, help=old.run.__doc__ or "")

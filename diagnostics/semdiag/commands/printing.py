@@ -9,19 +9,8 @@ import typer
 
 from semdiag.commands.measuring import command_line
 from semdiag.commands.train import TimedBar
-from semdiag.measuring.words import counted, percent
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
-    count,
-    four_digits,
-    plain,
-    text,
-    three_digits,
-    two_decimals,
-    wide_console,
-)
+from semdiag.measuring.words import count, counted, four_digits, percent, plain, text, three_digits, two_decimals
+from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
 from semdiag.presenting.terminal import minutes, say, tell
 from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
 from semdiag.reporting.gate import LayerGate, Verification
@@ -52,8 +41,6 @@ def print_estimates(
         groups.setdefault((run.training.task_label, run.model.attention_label), []).append((run, left))
     hours = sum(left.hours for left in estimates)
     if not quiet:
-        from semdiag.presenting.section import NumberTable, wide_console
-
         rows = []
         for (task, attention), members in groups.items():
             left_over = [left for _, left in members if left.epochs]
@@ -110,8 +97,6 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
-    from semdiag.presenting.section import NumberTable, wide_console
-
     shown = [asdict(row) for row in rows if len(rows) <= _ROWS or row.status != "done"]
     if shown:
         wide_console().print(NumberTable(_RESULTS, shown, "Results", unit=f"{target:.0%}"))

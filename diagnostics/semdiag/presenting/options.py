@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -191,15 +192,13 @@ Head = Annotated[
         rich_help_panel=MEASURE,
     ),
 ]
-Noise = Annotated[
-    str,
-    typer.Option(
-        metavar="LEVEL,LEVEL",
-        help="Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
-        "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
-        rich_help_panel=MEASURE,
-    ),
-]
+NOISE = typer.Option(
+    "--noise",
+    metavar="LEVEL,LEVEL",
+    help="Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
+    "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
+    rich_help_panel=MEASURE,
+)
 Jobs = Annotated[
     int | None,
     typer.Option(
@@ -311,3 +310,41 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
 def listed_names(text: str) -> tuple[str, ...]:
     """Read ``"bf16,fp16"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+SHARED = "the value of the shared option with the field's name"  # marks fields of plans
+
+
+def option(help: str, *names: str, panel: str = MEASURE, **more: Any) -> Any:
+    """Return the declaration of an option, for the ``Annotated`` type of a plan's field."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+def of_plan(plan: type | None) -> dict[str, tuple[Any, Any]]:
+    """Return type with help and default of the options that a plan's fields declare, by field.
+
+    A field whose value is read from a text, as a list is, names the function that reads it.
+    """
+    declared = {}
+    for field in fields(plan) if plan is not None else ():
+        kind, *extra = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+        if extra and extra[0] != SHARED:
+            info, *read = extra
+            default: Any = field.default
+            text = ",".join(map(str, default)) if read and default else ""
+            declared[field.name] = (Annotated[str, info], text) if read else (Annotated[kind, info], default)
+    return declared
+
+
+def plan_from(plan: type, typed: dict[str, Any], shared: dict[str, Any]) -> Any:
+    """Return a plan with what the user typed, read from texts, and with values of shared options."""
+    values = {}
+    for field in fields(plan):
+        _, *extra = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+        if extra and extra[0] == SHARED:
+            values[field.name] = shared[field.name]
+        elif field.name in typed:
+            info, *read = extra
+            name = next(iter(info.param_decls or ()), f"--{field.name.replace('_', '-')}")
+            values[field.name] = read[0](typed[field.name], name) if read else typed[field.name]
+    return plan(**values)

@@ -16,12 +16,12 @@ from semdiag.measuring.calls.running import converted, home_of, refuse_masked, u
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject, probes
-from semdiag.questions.compare.measure import TOP, ComparePlan
+from semdiag.questions.compare import ComparePlan
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag.questions.landscape.measure import LandscapePlan
-from semdiag.questions.lipschitz.measure import LipschitzPlan
+from semdiag.questions.landscape import LandscapePlan
+from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
-from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.mask_stability import NoisePlan
 from semdiag_models import Encoder, InputError
 
 Model = LoadedModel | nn.Module
@@ -115,7 +115,9 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
     return _asked(model, batches, None, _plan(PrecisionPlan, plan, how), **how)
 
 
-def compare(base: Model, model: Model, batches: Batches, *, top: int = TOP, **how: Any) -> Measurements:
+def compare(
+    base: Model, model: Model, batches: Batches, *, top: int = ComparePlan.top, **how: Any
+) -> Measurements:
     """Run two models on the same inputs and compare their attention, head by head, and their outputs.
 
     Source: docs/commands/compare.md. Deviation: not in the paper.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.question import Asked, Question
 
 _LEFT_OUT = (
     "labels",
@@ -24,8 +24,7 @@ _LEFT_OUT = (
 )
 
 
-@command(leave_out=_LEFT_OUT)
-def look(
+def _ask(
     model: Annotated[
         Path,
         typer.Argument(
@@ -61,19 +60,12 @@ def look(
         ),
     ] = None,
     *,
-    shared: Shared,
+    shared: Asked,
 ) -> None:
-    """See one text through every head: which keys each query keeps, its scores, and what would be dropped.
-
-    Writes one page that works without a network: a map of the heads by δ, entropy and weight on the first key.
-    A click on a head shows its scores before the softmax, and the gap Δ between the kept and the dropped ones.
-
-    [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
-    """
     from semdiag.capturing.loading import find_checkpoints, load_all
     from semdiag.measuring.words import counted
     from semdiag.presenting.progress import Stages
-    from semdiag.presenting.section import say_sentences
+    from semdiag.presenting.tables import say_sentences
     from semdiag.presenting.terminal import say, tell
     from semdiag.questions.look.measure import fitting_k, see_loaded
     from semdiag.questions.look.page import all_heads, cautions, lead, place_of, write_look
@@ -103,4 +95,16 @@ def look(
     say(f"Page: {place}")
 
 
-QUESTION = Question("look", __name__, asked_by=":look")
+QUESTION = Question(
+    "look",
+    __name__,
+    """See one text through every head: which keys each query keeps, its scores, and what would be dropped.
+
+    Writes one page that works without a network: a map of the heads by δ, entropy and weight on the first key.
+    A click on a head shows its scores before the softmax, and the gap Δ between the kept and the dropped ones.
+
+    [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
+    """,
+    ask=_ask,
+    leave_out=_LEFT_OUT,
+)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.question import Asked, Question
 
 if TYPE_CHECKING:
     from semdiag.questions.selections.compare import OwnSelections, Saving
@@ -29,8 +29,7 @@ _OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
 
-@command(leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query"))
-def selections(
+def _ask(
     file: Annotated[
         Path,
         typer.Argument(
@@ -105,27 +104,8 @@ def selections(
         ),
     ] = None,
     *,
-    shared: Shared,
+    shared: Asked,
 ) -> None:
-    """Check whether a selection is the top-k of its scores, or whether two engines choose alike.
-
-    Selections are what sparse-attention indexers, routers of experts and top-k kernels return. Each row is exact,
-    a legal tie, within rounding, or faulty: wrong, missing, duplicate, padding, future, out of range. Exit code 1:
-    a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
-    semdiag.check_selection.
-
-    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code
-    1: it does not explain all of them.
-
-    With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
-    from rounding.
-
-    [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
-
-    [bold]semdiag selections training.npz serving.npz --format bfloat16[/]
-
-    [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
-    """
     from semdiag.capturing import pretrained
     from semdiag.capturing.loading import recognised
     from semdiag_models import InputError
@@ -156,7 +136,7 @@ def _option(name: str) -> str:
     return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
-def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path | None) -> NoReturn:
+def _own(model: Path, format: str, shared: Asked, save: Path | None, out: Path | None) -> NoReturn:
     """Measure what a model selects."""
     from semdiag.capturing.batches import split
     from semdiag.capturing.inputs import read_batches
@@ -217,7 +197,7 @@ def _write(
         raise InputError(f"{out} cannot be written to: {error.strerror or error}.") from None
 
 
-def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shared) -> NoReturn:
+def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Asked) -> NoReturn:
     """Check one selection."""
     from semdiag.questions.selections.answer import check_summary, print_check
     from semdiag.questions.selections.check import check_selection, read_selection
@@ -237,7 +217,7 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shar
     _deliver(summary, shared, print_check)
 
 
-def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared) -> NoReturn:
+def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked) -> NoReturn:
     """Compare two selections."""
     from semdiag.questions.selections.answer import comparison_summary, print_comparison
     from semdiag.questions.selections.check import read_selection
@@ -264,7 +244,7 @@ def _provenance(**options: Any) -> dict[str, Any]:
     return {**versions, **options, "command": ["semdiag", *sys.argv[1:]]}
 
 
-def _deliver(summary: dict[str, Any], shared: Shared, show: Callable[[dict[str, Any]], None]) -> NoReturn:
+def _deliver(summary: dict[str, Any], shared: Asked, show: Callable[[dict[str, Any]], None]) -> NoReturn:
     """Print the summary as one JSON object and as tables, and leave with the exit code."""
     import json
 
@@ -278,4 +258,28 @@ def _deliver(summary: dict[str, Any], shared: Shared, show: Callable[[dict[str, 
     raise typer.Exit(int(not summary["results"][0]["passed"]))
 
 
-QUESTION = Question("selections", __name__, asked_by=":selections")
+QUESTION = Question(
+    "selections",
+    __name__,
+    """Check whether a selection is the top-k of its scores, or whether two engines choose alike.
+
+    Selections are what sparse-attention indexers, routers of experts and top-k kernels return. Each row is exact,
+    a legal tie, within rounding, or faulty: wrong, missing, duplicate, padding, future, out of range. Exit code 1:
+    a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
+    semdiag.check_selection.
+
+    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code
+    1: it does not explain all of them.
+
+    With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
+    from rounding.
+
+    [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
+
+    [bold]semdiag selections training.npz serving.npz --format bfloat16[/]
+
+    [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
+    """,
+    ask=_ask,
+    leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query"),
+)

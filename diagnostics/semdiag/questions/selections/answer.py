@@ -11,19 +11,8 @@ import torch
 from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.probe import percentiles
-from semdiag.measuring.words import counted, number
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
-    count,
-    four_decimals,
-    plain,
-    rough_percent,
-    say_sentences,
-    text,
-    wide_console,
-)
+from semdiag.measuring.words import count, counted, four_decimals, number, plain, rough_percent, text
+from semdiag.presenting.tables import NEVER, Column, NumberTable, say_sentences, wide_console
 from semdiag.questions.selections.check import CheckedSelection
 from semdiag.questions.selections.compare import (
     BUG,
