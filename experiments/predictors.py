@@ -1,7 +1,7 @@
 """What may predict how fast a run learns: candidates at its snapshots, and their rank correlations with speed.
 
 The studies of speed and of frozen queries and keys use it (read_speed.py, frozen_spread.py), and so does the
-earlier study of docs/study.md. Its candidates are measured again by
+earlier study of experiments/study.md. Its candidates are measured again by
 
     python experiments/predictors.py RUN... --out FOLDER    # candidates.csv
 """

@@ -155,6 +155,7 @@ def measure(
             if logits is not None:  # an external model's output is unknown
                 answers.append(predicted_classes(logits).cpu())
             after_batch(batching.samples_of(batch))
+    collected.arrivals.settle()
     _check_samples(collected.samples, labels)
     _check_real(real, collected.samples, samples)
     _check_found(loaded, collected, run.audit)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,12 @@ Value = float | str | None  # a number, or what JSON has in its place
 def counted(number: int, noun: str) -> str:
     """Return a number and what it counts."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def layer_name(layer: int, modules: Sequence[str]) -> str:
+    """Return a layer's number, and its module if the model's layers lie in several stacks."""
+    stacks = {re.sub(r"\d+", "", module) for module in modules}
+    return f"{layer} ({modules[layer]})" if len(stacks) > 1 and layer < len(modules) else str(layer)
 
 
 def number_from_json(value: Value) -> float:

@@ -48,5 +48,8 @@ class Section:
     def answer(self, findings: Findings) -> NewAnswer:
         """Return the section's sentences and tables as an answer."""
         parts: dict[str, Any] = {"glance": findings(self.glance), "headline": self.in_short(findings)}
-        tables = {"tables": self.tables(findings, False), "tables_alone": self.tables(findings, True)}
+        tables: dict[str, Any] = {
+            "tables": self.tables(findings, False),
+            "tables_alone": self.tables(findings, True),
+        }
         return NewAnswer(**parts, details=self.details(findings), **tables)

@@ -17,8 +17,8 @@ from semdiag.measuring.findings.estimates import (
     what_k_keeps,
     within_table,
 )
-from semdiag.measuring.findings.findings import Findings, diverged
-from semdiag.measuring.words import counted, percent_span, whole_percent
+from semdiag.measuring.findings.findings import Findings, diverged, modules_by_layer
+from semdiag.measuring.words import counted, layer_name, percent_span, whole_percent
 from semdiag.presenting.answer import Answer, Glance, Heading, Outcome
 from semdiag.presenting.drawing.panels import (
     READING,
@@ -73,7 +73,9 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
         whole_percent(numbers[name]) for name in ("mass", "mass_p5", "lowest", "highest", "share")
     )
     sample = f", from a random sample of {numbers['sampled']:,}" if numbers["sampled"] else ""
-    ends = f"{lowest} in layer {numbers['lowest_layer']} to {highest} in layer {numbers['highest_layer']}"
+    modules = findings(modules_by_layer, model)
+    first, last = (layer_name(int(numbers[name]), modules) for name in ("lowest_layer", "highest_layer"))
+    ends = f"{lowest} in layer {first} to {highest} in layer {last}"
     by_layer = f"; by layer, medians from {ends}" if lowest != highest else f"; {mass} in every layer"
     by_layer = by_layer if numbers["lowest_layer"] != numbers["highest_layer"] else ""
     return (

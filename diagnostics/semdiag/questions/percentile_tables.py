@@ -1,11 +1,11 @@
 """Percentiles of a quantity by layer and head on the terminal: of dispersion, of separation and key load."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
-from semdiag.measuring.findings.findings import Findings, Summary
-from semdiag.measuring.words import number_from_json, percent, plain, three_digits
+from semdiag.measuring.findings.findings import Findings, Summary, modules_by_layer
+from semdiag.measuring.words import layer_name, number_from_json, percent, plain, three_digits
 from semdiag.presenting.answer import Folded, title
 from semdiag.presenting.tables import NEVER, Column, NumberTable, not_shown
 
@@ -30,24 +30,29 @@ def percentile_tables(
     """Return the tables of each model's heads; of many heads those with extreme medians, unless all are wanted."""
     shown: list[str | NumberTable | Folded] = []
     for model, result in results.items():
-        counterfactuals, name = result.get("within_model", []), title(findings, model)
-        if metric == "separation" and not counterfactuals and result["all"]["separation"]["p50"] is None:
+        name = title(findings, model)
+        if (
+            metric == "separation"
+            and not result.get("within_model")
+            and result["all"]["separation"]["p50"] is None
+        ):
             shown.append(f"{name}: {_NOTHING_DROPPED}")
             continue
         sampled = f", {SAMPLED}" if model in drawn(findings) else ""
+        modules = findings(modules_by_layer, model)
         for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
             heading = f"{name}: {_TITLES[quantity]}{sampled}"
-            short, whole = (_table(result, counterfactuals, quantity, every) for every in (False, True))
+            short, whole = (_table(result, quantity, every, modules) for every in (False, True))
             hidden = len(whole.rows) - len(short.rows)
-            more = [extremes(result, quantity), not_shown(hidden)] if hidden else []
+            more = [extremes(result, quantity, modules), not_shown(hidden)] if hidden else []
             shown.append(Folded([heading, short, *more], [heading, whole]))
     return shown + sampling_sentences(findings, (metric,))
 
 
-def _table(result: Summary, counterfactuals: list[Summary], quantity: str, every: bool) -> NumberTable:
-    rows = _rows(result, quantity, every)
-    for one in counterfactuals:
-        rows += _rows(one, quantity, every, f" k={one['k']}")
+def _table(result: Summary, quantity: str, every: bool, modules: Sequence[str]) -> NumberTable:
+    rows = _rows(result, quantity, every, modules)
+    for one in result.get("within_model", []):
+        rows += _rows(one, quantity, every, modules, f" k={one['k']}")
     shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
     columns = [Column("place", "layer", plain), Column("head", form=plain)]
     columns += [Column(p, form=three_digits, drop=_DROPPED.get(p, 0)) for p in _PERCENTILES]
@@ -56,14 +61,17 @@ def _table(result: Summary, counterfactuals: list[Summary], quantity: str, every
     )
 
 
-def _rows(result: dict[str, Any], quantity: str, every: bool, suffix: str = "") -> list[dict[str, Any]]:
+def _rows(
+    result: Summary, quantity: str, every: bool, modules: Sequence[str], suffix: str = ""
+) -> list[dict[str, Any]]:
     """Return a row for each head, or of many heads for those with extreme medians, and one for all heads."""
     heads = result["layers"]
     shown = heads if every or len(heads) <= _MOST_HEADS else _extreme(heads, quantity)
     rows = []
     for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
         numbers = row.get(quantity, row)
-        rows.append({**row, **numbers, "place": f"{row['layer']}{suffix}"})
+        layer = row["layer"] if row["layer"] == "all" else layer_name(row["layer"], modules)
+        rows.append({**row, **numbers, "place": f"{layer}{suffix}"})
         if quantity == "separation":
             separated = numbers["queries"] - numbers["undefined"]
             rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
@@ -87,12 +95,15 @@ def _extreme(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]
     return [row for row in heads if any(row is end for end in ends)]
 
 
-def extremes(result: dict[str, Any], quantity: str) -> str:
+def extremes(result: Summary, quantity: str, modules: Sequence[str]) -> str:
     """Return a sentence on the heads with the largest and the smallest median of a quantity."""
     known = _by_median(result["layers"], quantity)
     if not known:
         return "No head has a finite median."
     if len({_median(row, quantity) for row in known}) == 1:
         return f"The median is {_median(known[0], quantity):.3g} in every head."
-    ends = [f"head {r['head']} of layer {r['layer']} ({_median(r, quantity):.3g})" for r in (known[-1], known[0])]
+    ends = [
+        f"head {row['head']} of layer {layer_name(row['layer'], modules)} ({_median(row, quantity):.3g})"
+        for row in (known[-1], known[0])
+    ]
     return f"The median is largest in {ends[0]} and smallest in {ends[1]}."

@@ -9,8 +9,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
-from semdiag.measuring.findings.findings import Completeness, Findings, completeness, records
-from semdiag.measuring.words import count, number_words, percent, plain, text
+from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
+from semdiag.measuring.words import count, layer_name, number_words, percent, plain, text
 from semdiag.presenting.answer import Heading, page_environment, page_style
 from semdiag.presenting.tables import Column
 from semdiag.questions.registry import QUESTIONS
@@ -64,6 +64,7 @@ def diverged_sentences(findings: Findings) -> list[str]:
     others = set(models.loc[external(models), "model"])
     for model, rows in bad.groupby("model", sort=False):
         first = rows.sort_values(["layer", "head"]).iloc[0]
+        layer = layer_name(int(first["layer"]), findings(modules_by_layer, str(model)))
         advice = (
             "Look for NaN or infinite numbers in its weights and inputs"
             if model in others
@@ -71,7 +72,7 @@ def diverged_sentences(findings: Findings) -> list[str]:
         )
         sentences.append(
             f"Diverged: {int(rows['scores'].sum()):,} attention scores of {model} are NaN or infinite, first in "
-            f"layer {first['layer']}, head {first['head']}, so what is reported of it means nothing, and no probe "
+            f"layer {layer}, head {first['head']}, so what is reported of it means nothing, and no probe "
             f"was run on it. {advice}."
         )
     return sentences

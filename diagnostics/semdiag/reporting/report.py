@@ -18,11 +18,19 @@ from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
-from semdiag.measuring.findings.findings import Findings, has_schema, json_ready, schema, unlearned_sentences
+from semdiag.measuring.findings.findings import (
+    Findings,
+    has_schema,
+    json_ready,
+    modules_by_layer,
+    schema,
+    unlearned_sentences,
+)
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
 from semdiag.measuring.training_runs import epochs_to
+from semdiag.measuring.words import layer_name
 from semdiag.presenting.answer import Answer, first_sentences, percentile_csv, verdict_table
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
 from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
@@ -283,8 +291,9 @@ def _write(
     )
     if look is not None:
         _write_page(folder / LOOK, look)
+    modules = findings(modules_by_layer, measurements.models["model"].iloc[0])
     heads = [
-        (f"head {head} of layer {layer}", f"{LOOK}#{layer}.{head}" if look else None, words)
+        (f"head {head} of layer {layer_name(layer, modules)}", f"{LOOK}#{layer}.{head}" if look else None, words)
         for layer, head, words in findings(outlying_heads)
     ]
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)

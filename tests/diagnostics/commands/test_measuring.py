@@ -138,7 +138,7 @@ def test_names_for_every_query_are_checked_before_anything_is_measured(tmp_path)
 
 def test_measuring_keeps_the_command_that_was_typed(tiny_runs, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["semdiag", "check", "x"])
-    found = measuring.measured([tiny_runs.full], Conditions(samples=4), quiet=True)
+    found, _ = measuring.measured([tiny_runs.full], Conditions(samples=4), quiet=True)
     measurements = found.measurements
     assert measurements.provenance["command"] == ["semdiag", "check", "x"]
     assert json.dumps(measurements.provenance)

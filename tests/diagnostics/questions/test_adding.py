@@ -25,7 +25,7 @@ found = measure(encoder, torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]))
 from semdiag.measuring.findings.findings import Findings
 findings = Findings(found)
 print(json.dumps({
-    "summary": registry.summaries()["peaks"](findings),
+    "summary": registry.QUESTIONS["peaks"].json(findings),
     "tables": {n: len(table) for n, table in registry.all_sections()["peaks"].tables(findings, True).items()},
     "expected": float((found.queries["largest_weight"] > 0.5).mean()),
     "applies": registry.all_sections()["peaks"].applies(findings),

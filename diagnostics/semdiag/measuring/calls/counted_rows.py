@@ -1,6 +1,8 @@
-"""Row statistics of an attention call, computed once, and which of its queries and keys count."""
+"""Row statistics of an attention call, which of its queries and keys count, and how both reach the host."""
 
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,3 +122,37 @@ def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None
     )
     counted = call.counted if places is None else (places >= 0) & call.counted.gather(2, places.clamp(min=0))
     return CountedRows(call, statistics, counted, counted & (statistics.kept > 0), places)
+
+
+Tensors = dict[str, Tensor]
+
+
+class Arrivals:
+    """Tensors on their way from devices to the host, so that no forward pass waits for them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[list[torch.cuda.Event], Tensors, Callable[[Tensors], None]]] = deque()
+
+    def send(self, tensors: Tensors, use: Callable[[Tensors], None]) -> None:
+        """Use tensors on the host: at once, or when :meth:`settle` is called where they come from a GPU."""
+        copies: dict[int, Tensor] = {}  # of tensors, some of which are given twice
+        for x in tensors.values():
+            if id(x) not in copies:  # torch puts what it copies without blocking into pinned memory
+                copies[id(x)] = x.to("cpu", non_blocking=x.is_cuda)
+        events = []
+        for device in {x.device for x in tensors.values() if x.is_cuda}:
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(torch.cuda.current_stream(device))
+        self._waiting.append((events, {name: copies[id(x)] for name, x in tensors.items()}, use))
+        self.settle(wait=False)
+
+    def settle(self, wait: bool = True) -> None:
+        """Use the tensors that have arrived, in the order in which they were sent; ``wait``: and all others."""
+        while self._waiting:
+            events, tensors, use = self._waiting[0]
+            if not (wait or all(event.query() for event in events)):  # type: ignore[no-untyped-call]
+                return
+            for event in events:
+                event.synchronize()
+            self._waiting.popleft()
+            use(tensors)

@@ -311,6 +311,12 @@ class Completeness(StrEnum):
     UNKNOWN = "unknown"
 
 
+def modules_by_layer(findings: Findings, model: str) -> list[str]:
+    """Return the names of a model's attention modules in the order of its layers."""
+    calls = findings.measurements.calls
+    return calls[calls["model"] == model].sort_values("layer")["module"].astype(str).tolist()
+
+
 def completeness(row: Mapping[str, Any]) -> Completeness:
     """Judge whether attention recomputed from the capture agrees with the model's."""
     residual, excess = float(row["residual"]), float(row["residual_over_rounding"])

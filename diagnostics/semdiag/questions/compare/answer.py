@@ -1,15 +1,24 @@
 """How far two models' attention and outputs are apart: head by head, ranked, and overall."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
+from semdiag.measuring.findings.findings import Findings, Summary, json_ready, modules_by_layer, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval_words, number, number_from_json, text, whole_percent
+from semdiag.measuring.words import (
+    counted,
+    interval_words,
+    layer_name,
+    number,
+    number_from_json,
+    text,
+    whole_percent,
+)
 from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, with_facts
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 
@@ -90,16 +99,16 @@ def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
 _ROUNDING, _NAMED = 1e-5, 5
 
 
-def comparison_sentences(result: Summary) -> list[str]:
+def comparison_sentences(result: Summary, modules: Sequence[str] = ()) -> list[str]:
     """Return sentences on what changed from the base to the model."""
     whole, most = result["all"], result["heads"][0]
     samples = result["outputs"]["samples"] if result["outputs"] else None
     interval = interval_words(*_ends(whole), "{:.3g}".format, samples)
     sentences = [
-        *_beginning(result["heads"]),
+        *_beginning(result["heads"], modules),
         f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
-        f"queries ({interval}), {number(whole['largest'])} at most; most in layer {most['layer']}, head "
-        f"{most['head']}: {number(most['total_variation'])}."
+        f"queries ({interval}), {number(whole['largest'])} at most; most in layer "
+        f"{layer_name(most['layer'], modules)}, head {most['head']}: {number(most['total_variation'])}."
         if whole["largest"]
         else f"The weights of all {whole['queries']:,} queries are the same.",
     ]
@@ -108,7 +117,7 @@ def comparison_sentences(result: Summary) -> list[str]:
     return sentences + _outputs(result["outputs"])
 
 
-def _beginning(heads: list[Summary]) -> list[str]:
+def _beginning(heads: list[Summary], modules: Sequence[str]) -> list[str]:
     """Name the heads in which the change begins, if earlier layers or other heads of theirs are the same."""
     changed = [row for row in heads if max(row["largest"], row["output_change"] or 0) > _ROUNDING]
     first = min((row["layer"] for row in changed), default=0)
@@ -121,7 +130,8 @@ def _beginning(heads: list[Summary]) -> list[str]:
     most = max((row["output_change"] or 0 for row in began), default=0)
     before = "between the layer before and this one, or in it" if len(began) > 1 else "there"
     return [
-        f"The change begins in layer {first}, {of} (total variation {number(max(r['largest'] for r in began))} at "
+        f"The change begins in layer {layer_name(first, modules)}, {of} (total variation "
+        f"{number(max(row['largest'] for row in began))} at "
         f"most, output {number(most)} of its norm): look for it {before}. What precedes is the same; heads of "
         "later layers may change only by their input."
     ]
@@ -172,13 +182,15 @@ def answer(findings: Findings) -> Answer:
     """Return what changed from the base to the model: the heads that changed most, every head, the whole model."""
     top = findings.measurements.provenance.get("compare_top")
     results = findings(comparisons)
-    opening = {model: comparison_sentences(result) for model, result in results.items()}
+    modules = {model: findings(modules_by_layer, model) for model in results}
+    opening = {model: comparison_sentences(result, modules[model]) for model, result in results.items()}
     shown: list[str | NumberTable | Folded] = []
     for model, result in results.items():
         sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
         shown.append(f"\nA: {result['base']}\nB: {model}\n{sizes}, {result['all']['queries']:,} queries")
         whole = {**result["all"], "rank": "all", "layer": "", "head": ""}
-        tables = [NumberTable(_SHOWN, [*result["heads"][:most], whole], unit=top) for most in (_FEW, None)]
+        heads = [{**row, "layer": layer_name(row["layer"], modules[model])} for row in result["heads"]]
+        tables = [NumberTable(_SHOWN, [*heads[:most], whole], unit=top) for most in (_FEW, None)]
         further = len(result["heads"]) - _FEW
         more = [f"{further} further heads: --all shows them."] if further > 0 else []
         shown.append(Folded([tables[0], *more], tables[1:]))

@@ -263,9 +263,8 @@ def k_sweep_tables(
     collected, draws = seen.scores, seen.scores.draws
     for text in draws.remarks:
         remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
-    if collected.share < 1:
-        one = f"one in {round(1 / collected.share)} queries and keys of the sweep by k was drawn (seed {seed})"
-        remark(f"{one}: all are too many to hold; extremes are those of the drawn ones", "k-sweep-thinned")
+    if collected.thinned:
+        remark(collected.thinned, "k-sweep-thinned")
     ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)

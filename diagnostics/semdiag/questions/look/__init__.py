@@ -91,7 +91,7 @@ def _ask(
     heads = all_heads(seen)
     layers = counted(len(seen.layers), "layer")
     say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
-    say_sentences([lead(heads)])
+    say_sentences([lead(seen)])
     say(f"Page: {place}")
 
 
