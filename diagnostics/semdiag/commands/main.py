@@ -206,6 +206,11 @@ def _add(name: str, command: Callable[..., None], panel: str) -> None:
     app.command(name, cls=RepeatedOptions, help=help_text, rich_help_panel=panel)(command)
 
 
+def add(question: Question, panel: str = "Attention, quantity by quantity") -> None:
+    """Add the command of a question."""
+    _add(question.name, with_options(question), panel)
+
+
 # The groups of --help, in this order; any other question is one about a quantity.
 _PANELS = {
     "Your model: from Hugging Face, or built by a function of yours": (

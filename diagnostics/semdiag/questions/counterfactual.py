@@ -198,9 +198,8 @@ def key_load_counterfactual(findings: Findings) -> Figure:
 
 @drawing(
     "Within full-attention models: share of the attention weight on the k largest scores, per layer: {shown}.",
-    "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to "
-    "k keys and would hardly notice the mask; where the boxes are low, the mask would throw away what "
-    "the model uses.",
+    "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k keys and "
+    "would hardly notice the mask; where the boxes are low, the mask would throw away what the model uses.",
 )
 def mass_kept(findings: Findings) -> Figure:
     """Draw the share of each query's attention weight on its k largest scores, per layer of each full model."""

@@ -92,10 +92,9 @@ _OLDER = {"largest_weight": "largest weight of a query"}
 @drawing(
     "Coloured cells, layers by heads: median dispersion in nats, entropy of the attention weights, "
     "weight on the first key, weight on the k largest scores: {shown}.",
-    "Look for a head unlike its neighbours. A large δ with a small entropy means a head that picks "
-    "single keys; an entropy near the logarithm of the number of keys means one that averages. Much "
-    "weight on the first key may be a sink, where queries put weight that they have no use for, or a "
-    "token that the task needs.",
+    "Look for a head unlike its neighbours. A large δ with a small entropy means a head that picks single keys; "
+    "an entropy near the logarithm of the number of keys means one that averages. Much weight on the first key "
+    "may be a sink, where queries put weight that they have no use for, or a token that the task needs.",
 )
 def heads_map(findings: Findings) -> Figure:
     """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head."""

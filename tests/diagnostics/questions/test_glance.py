@@ -11,7 +11,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
 from semdiag.presenting.answer import Outcome, measured_glance
-from semdiag.questions.bounds.answer import corollary_findings
+from semdiag.questions.bounds.corollary import corollary_findings
 from semdiag.questions.counterfactual import within_glance
 from semdiag.questions.dispersion.answer import (
     dispersion_glance,

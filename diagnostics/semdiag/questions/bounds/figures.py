@@ -121,11 +121,10 @@ _COLORS = ListedColormap(["#dcdcdc", "#f3c9a5", "#a9cdea"])  # cannot tell, not 
 @drawing(
     "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100, and the "
     "margins of the sound comparison beside them, as coloured cells, two rows a pair: {shown}.",
-    "A blue cell means that the mask has the better worst-case guarantee at that percentile, an "
-    "orange one that full attention has. Left is the paper's condition, right the comparison of "
-    "sound constants; where the two disagree, the paper's explanation rests on its form of ξ. For "
-    "masks whose rows differ in length the right numbers are not bounds: see the comparison by "
-    "layers.",
+    "A blue cell means that the mask has the better worst-case guarantee at that percentile, an orange one that "
+    "full attention has. Left is the paper's condition, right the comparison of sound constants; where the two "
+    "disagree, the paper's explanation rests on its form of ξ. For masks whose rows differ in length the right "
+    "numbers are not bounds: see the comparison by layers.",
 )
 def corollary_conditions(findings: Findings) -> Figure:
     """Draw the conditions of every pair as coloured cells with their numbers."""

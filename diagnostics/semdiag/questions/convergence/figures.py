@@ -195,9 +195,8 @@ def _mark(ax: Axes, style: AttentionStyle, runs: pd.DataFrame, target: float) ->
 @drawing(
     "Speed-up over full attention against the ratio of median dispersions at the last checkpoint, "
     "logarithmic axes: {shown}.",
-    "If a smaller dispersion went with faster learning, points would fall from the upper left to the "
-    "lower right. Bars are intervals over inputs only. Runs of one attention are not independent "
-    "points.",
+    "If a smaller dispersion went with faster learning, points would fall from the upper left to the lower right. "
+    "Bars are intervals over inputs only. Runs of one attention are not independent points.",
 )
 def speed_up_against_dispersion(findings: Findings) -> Figure:
     """Draw speed-up against δ_h/δ_s for every pair of runs."""

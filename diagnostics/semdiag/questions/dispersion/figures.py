@@ -42,10 +42,9 @@ from semdiag.questions.dispersion.answer import (
 @drawing(
     "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
     "95th percentile, with 95% intervals and a line at 1: {shown}.",
-    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; "
-    "equal steps on the axis are equal factors. The bars are 95% intervals from resampling "
-    "whole sequences: if a bar crosses 1, these inputs do not settle the question for that "
-    "layer.",
+    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; equal steps on the "
+    "axis are equal factors. The bars are 95% intervals from resampling whole sequences: if a bar crosses 1, "
+    "these inputs do not settle the question for that layer.",
 )
 def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
@@ -205,10 +204,9 @@ def _draw_ecdf(
 @drawing(
     "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a "
     "logarithmic axis, attention kinds side by side: {shown}.",
-    "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse models "
-    "(δₕ, over the kept keys): there the scores spread most. Where an initialisation is shown in a "
-    "panel of its own, compare with it: what is already there before training comes from the mask, "
-    "not from learning.",
+    "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse models (δₕ, over the "
+    "kept keys): there the scores spread most. Where an initialisation is shown in a panel of its own, compare "
+    "with it: what is already there before training comes from the mask, not from learning.",
 )
 def dispersion_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis."""
@@ -230,9 +228,8 @@ def dispersion_by_layer(findings: Findings) -> Figure:
 
 
 _PAIRED = (
-    "This is a comparison across models: two models, each trained with its own attention on the same data "
-    "and seed, each measured on its own scores. Nothing here says what one of them would do with the "
-    "other's mask."
+    "This is a comparison across models: two models, each trained with its own attention on the same data and "
+    "seed, each measured on its own scores. Nothing here says what one of them would do with the other's mask."
 )
 _POOLED = (
     "Percentiles pool the queries of all layers and heads; the 95th percentiles of two models need not come from "
@@ -273,8 +270,7 @@ EXTERNAL = (
         (
             dispersion_by_layer.described(
                 "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a logarithmic "
-                "axis: "
-                "{shown}.",
+                "axis: {shown}.",
                 "δ is the range, largest minus smallest, of the scores that a query's softmax mixes. A small δ "
                 "means that all keys compete on nearly equal terms: none can take more than e^δ/(e^δ + n − 1) of "
                 "the weight of n keys. The paper's bounds on how fast a model learns grow with e^δ.",

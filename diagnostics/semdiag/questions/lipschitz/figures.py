@@ -35,9 +35,8 @@ _NAMES = {
 
 
 @drawing(
-    "Decimal logarithm of the largest secant, the largest gradient norm "
-    "and the sound bound for each group of parameters, and of queries and keys a bound at the "
-    "checkpoint: {shown}.",
+    "Decimal logarithm of the largest secant, the largest gradient norm and the sound bound for each group of "
+    "parameters, and of queries and keys a bound at the checkpoint: {shown}.",
     "Secants and gradients are two estimates from below, in no order among themselves. "
     "The bound at the checkpoint belongs to the open circle below it, and could have failed. The grey "
     "lines are what the sound bound leaves open, in powers of ten.",
@@ -115,9 +114,8 @@ def _note(findings: Findings) -> str:
 
 
 @drawing(
-    "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random "
-    "planes against the radius, logarithmic axes, with 95% bands, attention kinds together: "
-    "{shown}.",
+    "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random planes "
+    "against the radius, logarithmic axes, with 95% bands, attention kinds together: {shown}.",
     "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
     "top-k. Where the bands overlap, these planes do not settle it.",
 )

@@ -173,9 +173,8 @@ def _side_by_side(
 @drawing(
     "Share of queries whose mask stays exactly the same under input noise, per layer, with 95% "
     "intervals and the certified share dotted: {shown}.",
-    "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what "
-    "can be proven from Δ and the change of the scores alone; masks between it and the curves survive "
-    "without a proof.",
+    "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what can be "
+    "proven from Δ and the change of the scores alone; masks between it and the curves survive without a proof.",
 )
 def masks_unchanged(findings: Findings) -> Figure:
     """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers."""

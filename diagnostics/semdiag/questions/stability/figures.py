@@ -151,9 +151,8 @@ _DECADES = 1e6  # from the largest response down: what lies below is no response
 
 
 @drawing(
-    "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as "
-    "nested boxes on a logarithmic axis with the mean marked, attention kinds side by side: "
-    "{shown}.",
+    "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as nested boxes on a "
+    "logarithmic axis with the mean marked, attention kinds side by side: {shown}.",
     "The marked mean of a layer is how far noise of the same relative size moves its attention; of "
     "two attentions at one layer, the higher moves more. A mean far above its box comes from few "
     "queries that exchange a whole key, as a top-k mask does where Δ is small.",

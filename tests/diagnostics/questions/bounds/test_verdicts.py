@@ -19,12 +19,8 @@ from semdiag.measuring.findings.findings import (
     pairs_against,
 )
 from semdiag.questions import registry
-from semdiag.questions.bounds.answer import (
-    bounds_sentences,
-    corollary_findings,
-    pair_percentiles,
-    parameter_findings,
-)
+from semdiag.questions.bounds.answer import bounds_sentences, parameter_findings
+from semdiag.questions.bounds.corollary import corollary_findings, pair_percentiles
 from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS
 from semdiag.questions.stability.answer import OF_PAIR, stability_findings
 from semdiag.questions.stability.measure import SECANTS, with_bounds
