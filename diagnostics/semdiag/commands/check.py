@@ -18,44 +18,42 @@ def _check(
     models: options.Models = None,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
-            help='What every model must satisfy, like "dispersion.p95 < 10". Repeatable. First a quantity: '
+        options.option(
+            'What every model must satisfy, like "dispersion.p95 < 10". Repeatable. First a quantity: '
             "dispersion, separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention "
             "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and "
             "layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
-            rich_help_panel=_JUDGED,
+            panel=_JUDGED,
             autocompletion=options.names(options.RULES),
         ),
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
-            rich_help_panel=_JUDGED,
+        options.option(
+            "JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
+            panel=_JUDGED,
         ),
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(
-            help="With --baseline: how far a number may move, as a share of it.", rich_help_panel=_JUDGED
-        ),
+        options.option("With --baseline: how far a number may move, as a share of it.", panel=_JUDGED),
     ] = 0.05,
     every_layer: Annotated[
         bool,
-        typer.Option(
-            "--every-layer",
-            help="Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not "
+        options.option(
+            "Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not "
             "hold in half of the layers or more.",
-            rich_help_panel=_JUDGED,
+            "--every-layer",
+            panel=_JUDGED,
         ),
     ] = False,
     junit: Annotated[
         Path | None,
-        typer.Option(help="Also write the verdicts to this file, as JUnit XML.", rich_help_panel=_JUDGED),
+        options.option("Also write the verdicts to this file, as JUnit XML.", panel=_JUDGED),
     ] = None,
     exit_zero: Annotated[
         bool,
-        typer.Option("--exit-zero", help="Report failures, but exit with code 0.", rich_help_panel=_JUDGED),
+        options.option("Report failures, but exit with code 0.", "--exit-zero", panel=_JUDGED),
     ] = False,
     *,
     shared: Asked,

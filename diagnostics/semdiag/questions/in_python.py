@@ -45,8 +45,7 @@ def k_sweep(
             model's), ``seed`` (0), ``queries`` (None: all; else how many are drawn per sample and head).
 
     Returns:
-        Measurements with the table ``sweep``, described at
-        :func:`semdiag.questions.k_sweep.measure.k_sweep`.
+        Measurements with the table ``sweep``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -77,8 +76,7 @@ def mask_stability(
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``masks`` and ``noise_effects``, described at
-        :func:`semdiag.questions.mask_stability.measure.mask_stability`.
+        Measurements with the tables ``masks`` and ``noise_effects``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -99,8 +97,7 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``rounded_masks`` and ``lost_weights``, described at
-        :func:`semdiag.questions.mask_precision.measure.mask_precision`.
+        Measurements with the tables ``rounded_masks`` and ``lost_weights``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -130,8 +127,7 @@ def compare(
         how: Keywords, like those of :func:`k_sweep`. The base runs in a precision of its own.
 
     Returns:
-        Measurements of the model, with the tables ``compared`` and ``compared_outputs``, described at
-        :func:`semdiag.questions.compare.measure.compare`.
+        Measurements of the model, with the tables ``compared`` and ``compared_outputs``.
 
     Raises:
         InputError: if the two cannot be compared, or not on these inputs.
@@ -166,8 +162,7 @@ def landscape(
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the table ``landscape``, described at
-        :func:`semdiag.questions.landscape.measure.landscape`.
+        Measurements with the table ``landscape``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -195,8 +190,7 @@ def lipschitz(
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``,
-        described at :func:`semdiag.questions.lipschitz.measure.lipschitz`.
+        Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.

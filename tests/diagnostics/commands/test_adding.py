@@ -58,5 +58,4 @@ def test_a_question_is_one_file_and_one_line(peaks, run_semdiag, here, tiny_runs
     assert "How many queries look at one key?" in page
     assert "A weight above one half may still be a sink." in page
     assert (here / "out" / "figures" / "peaks.svg").is_file()
-    assert run_semdiag("report", tiny_runs.full, *words).code == 0
-    assert "How many queries look at one key?" in (here / "out" / "index.html").read_text(encoding="utf-8")
+    assert "peaks" in registry.reported()  # and so in reports

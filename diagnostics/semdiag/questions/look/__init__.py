@@ -11,16 +11,8 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Asked, Question
 
 _LEFT_OUT = (
-    "labels",
-    "samples",
-    "batch_size",
-    "min_keys",
-    "jobs",
-    "ray",
-    "out",
-    "as_json",
-    "per_query",
-    "figures",
+    *("labels", "samples", "batch_size", "min_keys", "jobs", "ray"),
+    *("out", "as_json", "per_query", "figures"),
 )
 
 
@@ -34,28 +26,26 @@ def _ask(
     ],
     text: Annotated[
         str | None,
-        typer.Option(
-            metavar="WORDS",
-            help="Look at this text. Or name a file with --inputs: its first sample is taken. "
+        options.option(
+            "Look at this text. Or name a file with --inputs: its first sample is taken. "
             "Default: the first sample that the run held out.",
-            rich_help_panel=options.MEASURE,
+            metavar="WORDS",
             show_default=False,
         ),
     ] = None,
     k: Annotated[
         int,
-        typer.Option(
-            help="In heads that attend to every key, show the k largest scores of each query as kept. The page "
-            "can change it.",
-            rich_help_panel=options.MEASURE,
+        options.option(
+            "In heads that attend to every key, show the k largest scores of each query as kept. The page can "
+            "change it."
         ),
     ] = 5,
     out: Annotated[
         Path | None,
-        typer.Option(
+        options.option(
+            "The page, an .html file. Default: reports/look-MODEL.html.",
+            panel=options.OUTPUT,
             metavar="FILE",
-            help="The page, an .html file. Default: reports/look-MODEL.html.",
-            rich_help_panel=options.OUTPUT,
             show_default=False,
         ),
     ] = None,
