@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -59,71 +59,6 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise InputError(f"--config {path} must hold a JSON object. Got {type(content).__name__}.")
     return content
-
-
-def measured(
-    models: Sequence[Path] | None,
-    conditions: "Conditions",
-    quiet: bool,
-    run: Callable[..., "Measurements"] | None = None,
-    more_stages: int = 0,
-    against: Path | None = None,
-    typed: Collection[str] = (),
-) -> "tuple[Findings, Sequence[LoadedModel]]":
-    """Find the checkpoints, load and measure them, with progress on stderr."""
-    from semdiag.capturing.attention_call import DENSE, external
-    from semdiag.capturing.audit import WARNING
-    from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
-    from semdiag.measuring.findings.findings import Findings, unlearned_sentences
-    from semdiag.measuring.survey import survey
-    from semdiag.measuring.words import counted
-    from semdiag.presenting.progress import Stages
-    from semdiag.presenting.terminal import tell
-    from semdiag.reporting.page import diverged_sentences
-    from semdiag_models import InputError
-
-    named, other_files = without_other_files(list(models or ()))
-    if other_files and not quiet:
-        tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
-    paths = find_checkpoints(named or None)
-    if against is not None:
-        paths = _with_reference(paths, against)
-    stages_each = 1 + len(conditions.plans) + more_stages
-    with Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar:
-        loaded = load_all(paths, conditions.config, conditions.head)
-        encoders = [model for model in loaded if not model.external and model.sha256]
-        dense = [model.encoder.config.attention in DENSE for model in encoders]
-        if "k" in typed and dense == [False] * len(paths):
-            raise InputError(
-                f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
-            )
-        held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
-        fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
-        if fewer:
-            conditions = replace(conditions, samples=held_out)
-        elif "samples" in typed:
-            conditions = replace(conditions, first=conditions.samples)
-        measurements = (run or partial(survey, own=True, expect=bar.expect))(
-            loaded, conditions, bar.announce, bar.advance
-        )
-    for remark in () if quiet else measurements.remarks.to_dict("records"):
-        if remark["severity"] == WARNING:
-            tell(f"semdiag: {remark['model']}: {remark['text']}.")
-    if fewer and not quiet:
-        run_of = "one of the runs" if len(paths) > 1 else "the run"
-        tell(f"semdiag: measured on {counted(held_out, 'sample')}: {run_of} held out no more.")
-    described = measurements.models
-    masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
-    if "k" in typed and len(masked) and not quiet:
-        tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
-    if against is not None:  # before the first question: answers are remembered
-        measurements.provenance["against"] = str(paths[-1])
-    findings = Findings(measurements)
-    for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
-        tell(f"semdiag: {sentence}")
-    measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
-    measurements.provenance["date"] = _today()
-    return findings, loaded
 
 
 def _held_out(model: "LoadedModel") -> int:
@@ -180,47 +115,6 @@ def write_per_query(path: Path, measurements: "Measurements") -> None:
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)
-
-
-def deliver(
-    question: Question,
-    findings: "Findings",
-    values: Mapping[str, Any],
-    sections: Sequence[str] | None = None,
-    show_old: Any = None,
-) -> None:
-    """Deliver what a command measured: a page with figures, and answer and tables or one JSON object on stdout."""
-    import typer
-
-    from semdiag.measuring.findings.estimates import partial_sentences
-    from semdiag.presenting.answer import opening_of, show
-    from semdiag.presenting.progress import Stages
-    from semdiag.presenting.tables import say_sentences
-    from semdiag.presenting.terminal import beside_json, say, tell
-    from semdiag.questions.registry import QUESTIONS
-    from semdiag.reporting.report import write_report
-
-    quiet, as_json, per_query = values["quiet"], values["as_json"], values.get("per_query")
-    formats = figure_formats(values["figures"])
-    folder = output_folder(question.name, findings.measurements, values["out"])
-    also = [name for name in question.beside if QUESTIONS[name].applies(findings)]
-    sections = sections or [question.name, *also]
-    with Stages("drawing", 1, quiet) as bar:
-        page, _ = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
-    if per_query is not None:
-        write_per_query(per_query, findings.measurements)
-        for sentence in () if quiet else partial_sentences(findings):
-            tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
-    if as_json:
-        typer.echo(json.dumps(findings(question.json), allow_nan=False))
-    if not quiet:
-        with beside_json(as_json):
-            if show_old:  # of k_sweep, until it is converted
-                show_old(findings)
-            else:
-                say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
-                show(question.answered(findings), values.get("every", False))
-            say(f"Figures and tables: {page}")
 
 
 def _today() -> str:
@@ -289,17 +183,99 @@ class Asked:
         self,
         models: Sequence[Path] | None,
         conditions: "Conditions",
-        run: Callable[..., Any] | None = None,
+        run: Callable[..., "Measurements"] | None = None,
         more_stages: int = 0,
         against: Path | None = None,
     ) -> "tuple[Findings, Sequence[LoadedModel]]":
-        """Load and measure what the user named: :func:`measured`."""
-        run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
-        return measured(models, conditions, self.values["quiet"], run, more_stages, against, self.typed)
+        """Find the checkpoints, load and measure them, with progress on stderr."""
+        from semdiag.capturing.attention_call import DENSE, external
+        from semdiag.capturing.audit import WARNING
+        from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
+        from semdiag.measuring.findings.findings import Findings, unlearned_sentences
+        from semdiag.measuring.survey import survey
+        from semdiag.measuring.words import counted
+        from semdiag.presenting.progress import Stages
+        from semdiag.presenting.terminal import tell
+        from semdiag.reporting.page import diverged_sentences
+        from semdiag_models import InputError
 
-    def deliver(self, findings: "Findings", sections: Sequence[str] | None = None) -> None:
-        """Deliver the results: :func:`deliver`."""
-        deliver(self.question, findings, self.values, sections)
+        quiet, typed = self.values["quiet"], self.typed
+        run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
+        named, other_files = without_other_files(list(models or ()))
+        if other_files and not quiet:
+            tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
+        paths = find_checkpoints(named or None)
+        if against is not None:
+            paths = _with_reference(paths, against)
+        stages_each = 1 + len(conditions.plans) + more_stages
+        with Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar:
+            loaded = load_all(paths, conditions.config, conditions.head)
+            encoders = [model for model in loaded if not model.external and model.sha256]
+            dense = [model.encoder.config.attention in DENSE for model in encoders]
+            if "k" in typed and dense == [False] * len(paths):
+                raise InputError(
+                    f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
+                )
+            held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
+            fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
+            if fewer:
+                conditions = replace(conditions, samples=held_out)
+            elif "samples" in typed:
+                conditions = replace(conditions, first=conditions.samples)
+            measurements = (run or partial(survey, own=True, expect=bar.expect))(
+                loaded, conditions, bar.announce, bar.advance
+            )
+        for remark in () if quiet else measurements.remarks.to_dict("records"):
+            if remark["severity"] == WARNING:
+                tell(f"semdiag: {remark['model']}: {remark['text']}.")
+        if fewer and not quiet:
+            run_of = "one of the runs" if len(paths) > 1 else "the run"
+            tell(f"semdiag: measured on {counted(held_out, 'sample')}: {run_of} held out no more.")
+        described = measurements.models
+        masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
+        if "k" in typed and len(masked) and not quiet:
+            tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
+        if against is not None:  # before the first question: answers are remembered
+            measurements.provenance["against"] = str(paths[-1])
+        findings = Findings(measurements)
+        for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
+            tell(f"semdiag: {sentence}")
+        measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
+        measurements.provenance["date"] = _today()
+        return findings, loaded
+
+    def deliver(self, findings: "Findings", sections: Sequence[str] | None = None, show_old: Any = None) -> None:
+        """Write the page with its figures; print answer and tables, or one JSON object."""
+        from semdiag.measuring.findings.estimates import partial_sentences
+        from semdiag.presenting.answer import opening_of, show
+        from semdiag.presenting.progress import Stages
+        from semdiag.presenting.tables import say_sentences
+        from semdiag.presenting.terminal import beside_json, say, tell
+        from semdiag.questions.registry import QUESTIONS
+        from semdiag.reporting.report import write_report
+
+        question, values = self.question, self.values
+        quiet, as_json, per_query = values["quiet"], values["as_json"], values.get("per_query")
+        formats = figure_formats(values["figures"])
+        folder = output_folder(question.name, findings.measurements, values["out"])
+        also = [name for name in question.beside if QUESTIONS[name].applies(findings)]
+        sections = sections or [question.name, *also]
+        with Stages("drawing", 1, quiet) as bar:
+            page, _ = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
+        if per_query is not None:
+            write_per_query(per_query, findings.measurements)
+            for sentence in () if quiet else partial_sentences(findings):
+                tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
+        if as_json:
+            typer.echo(json.dumps(findings(question.json), allow_nan=False))
+        if not quiet:
+            with beside_json(as_json):
+                if show_old:  # of k_sweep, until it is converted
+                    show_old(findings)
+                else:
+                    say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
+                    show(question.answered(findings), values.get("every", False))
+                say(f"Figures and tables: {page}")
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:
@@ -466,7 +442,7 @@ def adapted(question: Question) -> Question:
             return self._asked.measured(models, conditions)[0]
 
         def deliver(self, command: str, findings: "Findings", show: Any, answered: bool) -> None:
-            deliver(question, findings, self.values, show_old=show)
+            self._asked.deliver(findings, show_old=show)
 
     def ask(shared: Asked, **given: Any) -> None:
         old.run(**given, shared=Shared(shared))

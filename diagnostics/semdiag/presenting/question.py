@@ -28,12 +28,7 @@ class Asked(Protocol):
         """Return the conditions for measuring; ``more`` are fields that the command sets."""
 
     def measured(
-        self,
-        models: Sequence[Path] | None,
-        conditions: "Conditions",
-        run: Callable[..., Any] | None = None,
-        more_stages: int = 0,
-        against: Path | None = None,
+        self, models: Sequence[Path] | None, conditions: "Conditions", *how: Any, **more: Any
     ) -> "tuple[Findings, Sequence[LoadedModel]]":
         """Load and measure what the user named, with progress."""
 

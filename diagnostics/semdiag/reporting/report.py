@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -34,6 +34,7 @@ from semdiag.measuring.words import layer_name
 from semdiag.presenting.answer import Answer, first_sentences, percentile_csv, verdict_table
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
 from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
+from semdiag.presenting.progress import Stages
 from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
 from semdiag.questions.heads import outlying_heads
 from semdiag.questions.look.measure import fitting_k, see_loaded
@@ -208,16 +209,6 @@ _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
 
 
-class Progress(Protocol):
-    """Receives the progress of a report."""
-
-    def announce(self, stage: str, steps: int) -> None:
-        """Start a stage with a number of steps."""
-
-    def advance(self, steps: int) -> None:
-        """Count finished steps."""
-
-
 _NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
 
 
@@ -228,7 +219,7 @@ def write_report(
     formats: Sequence[str] = ("png", "svg"),
     keep_queries: bool = False,
     sections: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    progress: Stages | None = None,
     look: str | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Write the report into a folder, and return its page and its content as plain values.
@@ -262,7 +253,7 @@ def _write(
     formats: Sequence[str],
     keep_queries: bool,
     answers: Mapping[str, Answer],
-    progress: Progress | None,
+    progress: Stages | None,
     look: str | None,
 ) -> dict[str, Any]:
     measurements = findings.measurements

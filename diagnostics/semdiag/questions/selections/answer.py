@@ -195,7 +195,7 @@ def check_answer(summary: Summary) -> Answer:
         for name, meaning in _MEANING.items()
         if counts[name]
     ]
-    shown = [
+    shown: list[str | NumberTable] = [
         f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}",
         NumberTable(_CLASSES, classes),
         _worst(result),
