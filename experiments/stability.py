@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from semdiag_models.step import Split, Stack
 from t_intervals import UNKNOWN, t_interval
 from torch import Tensor
 
 from semdiag_models import ModelConfig, TrainingConfig
-from semdiag_models.step import Split, Stack
 from semdiag_models.tasks import find_task
 from semdiag_models.training import Trainer
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from semdiag_models import ModelConfig
-from semdiag_models.attention.dense_attention import dropped_positions
-from semdiag_models.attention.selection import random_priorities
+from semdiag_models.attention import dropped_positions, random_priorities
 from semdiag_models.config import ACTIVATIONS
 from semdiag_models.encoder import Encoder
 

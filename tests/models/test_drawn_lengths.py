@@ -8,8 +8,7 @@ from scipy import stats
 
 from semdiag_models.config import TrainingConfig
 from semdiag_models.reading import InputError
-from semdiag_models.step import draw_data, draw_fresh
-from semdiag_models.tasks import find_task
+from semdiag_models.tasks import draw_data, draw_fresh, find_task
 
 TASK = find_task("even-pairs")
 

@@ -398,7 +398,7 @@ def test_on_a_cpu_a_compiled_run_is_refused_but_goes_on(run, folder, tiny_model,
     with pytest.raises(InputError, match=r"slower on a CPU\. Leave out --compile\.$"):
         run(compiled=True)
     assert not folder.exists()
-    monkeypatch.setattr(training, "compile_steps", lambda encoder, device: encoder)
+    monkeypatch.setattr(training.torch, "compile", lambda encoder: encoder)
     folder.mkdir(parents=True)
     begun = training.Trainer(tiny_model(attention="topk", k=3, dropout=0.1), tiny_training(compiled=True), CPU)
     train_run(folder, begun, {"command": "x"})

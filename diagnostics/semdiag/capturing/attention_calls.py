@@ -34,6 +34,7 @@ from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag.capturing.recording import (
     Entered,
+    Mask,
     Recorder,
     SharedChange,
     Watched,
@@ -113,7 +114,7 @@ def watch_attention(
     model: nn.Module,
     consume: Callable[[AttentionCall], None],
     *,
-    mask: Callable[[AttentionCall], Tensor | None] | None = None,
+    mask: Mask | None = None,
     inside: bool = False,
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
@@ -139,8 +140,8 @@ def watch_attention(
         model: any module. Only what runs inside it is seen.
         consume: called with each call while its tensors are alive; reduce them at once, keep none. It runs without
             gradient, autocast and modes.
-        mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run to its kept
-            keys, bool (B, H, Lq, Lk), or None for all keys.
+        mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run, and its
+            inputs where its function may be replaced, to its kept keys or to its output with them.
         inside: whether the model is already running, because a hook of its forward pass opens the context.
 
     Yields:

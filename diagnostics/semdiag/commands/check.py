@@ -155,9 +155,9 @@ def list_names(
 
 def _out_of_reach() -> str:
     """Return which tasks local attention cannot represent, at the recipes' lengths and blocks."""
+    from semdiag.measuring.reach import cannot_represent
     from semdiag_models import TASKS, configure
-    from semdiag_models.attention.attention import cannot_represent
-    from semdiag_models.attention.selection import LOCAL
+    from semdiag_models.attention import LOCAL
 
     limits = []
     for kind in LOCAL:

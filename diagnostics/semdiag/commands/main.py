@@ -253,6 +253,7 @@ def main() -> None:
     speak_any_language()
     debug = "--debug" in sys.argv[1:]
     sys.argv = [word for word in sys.argv if word != "--debug"]  # it may stand anywhere; no command takes it
+    warnings.filterwarnings("default", category=UserWarning, module="semdiag")  # said, never raised
     warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
     if not all(map(str.strip, sys.argv[1:])):  # as a path, an empty word would be the working folder
         _refuse("An argument of the command is empty. Is a shell variable unset?")

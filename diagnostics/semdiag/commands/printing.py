@@ -183,7 +183,11 @@ def print_check(result: Verification) -> None:
 def conclusion(result: Verification) -> str:
     """Return in a line how much passes."""
     passing = sum(pair.passed and gate.passed for pair, gate in zip(result.pairs, result.layers, strict=True))
-    parts = [f"{passing} of {len(result.pairs)} pairs pass"] if result.pairs else []
+    parts = (
+        [f"{passing} of {counted(len(result.pairs), 'pair')} pass{'es' * (len(result.pairs) == 1)}"]
+        if result.pairs
+        else []
+    )
     parts.append(f"{sum(i.passed for i in result.invariants)} of {len(result.invariants)} invariants hold")
     if result.rules:
         parts.append(f"{sum(r.passed for r in result.rules)} of {len(result.rules)} rules hold")
@@ -192,7 +196,7 @@ def conclusion(result: Verification) -> str:
         numbers = len(result.drifts) - unmatched
         changes = [f"{counted(numbers, 'number')} left the baseline"] if numbers else []
         changes += [f"{counted(unmatched, 'model')} of the baseline not matched"] if unmatched else []
-        parts.append(f"{result.compared.compared} of {result.compared.models} models compared")
+        parts.append(f"{result.compared.compared} of {counted(result.compared.models, 'model')} compared")
         parts[-1] += f", {' and '.join(changes) or 'nothing has drifted'}"
     return f"{'; '.join(parts)}."
 

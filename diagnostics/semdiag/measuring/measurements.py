@@ -254,7 +254,7 @@ class Measurements:
 
     def __repr__(self) -> str:
         tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
-        measured = [f"{name} ({len(table):,} rows)" for name, table in tables.items() if len(table)]
+        measured = [f"{name} ({counted(len(table), 'row')})" for name, table in tables.items() if len(table)]
         some = counted(len(self.models), "model")
         return f"Measurements of {some}: {', '.join(measured)}"
 

@@ -261,7 +261,7 @@ def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditi
         remarks.append(Remark("", f"texts were cut to {most} tokens, {why}: {cut} of {samples}", "texts-cut"))
     takes, longest_text = tokeniser_of(given, model, conditions.texts).takes, max(map(longest, batches))
     if takes is not None and longest_text * _SHORT <= takes:
-        text = f"the texts have at most {longest_text} of the {takes:,} tokens that the model takes"
+        text = f"the texts have at most {longest_text:,} of the {counted(takes, 'token')} that the model takes"
         remarks.append(Remark("", f"{text}: they say nothing about long ones", "short-texts"))
     return remarks
 

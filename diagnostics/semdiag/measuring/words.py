@@ -13,7 +13,8 @@ Value = float | str | None  # a number, or what JSON has in its place
 
 def counted(number: int, noun: str) -> str:
     """Return a number and what it counts."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    many = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else many}"
 
 
 def layer_name(layer: int, modules: Sequence[str]) -> str:

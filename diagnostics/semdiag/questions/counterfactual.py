@@ -100,7 +100,7 @@ def within_glance(findings: Findings) -> Glance:
         return Glance(Outcome.OPEN, "0 queries", f"have more than {counted(k, 'key')} and finite scores")
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of the weight of the median query is on its {k} largest scores"
-    words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {counted(len(kept), 'model')})"
+    words += f" ({counted(count, 'query')}{' drawn or kept' * in_part(findings)} of {counted(len(kept), 'model')})"
     return Glance(Outcome.MEASURED, percent_span([each["mass"] for each in kept.values()]), words)
 
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.estimates import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings, modules_by_layer, records
-from semdiag.measuring.words import layer_name
+from semdiag.measuring.words import counted, layer_name
 from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells, short_labels
 from semdiag.presenting.drawing.style import drawing, note_below, page_width, panel_grid
@@ -48,12 +48,12 @@ def heads_glance(findings: Findings) -> Glance:
     table = findings(head_table)
     known = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
     if known.empty:
-        return Glance(Outcome.MEASURED, f"{len(table):,} heads", "measured")
+        return Glance(Outcome.MEASURED, counted(len(table), "head"), "measured")
     most = records(known.sort_values("first_weight"))[-1]
     layer = layer_name(most["layer"], findings(modules_by_layer, most["model"]))
     return Glance(
         Outcome.MEASURED, f"{100 * known['first_weight'].mean():.0f}%",
-        f"of a head's weight is on the first key, mean over {len(known):,} heads; the most is "
+        f"of a head's weight is on the first key, mean over {counted(len(known), 'head')}; the most is "
         f"{100 * most['first_weight']:.0f}%, head {most['head']} of layer {layer}",
     )  # fmt: skip
 

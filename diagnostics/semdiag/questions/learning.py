@@ -126,8 +126,8 @@ def reach_sentences(findings: Findings) -> list[str]:
     labels = model_labels(findings.measurements.models)
     names = "; ".join(labels[model] for model in models)
     return [
-        f"Out of reach for {len(models)} of {len(labels)} models ({names}): {OUT_OF_REACH}. That they do not "
-        "learn it says nothing about their speed; a global token removes this."
+        f"Out of reach for {len(models)} of {counted(len(labels), 'model')} ({names}): {OUT_OF_REACH}. "
+        "That they do not learn it says nothing about their speed; a global token removes this."
     ]
 
 

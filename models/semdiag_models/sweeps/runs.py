@@ -30,9 +30,16 @@ from semdiag_models.reading import (
     write_text,
 )
 from semdiag_models.run_folder import SeedRun, open_run, train_run, train_seed_runs
-from semdiag_models.step import random_state, restore_random_state
 from semdiag_models.sweeps.grid import SweepRun, identity
-from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, find_device, training_memory
+from semdiag_models.training import (
+    HISTORY_COLUMNS,
+    DivergedError,
+    Trainer,
+    find_device,
+    random_state,
+    restore_random_state,
+    training_memory,
+)
 
 RUNS, HISTORIES = "runs.parquet", "histories.parquet"
 _LARGEST = 64 * MEBIBYTE

@@ -20,7 +20,15 @@ from semdiag.capturing.adapters.fused import (
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.kept_keys import allowed_keys, counted
-from semdiag.capturing.recording import Recorder, SharedChange, is_plain, not_plain, outside_all_modes, split_mask
+from semdiag.capturing.recording import (
+    Mixed,
+    Recorder,
+    SharedChange,
+    is_plain,
+    not_plain,
+    outside_all_modes,
+    split_mask,
+)
 
 
 def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
@@ -115,14 +123,21 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         options = dict(zip(_NAMES, args, strict=False)) | kwargs
         given = InterfaceCall(name, module, implementation, query, key, value, options)
         full: AttentionCall | None = None
-        kept: Tensor | None = None
+        kept: Tensor | Mixed | None = None
         if recorder.masking and _maskable(given):
             full = _call(given, query.transpose(1, 2))
-            kept = recorder.kept(full)
-            given = given if kept is None else replace(given, options=options | _masked(given, kept))
+            mask = options.get("attention_mask")
+            alone = attend is _torch_attention() and not (mask is not None and mask.requires_grad)
+            kept = recorder.masked(full, (query, key, value) if alone else None)
+            if isinstance(kept, Tensor):
+                given = replace(given, options=options | _masked(given, kept))
             args, kwargs = (), given.options
-        with recorder.covering():
-            output: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
+        if isinstance(kept, Mixed):
+            output: tuple[Tensor, Tensor | None] = kept.output.transpose(1, 2).contiguous(), None
+            kept = None  # who watches the masked model from outside gets a mask: see _torch_attention
+        else:
+            with recorder.covering():
+                output = attend(module, query, key, value, *args, **kwargs)
         try:
             with outside_all_modes(query.device.type):
                 if full is not None and kept is not None and _ignored(full, kept, *output[:2]):
@@ -134,6 +149,11 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         return output
 
     return attention
+
+
+def _torch_attention() -> Any:
+    """Return transformers' function on torch's own; one that another recorder or a user put there is another."""
+    return getattr(sys.modules.get("transformers.integrations.sdpa_attention"), "sdpa_attention_forward", None)
 
 
 def _maskable(given: InterfaceCall) -> bool:

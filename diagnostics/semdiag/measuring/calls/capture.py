@@ -40,6 +40,7 @@ from semdiag.measuring.calls.collector import (
 )
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors, counted_rows
 from semdiag.measuring.calls.running import running
+from semdiag.measuring.words import counted
 from semdiag_models import Encoder, InputError
 
 LARGEST_K = 32
@@ -70,9 +71,9 @@ class Calls:
         if not self._reduced:
             return "Calls: none captured yet (run the model inside the context)"
         samples, heads, _ = self._reduced[0].queries.shape
-        counts = (
-            f"{len(self)} calls of {len(self._layers)} layers, {samples} samples and {heads} heads in the first"
-        )
+        layers = counted(len(self._layers), "layer")
+        of_first = f"{counted(samples, 'sample')} and {counted(heads, 'head')}"
+        counts = f"{counted(len(self), 'call')} of {layers}, {of_first} in the first"
         return f"Calls: {counts}; k up to {self._k}. Tables: dispersion(), separation(), loads(), …"
 
     def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:

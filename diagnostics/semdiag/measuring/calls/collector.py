@@ -328,8 +328,8 @@ def folded(rows: int, samples: int) -> str | None:
     if not samples or rows == samples:
         return None
     if rows % samples == 0:
-        return f"its batch axis holds {rows // samples} rows per sample (heads or windows)"
-    return f"its batch axis holds {counted(rows, 'row')}, but the batch has {samples} samples"
+        return f"its batch axis holds {counted(rows // samples, 'row')} per sample (heads or windows)"
+    return f"its batch axis holds {counted(rows, 'row')}, but the batch has {counted(samples, 'sample')}"
 
 
 def counted_as(rows: int, samples: int) -> str:

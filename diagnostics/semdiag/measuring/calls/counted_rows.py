@@ -130,11 +130,12 @@ Tensors = dict[str, Tensor]
 class Arrivals:
     """Tensors on their way from devices to the host, so that no forward pass waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, polls: bool = True) -> None:
+        self._polls = polls  # whether to use, when something is sent, what has arrived from a GPU
         self._waiting: deque[tuple[list[torch.cuda.Event], Tensors, Callable[[Tensors], None]]] = deque()
 
     def send(self, tensors: Tensors, use: Callable[[Tensors], None]) -> None:
-        """Use tensors on the host: at once, or when :meth:`settle` is called where they come from a GPU."""
+        """Use tensors on the host: at once, or in :meth:`settle` where they come from a GPU."""
         copies: dict[int, Tensor] = {}  # of tensors, some of which are given twice
         for x in tensors.values():
             if id(x) not in copies:  # torch puts what it copies without blocking into pinned memory
@@ -144,7 +145,11 @@ class Arrivals:
             events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
             events[-1].record(torch.cuda.current_stream(device))
         self._waiting.append((events, {name: copies[id(x)] for name, x in tensors.items()}, use))
-        self.settle(wait=False)
+        if self._polls or not events:
+            self.settle(wait=False)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def settle(self, wait: bool = True) -> None:
         """Use the tensors that have arrived, in the order in which they were sent; ``wait``: and all others."""

@@ -24,7 +24,7 @@ from semdiag.measuring.findings.findings import (
     verdicts_of,
 )
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import finite, number, plain
+from semdiag.measuring.words import counted, finite, number, plain
 from semdiag.presenting.answer import (
     Answer,
     Glance,
@@ -241,7 +241,7 @@ def _counts(cases: Sequence[Finding]) -> str:
         met = sum(f.verdict is Verdict.HOLDS for f in stated)
         unmet = len(of_form) - len(stated)
         more = f" (assumption not met in {unmet} more)" if unmet else ""
-        parts += [f"in {met} of {len(stated)} cases in the {form} form{more}"] if of_form else []
+        parts += [f"in {met} of {counted(len(stated), 'case')} in the {form} form{more}"] if of_form else []
     return ", ".join(parts)
 
 
@@ -468,7 +468,7 @@ def bounds_glance(findings: Findings) -> Glance:
         )
     met = sum(f.verdict is Verdict.HOLDS for f in stated)
     return Glance(
-        Outcome.HOLDS if met == len(stated) else Outcome.DOES_NOT, f"{met:,} of {len(stated):,} cases",
+        Outcome.HOLDS if met == len(stated) else Outcome.DOES_NOT, f"{met:,} of {counted(len(stated), 'case')}",
         f"in which the {top_words(findings)} mask has the better guarantee by Corollary 1 as printed (p75 to "
         "p95, W and X)",
         claim=True,

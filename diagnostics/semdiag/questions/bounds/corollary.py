@@ -30,7 +30,7 @@ from semdiag.measuring.findings.findings import (
     diverged,
 )
 from semdiag.measuring.measurements import Measurements
-from semdiag_models.attention.selection import LOCAL
+from semdiag_models.attention import LOCAL
 
 # Read from the other end where small values are the bad ones: the paper's table of separations.
 PAPER_PERCENTILES = (75, 90, 95, 100)

@@ -106,8 +106,8 @@ def comparison_sentences(result: Summary, modules: Sequence[str] = ()) -> list[s
     interval = interval_words(*_ends(whole), "{:.3g}".format, samples)
     sentences = [
         *_beginning(result["heads"], modules),
-        f"Total variation of the weights: {number(whole['total_variation'])} in the mean of {whole['queries']:,} "
-        f"queries ({interval}), {number(whole['largest'])} at most; most in layer "
+        f"Total variation of the weights: {number(whole['total_variation'])} in the mean of "
+        f"{counted(whole['queries'], 'query')} ({interval}), {number(whole['largest'])} at most; most in layer "
         f"{layer_name(most['layer'], modules)}, head {most['head']}: {number(most['total_variation'])}."
         if whole["largest"]
         else f"The weights of all {whole['queries']:,} queries are the same.",
@@ -161,11 +161,13 @@ def _outputs(outputs: Summary | None) -> list[str]:
     interval = interval_words(*_ends(outputs), "{:.3g}".format, outputs["samples"])
     sentences = [
         f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats ({interval}); "
-        f"{outputs['changed']:,} of {outputs['predictions']:,} predictions change."
+        f"{outputs['changed']:,} of {counted(outputs['predictions'], 'prediction')} change."
     ]
     before, after = number_from_json(outputs["loss_base"]), number_from_json(outputs["loss"])
     if not math.isnan(before + after):
-        sentences.append(f"Loss of {outputs['targets']:,} targets: {before:.4g} nats before, {after:.4g} after.")
+        sentences.append(
+            f"Loss of {counted(outputs['targets'], 'target')}: {before:.4g} nats before, {after:.4g} after."
+        )
     return sentences
 
 
@@ -187,19 +189,20 @@ def answer(findings: Findings) -> Answer:
     shown: list[str | NumberTable | Folded] = []
     for model, result in results.items():
         sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
-        shown.append(f"\nA: {result['base']}\nB: {model}\n{sizes}, {result['all']['queries']:,} queries")
+        shown.append(f"\nA: {result['base']}\nB: {model}\n{sizes}, {counted(result['all']['queries'], 'query')}")
         whole = {**result["all"], "rank": "all", "layer": "", "head": ""}
         heads = [{**row, "layer": layer_name(row["layer"], modules[model])} for row in result["heads"]]
         tables = [NumberTable(_SHOWN, [*heads[:most], whole], unit=top) for most in (_FEW, None)]
         further = len(result["heads"]) - _FEW
         more = [f"{further} further heads: --all shows them."] if further > 0 else []
         shown.append(Folded([tables[0], *more], tables[1:]))
-    (last,) = [*results.values()][-1:]
+    last = [*results.values()][-1]["all"]
+    queries = counted(last["queries"], "query")
     return Answer(
         Glance(
             Outcome.MEASURED,
-            f"{last['all']['total_variation']:.3g}",
-            f"total variation of attention's weights from A to B, mean over {last['all']['queries']:,} queries",
+            f"{last['total_variation']:.3g}",
+            f"total variation of attention's weights from A to B, mean over {queries}",
         ),
         [f"A: {results[model]['base']}; B: {model}. {' '.join(words)}" for model, words in opening.items()],
         tables={

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.words import percent
+from semdiag.measuring.words import counted, percent
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
@@ -232,7 +232,7 @@ def speed_up_against_dispersion(findings: Findings) -> Figure:
     return finished(
         figure,
         f"{targets_sentence(findings)} {numbers}. bars: 95% intervals over sequences (200 resamplings of "
-        f"{samples} samples); hollow with arrow: a bound, because one run never reached the target",
+        f"{counted(samples, 'sample')}); hollow with arrow: a bound, because one run never reached the target",
     )
 
 

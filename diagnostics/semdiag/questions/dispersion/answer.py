@@ -355,9 +355,8 @@ def dispersion_glance(findings: Findings) -> Glance:
         return Glance(Outcome.OPEN, f"0 of {counted(len(every), 'model')}", "have a finite dispersion δ")
     queries = sum(int(each["queries"]) for each in known)
     span = span_words([each["p50"] for each in known], "{:.3g}")
-    words = (
-        f"is the median dispersion δ of {counted(len(known), 'model')} ({queries:,} queries{drawn_word(findings)})"
-    )
+    among = f"{counted(queries, 'query')}{drawn_word(findings)}"
+    words = f"is the median dispersion δ of {counted(len(known), 'model')} ({among})"
     words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
     if external(findings.measurements.models).all():
         words += f"; in trained models 90% of the heads have {reference_words('dispersion')}"
@@ -448,11 +447,12 @@ def _recall_sentences(findings: Findings) -> list[str]:
     for model, rows in table.groupby("model", sort=False) if len(table) else ():
         pooled, heads = rows[rows["layer"] == "all"].iloc[0], rows.loc[rows["layer"] != "all", "recall"]
         row = models.loc[model]
+        k = int(str(row["k"]))
         sentences.append(
             f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
             f"{pooled['recall']:.0%} of its {row['k']} largest scores ({heads.min():.0%} to {heads.max():.0%} "
-            f"by head; {row['k']} keys at random would hold {pooled['at_random']:.0%}), and "
-            f"{pooled['without_keys']:.1%} of {pooled['queries']:,} queries keep no key."
+            f"by head; {counted(k, 'key')} at random would hold {pooled['at_random']:.0%}), and "
+            f"{pooled['without_keys']:.1%} of {counted(int(pooled['queries']), 'query')} keep no key."
         )
     return sentences
 
@@ -464,7 +464,11 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
     if math.isnan(delta["p50"]):
         return f"{label}: its dispersion is not a number."
     attention = findings.measurements.models.set_index("model").loc[model, "attention"]
-    of = f"{keys['p50']:g} keys at the median" if attention in DENSE else "the keys that it keeps"
+    of = (
+        f"{keys['p50']:g} key{'s' * (keys['p50'] != 1)} at the median"
+        if attention in DENSE
+        else "the keys that it keeps"
+    )
     return (
         f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
         f"{delta['p95']:.3g} at the 95th percentile, over {of}."

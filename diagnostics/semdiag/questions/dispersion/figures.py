@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import DENSE, external
 from semdiag.measuring.findings.estimates import Percentiles, known_rows, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.words import counted
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import (
     READING,
@@ -138,7 +139,7 @@ def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFr
         _band(ax, table, (0.25, 0.75), style, 0.45)
         ax.plot(table["keys"], table[0.5], color=style.color, linewidth=style.width, marker=style.marker,
                 markersize=3, label=series.label)  # fmt: skip
-        facts.append(f"{series.label}: {int(table['queries'].sum()):,} queries")
+        facts.append(f"{series.label}: {counted(int(table['queries'].sum()), 'query')}")
     title_with_facts(ax, panel.title, facts)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("keys a query may attend to (count)")

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
-from semdiag.measuring.words import number_words, text
+from semdiag.measuring.words import counted, number_words, text
 from semdiag.presenting.answer import Answer, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.tables import Column, NumberTable
@@ -86,8 +86,9 @@ def landscape_sentences(findings: Findings) -> list[str]:
         at, low, high = (number_words(v, "{:.2g}".format) for v in (first["checkpoint_loss"], lowest, highest))
         cells = low if math.isnan(lowest) else f"{low} to {high}"
         works = _working([float(distance) for distance in planes["working_distance"]])
+        size = f"{counted(first['cells'], 'cell')}, {counted(first['samples'], 'sample')}"
         sentences.append(
-            f"{labels[str(model)]}, {kind} ({first['cells']} cells, {first['samples']} samples): the loss is "
+            f"{labels[str(model)]}, {kind} ({size}): the loss is "
             f"{at} at the checkpoint and {cells} on the cells; {works}."
         )
     return sentences or ["The loss was evaluated on no plane."]

@@ -86,7 +86,7 @@ def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
     """Return the conditions of the cells, in words for a figure."""
     first = cells[0]
     grid = f"{len(first.x)} × {len(first.y)} cells"
-    samples = f"{min(c.samples for c in cells)} samples"
+    samples = counted(min(c.samples for c in cells), "sample")
     planes = len({c.plane for c in cells})
     how = f"{counted(planes, 'random plane')}, each tensor's direction as long as the tensor"
     seed = findings.measurements.provenance.get("seed")
@@ -192,7 +192,7 @@ def _panel(cells: PlaneCells) -> str:
 
 def _count(planes: list[PlaneCells]) -> str:
     cuts = len([cut for c in planes for cut in _cuts(c)]) // len({c.series.model for c in planes})
-    return f"{cuts} cuts per model, {planes[0].samples} samples"
+    return f"{counted(cuts, 'cut')} per model, {counted(planes[0].samples, 'sample')}"
 
 
 def _draw(ax: Axes, planes: list[PlaneCells], quantity: str) -> None:

@@ -33,7 +33,7 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
 from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag_models import AttentionCore, Encoder, InputError
-from semdiag_models.attention.dense_attention import plain_selected_attention
+from semdiag_models.attention import plain_selected_attention
 from semdiag_models.training import with_float64
 
 SAMPLES = 20

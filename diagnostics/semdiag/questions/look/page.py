@@ -19,7 +19,7 @@ from semdiag.capturing.audit import WARNING
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.words import finite, layer_name, percent
+from semdiag.measuring.words import counted, finite, layer_name, percent
 from semdiag.presenting.answer import file_safe, page_environment, page_style
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.look.measure import (
@@ -78,6 +78,7 @@ def render_look(seen: Seen, k: int, command: str) -> str:
         part_of_largest=lambda value: _share(value, largest),
         furthest=furthest(heads),
         count=len(heads),
+        counted=counted,
         lead=lead(seen),
         trained=_trained(seen)[0],
         cautions=cautions(seen),

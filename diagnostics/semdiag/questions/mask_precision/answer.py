@@ -142,7 +142,7 @@ def not_covered_words(row: Summary) -> str:
     """Return how many rows of a format the error model does not cover, and why; empty if it covers all."""
     if not row["not_covered"]:
         return ""
-    return f"Not covered: {row['not_covered']:,} of {row['queries']:,} rows ({row['why']})."
+    return f"Not covered: {row['not_covered']:,} of {counted(row['queries'], 'row')} ({row['why']})."
 
 
 def _of_format(answer: Summary) -> Iterator[str]:

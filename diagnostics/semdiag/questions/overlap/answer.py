@@ -10,7 +10,7 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import interval, interval_words, text, three_decimals
+from semdiag.measuring.words import counted, interval, interval_words, text, three_decimals
 from semdiag.presenting.answer import Answer, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -104,7 +104,7 @@ def overlap_sentences(findings: Findings) -> list[str]:
         parts = [
             f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} "
             f"({ends(row['low'], row['high'], samples=row['samples'])}; at random "
-            f"{row['chance']:.3f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
+            f"{row['chance']:.3f}; {counted(row['pairs'], 'pair')}, {counted(row['samples'], 'sample')})"
             for row in rows.to_dict("records")
         ]
         k = findings.measurements.provenance.get("overlap_k")

@@ -31,7 +31,7 @@ def comparison_sentences(answer: Summary) -> list[str]:
     changed, rows = answer["changed"], answer["rows"]
     sentences = [_verdict(answer)] if changed else [f"The keys of all {rows:,} rows are the same."]
     if changed:
-        share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g}%)"
+        share = f"{changed:,} of {counted(rows, 'row')} differ ({100 * changed / rows:.3g}%)"
         worst = answer["worst"]
         place = f"token {worst['token']}, layer {worst['layer']}"
         place += f", head {worst['head']}" if answer["heads"] > 1 else ""
@@ -91,7 +91,7 @@ def own_sentences(answer: Summary) -> list[str]:
     """Return sentences on a model's own selections, the verdict first, from their JSON."""
     rows, form = answer["selections"], answer["format"]
     sentences = [
-        f"{answer['faults']:,} of {answer['rows']:,} rows are faulty.",
+        f"{answer['faults']:,} of {counted(answer['rows'], 'row')} are faulty.",
         f"Certified: rounding each score once to {form} cannot change the choice. A model that computes in {form} "
         "throughout has scores that may differ by more.",
     ]
@@ -187,7 +187,7 @@ _KEYS = (
 def check_answer(summary: Summary) -> Answer:
     """Return the counts of a checked selection, its worst row and the verdict."""
     (result,) = summary["results"]
-    keys = "" if result["keys"] is None else f" of {result['keys']:,} keys"
+    keys = "" if result["keys"] is None else f" of {counted(result['keys'], 'key')}"
     rows = counted(result["rows"], "row").replace(str(result["rows"]), f"{result['rows']:,}")
     counts = {**result["counts"], "not_judged": result["not_judged"]}
     classes = [
@@ -214,7 +214,7 @@ def comparison_answer(summary: Summary) -> Answer:
     layers = counted(result["layers"][-1]["layer"] + 1, "layer")
     heads = "" if result["heads"] == 1 else f" × {result['heads']:,} heads"
     verdict, *more = comparison_sentences(result)
-    size = f"{result['tokens']:,} tokens × {layers}{heads}, k = {result['k']:,}"
+    size = f"{counted(result['tokens'], 'token')} × {layers}{heads}, k = {result['k']:,}"
     name = f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}"
     left_out = {"numeric", "bug"} if result["classes"]["unexplained"] else {"unexplained"}
     left_out |= set() if result["lost"]["of"] else {"lost"}

@@ -67,7 +67,7 @@ def separation_glance(findings: Findings) -> Glance:
     words = (
         f"is the 5th percentile of the separation Δ of {counted(len(tables), 'model')} with {top_words(findings)} "
     )
-    words += f"masks; {bad:,} of {queries:,} queries{drawn_word(findings)} have none (Δ ≤ 0, a tie)"
+    words += f"masks; {bad:,} of {counted(queries, 'query')}{drawn_word(findings)} have none (Δ ≤ 0, a tie)"
     words += f"; for {len(every) - len(tables)} more it is not a number" if len(tables) < len(every) else ""
     outcome = Outcome.DOES_NOT if bad and not drawn(findings) else Outcome.MEASURED
     return Glance(outcome, f"{span_words([table['p5'] for table in tables], '{:.2g}')} nats", words)

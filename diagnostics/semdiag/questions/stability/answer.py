@@ -27,7 +27,7 @@ from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles, pooled_table
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import interval_words, number_words, percent, plain
+from semdiag.measuring.words import counted, interval_words, number_words, percent, plain
 from semdiag.presenting.answer import (
     Answer,
     Glance,
@@ -131,7 +131,7 @@ def _note(rows: pd.DataFrame, not_met: int) -> str:
     if not not_met:
         return ""
     tied = int((rows["separation"] == 0).sum())
-    return f"no ξ_h for {not_met} rows: Δ ≤ 0 ({tied} ties within rounding), or not finite"
+    return f"no ξ_h for {counted(not_met, 'row')}: Δ ≤ 0 ({counted(tied, 'tie')} within rounding), or not finite"
 
 
 def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:

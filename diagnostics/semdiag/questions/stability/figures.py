@@ -12,7 +12,7 @@ from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.words import percent
+from semdiag.measuring.words import counted, percent
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import (
     READING,
@@ -119,7 +119,7 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     threshold = paper_form_threshold(torch.tensor([keys])).item()
     facts = [f"paper form below the sound one for δ < {threshold:.2f}"] if threshold else []
     facts.append(f"{len(rows):,} measured pairs of rows, {rows['above'].sum():,} above the paper's form")
-    title_with_facts(ax, f"n = {keys} keys", facts)
+    title_with_facts(ax, f"n = {counted(keys, 'key')}", facts)
     excess = np.log(rows["secant"]) - rows["ln_paper"]
     always = (np.log(rows["secant"]) - rows["ln_sound"]).nlargest(5).index
     always = always.union(excess[rows["above"]].nlargest(_EXCEEDING).index)

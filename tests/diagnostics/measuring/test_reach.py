@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from semdiag.measuring.reach import WITNESSES, cannot_represent, receptive_fields
 from semdiag_models import Encoder, ModelConfig, find_task
-from semdiag_models.attention.attention import WITNESSES, cannot_represent, receptive_fields
 from semdiag_models.tasks import TASKS
 
 LOCAL_FOR_ALL = {"parity", "even-pairs", "stack-manipulation", "cycle-navigation", "modular-arithmetic",

@@ -2,8 +2,8 @@
 
 import pytest
 
+from semdiag.measuring.reach import shortcut
 from semdiag_models.tasks import TASKS
-from semdiag_models.tasks.task import shortcut
 
 SLACK = 0.012  # three standard errors of 20,000 samples
 
