@@ -9,18 +9,8 @@ import typer
 
 from semdiag.commands.measuring import command_line
 from semdiag.commands.train import TimedBar
-from semdiag.measuring.words import counted, percent
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
-    count,
-    four_digits,
-    plain,
-    text,
-    three_digits,
-    wide_console,
-)
+from semdiag.measuring.words import count, counted, four_digits, percent, plain, text, three_digits
+from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
 from semdiag.presenting.terminal import say, tell
 from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
 from semdiag.reporting.gate import LayerGate, Verification
@@ -89,8 +79,6 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
-    from semdiag.presenting.section import NumberTable, wide_console
-
     shown = [asdict(row) for row in rows if len(rows) <= _ROWS or row.status != "done"]
     if shown:
         wide_console().print(NumberTable(_RESULTS, shown, "Results", unit=f"{target:.0%}"))

@@ -34,52 +34,46 @@ def sweep(
     retries: Annotated[int, typer.Option(help="How often to retry a run whose process died or met an error.")] = 2,
     jobs: Annotated[
         int | None,
-        typer.Option(
-            help="Processes at the same time, each with one CPU thread.",
-            show_default="cores",
-            rich_help_panel=options.WHERE,
+        options.option(
+            "Processes at the same time, each with one CPU thread.", panel=options.WHERE, show_default="cores"
         ),
     ] = None,
     in_a_step: Annotated[
         int,
-        typer.Option(
+        options.option(
+            "On CUDA: how many runs that differ only in their seed to train in the same steps. Small models then "
+            "take a fraction of the time each.",
             "--in-a-step",
-            help="On CUDA: how many runs that differ only in their seed to train in the same steps. Small models "
-            "then take a fraction of the time each.",
-            rich_help_panel=options.WHERE,
+            panel=options.WHERE,
         ),
     ] = 1,
     device: Annotated[
         str,
-        typer.Option(
-            help="cpu, cuda, mps or auto.",
-            show_default="cpu; cuda with --gpus-per-run",
-            rich_help_panel=options.WHERE,
+        options.option(
+            "cpu, cuda, mps or auto.", panel=options.WHERE, show_default="cpu; cuda with --gpus-per-run"
         ),
     ] = "",
     ray: options.Ray = "",
     gpus_per_run: Annotated[
         float,
-        typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=options.WHERE),
+        options.option("With --ray: share of a GPU for each run, like 0.25.", panel=options.WHERE),
     ] = 0.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the runs.", show_default="runs/CONFIG", rich_help_panel=options.OUTPUT),
+        options.option("Folder of the runs.", panel=options.OUTPUT, show_default="runs/CONFIG"),
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option(
-            help="Keep a small file for every finished run in this folder: configuration, history and the hash of "
+        options.option(
+            "Keep a small file for every finished run in this folder: configuration, history and the hash of "
             "the weights. A run with such a record counts as done, even if its own folder is gone.",
+            panel=options.OUTPUT,
             show_default=False,
-            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     target: Annotated[
         float,
-        typer.Option(
-            help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=options.OUTPUT
-        ),
+        options.option("Training accuracy to reach: results count the epochs up to it.", panel=options.OUTPUT),
     ] = 0.95,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
