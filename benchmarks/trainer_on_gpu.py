@@ -1,4 +1,4 @@
-"""The trainer on a GPU: does it agree with the CPU, how long does a step take, and full ListOps by the paper's settings.
+"""The trainer on a GPU: agreement with the CPU, times of a step, and full ListOps by the paper's settings.
 
     python benchmarks/trainer_on_gpu.py --check --out OUT              # a minute
     python benchmarks/trainer_on_gpu.py --time [--compile] --out OUT   # two minutes; compilation takes another one
@@ -56,8 +56,15 @@ class Bench:
             torch.cuda.empty_cache()
 
     def trainer(
-        self, attention: str, length: int, blocks: int, device: torch.device | None = None, seed: int = 1,
-        batches: int = 4, training: dict[str, Any] | None = None, **model: Any,
+        self,
+        attention: str,
+        length: int,
+        blocks: int,
+        device: torch.device | None = None,
+        seed: int = 1,
+        batches: int = 4,
+        training: dict[str, Any] | None = None,
+        **model: Any,
     ) -> Trainer:
         """A trainer of parity with batches of 25."""
         config = ModelConfig(3, 2, length, attention, ATTENTIONS.get(attention, 5), blocks=blocks, **model)
@@ -87,7 +94,12 @@ class Bench:
         """Ten steps in float64 without dropout: largest relative distance of a parameter from the CPU's."""
         torch.set_default_dtype(torch.float64)
         try:
-            for attention, length, blocks in (("full", 40, 5), ("topk", 40, 5), ("topk", 300, 2), ("banded", 40, 2)):
+            for attention, length, blocks in (
+                ("full", 40, 5),
+                ("topk", 40, 5),
+                ("topk", 300, 2),
+                ("banded", 40, 2),
+            ):
                 length, blocks = (12, 1) if self.small else (length, blocks)
                 ends = {}
                 for way in ("cpu", "eager", "graph"):
@@ -107,7 +119,9 @@ class Bench:
             steps = Steps(trainers)
             steps._encoder.train()
             together = self._ten(steps, not self.small, [250 * i for i in range(3)])
-            far = max(float((whole[i] - one).abs().max()) for i in range(3) for whole, one in zip(together, alone[i]))
+            far = max(
+                float((whole[i] - one).abs().max()) for i in range(3) for whole, one in zip(together, alone[i])
+            )
             self.tell("agreement three seeds at once (at most 1e-12)", far)
         finally:
             torch.set_default_dtype(torch.float32)
@@ -179,7 +193,9 @@ class Bench:
                 if self.small:
                     continue
                 with self.device:
-                    step = Step(ModelConfig(3, 2, length, attention, ATTENTIONS[attention], blocks=blocks), self.device)
+                    step = Step(
+                        ModelConfig(3, 2, length, attention, ATTENTIONS[attention], blocks=blocks), self.device
+                    )
                 self.tell(f"textbook eager ms {name}", 1000 * self.seconds(step, 20))
                 try:
                     graph = torch.cuda.CUDAGraph()
@@ -225,7 +241,9 @@ class Bench:
             batches, length, blocks = (2, 12, 1) if self.small else (40, 40, 5)
             times = []
             for count in (1, 10):
-                steps = Steps([self.trainer(attention, length, blocks, seed=n, batches=batches) for n in range(count)])
+                steps = Steps(
+                    [self.trainer(attention, length, blocks, seed=n, batches=batches) for n in range(count)]
+                )
                 times.append(1000 * self.seconds(lambda s=steps: s.epoch(0.1, lambda: None), 5) / batches)
             self.tell(f"step ms of one and ten seeds {attention} (ten at most three times one)", times)
 

@@ -2,9 +2,9 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/training_step.py [--where]
 
-The textbook model is the same architecture with separate q, k, v projections, ``torch.nn.Dropout`` and boolean masks:
-scores, ``topk``, scatter into the mask, ``masked_fill``, softmax. Steps of both models alternate, so both see the same
-load of the machine. Times are CPU time on one thread. ``--where`` says where the time of a step of ours goes.
+The textbook model is the same architecture with separate q, k, v projections, ``torch.nn.Dropout`` and boolean
+masks: scores, ``topk``, scatter into the mask, ``masked_fill``, softmax. Steps of both models alternate, so both see
+the same load of the machine. Times are CPU time on one thread. ``--where`` says where the time of a step of ours goes.
 """
 
 import argparse
@@ -121,7 +121,11 @@ def main() -> None:
     where = parser.parse_args().where
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}")
-    print("| batch × length, blocks | attention | semdiag ms | textbook ms | textbook / semdiag |\n" + "|---" * 5 + "|")
+    print(
+        "| batch × length, blocks | attention | semdiag ms | textbook ms | textbook / semdiag |\n"
+        + "|---" * 5
+        + "|"
+    )
     for length, blocks, repeats, burst in ((40, 5, 25, 5), (600, 2, 5, 1)):
         for attention in ("full", "topk"):
             config = configuration(attention, length, blocks)

@@ -28,7 +28,7 @@ def sweep(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check the file, list the runs and estimate the hours they take; train nothing."
+            "--dry-run", help="Check the file, and list the runs with the epochs that are left; train nothing."
         ),
     ] = False,
     retries: Annotated[int, typer.Option(help="How often to retry a run whose process died or met an error.")] = 2,
@@ -44,8 +44,8 @@ def sweep(
         int,
         typer.Option(
             "--in-a-step",
-            help="How many runs that differ only in seed and attention to train in the same steps. Small models "
-            "then take half the time each, and end as they would alone, up to rounding.",
+            help="On CUDA: how many runs that differ only in their seed to train in the same steps. Small models "
+            "then take a fraction of the time each.",
             rich_help_panel=options.WHERE,
         ),
     ] = 1,
@@ -102,10 +102,9 @@ def sweep(
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """
-    from semdiag.commands.printing import print_estimates, print_results
+    from semdiag.commands.printing import print_plan, print_results
     from semdiag_models import InputError
     from semdiag_models.sweeps.grid import SweepError, read_sweep
-    from semdiag_models.sweeps.runs import estimate
     from semdiag_models.training import find_device
 
     if jobs is not None and jobs < 1:
@@ -130,11 +129,8 @@ def sweep(
         find_device(where)
     folder = out if out is not None else Path("runs") / config.stem
     if dry_run:
-        estimates = estimate(runs, folder, where, lambda line: None if quiet else tell(line), records)
         with beside_json(as_json):
-            alone = [(run,) for run in runs]
-            at_once = jobs if ray and jobs else _workers("", 0, jobs, alone, where).capacity
-            print_estimates(runs, estimates, at_once, as_json, quiet)
+            print_plan(runs, folder, records, as_json, quiet)
         return
     ways = _Ways(where, target, retries, in_a_step, records, quiet)
     rows = _train(runs, folder, ways, lambda left: _workers(ray, gpus_per_run, jobs, left, where))

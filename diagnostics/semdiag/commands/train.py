@@ -190,7 +190,11 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         flag = _plain(field.type) == "bool"
         flags = said.get("flags", f"--{field.name.replace('_', '-')}").split()
         shown = said.get("shown", field.default if field.default not in (None, (), False) else "")
-        kind = str if "metavar" in said else {"bool": bool, "int": int, "float": float, "str": str}[_plain(field.type)]
+        kind = (
+            str
+            if "metavar" in said
+            else {"bool": bool, "int": int, "float": float, "str": str}[_plain(field.type)]
+        )
         completed = options.ATTENTIONS if field.name == "attention" else tuple(said["known"])
         option = typer.Option(
             *flags,
@@ -286,9 +290,7 @@ def train(
     ] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option(
-            help="CPU threads. The same number is needed to repeat a run exactly.", rich_help_panel=_RUN
-        ),
+        typer.Option(help="CPU threads. The same number is needed to repeat a run exactly.", rich_help_panel=_RUN),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.", rich_help_panel=_RUN)] = False,
     **chosen: Any,

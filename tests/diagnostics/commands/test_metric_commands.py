@@ -156,7 +156,7 @@ def test_every_query_is_written_on_request(run_semdiag, here, tiny_runs):
     queries, loads = pd.read_parquet("all.parquet"), pd.read_parquet("all.load.parquet")
     contract = ["sample", "layer", "head", "query", "keys", "dispersion", "separation"]
     assert [name for name in queries if name in contract] == contract
-    assert [name for name in loads if name in ("sample", "layer", "head", "key", "load")] == list(
+    assert [name for name in loads if name in ("sample", "layer", "head", "key", "load", "received")] == list(
         loads.columns[1:]
     )
     assert queries.columns[0] == loads.columns[0] == "model"

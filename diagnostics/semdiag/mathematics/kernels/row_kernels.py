@@ -32,9 +32,9 @@ def _ordered(x):
 
 @triton.jit
 def _scores(
-    q, q_low, k, k_low, start, inside, position, allowed, allowed_step, bias, bias_step, k_length, scale, softcap,
-    BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr,
+    q, q_low, k, k_low, start, last, allowed, allowed_step, bias, bias_step, k_length, scale, softcap,
+    BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    BIAS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of scores, -inf where a row may not see a key, and which keys a row may see."""
     cols = start + tl.arange(0, BN)
@@ -50,14 +50,12 @@ def _scores(
     if SOFTCAP:
         s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (s / softcap)) + 1.0))
     present = cols < k_length
-    valid = present[None, :] & inside[:, None]
+    valid = cols[None, :] <= last[:, None]
     if BIAS == 1:
         s += tl.load(bias + cols * bias_step, mask=present, other=0.0).to(tl.float32)[None, :]
     if BIAS == 2:
         s += tl.load(bias[:, None] + (cols * bias_step)[None, :], mask=valid, other=0.0).to(tl.float32)
     if EDGE:
-        if CAUSAL:
-            valid = valid & (cols[None, :] <= position[:, None])
         if MASK == 1:
             valid = valid & (tl.load(allowed + cols * allowed_step, mask=present, other=0) != 0)[None, :]
         if MASK == 2:
@@ -106,16 +104,17 @@ def _pass(
     place = rows
     if PLACES:
         place = tl.load(places + row, mask=inside, other=0)
-    position = first_query + place
+    last = tl.zeros([BM], tl.int32) + (k_length - 1)  # key of each row
+    if CAUSAL:
+        last = tl.minimum(last, first_query + place)
+    last = tl.maximum(last, -1)
+    least = tl.min(tl.where(inside, last, k_length), 0)
+    last = tl.where(inside, last, -1)
     place = tl.maximum(place, 0).to(tl.int64)
     # What the tile sees: keys from first, all of them for each row up to whole, none from end
     first = 0
-    end = k_length
-    whole = (k_length // BN) * BN
-    if CAUSAL:
-        end = tl.minimum(end, tl.maximum(tl.max(tl.where(inside, position, -1), 0) + 1, 0))
-        least = tl.min(tl.where(inside, position, k_length), 0)
-        whole = tl.minimum(whole, (tl.maximum(least + 1, 0) // BN) * BN)
+    end = tl.max(last, 0) + 1
+    whole = tl.minimum(least + 1, end) // BN * BN
     if SPANS:
         span = spans + 2 * (b * s_b + h * s_h + tile)
         first = tl.minimum(tl.load(span), end)
@@ -147,7 +146,9 @@ def _pass(
     minimum = tl.full([BM], float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     moment = tl.zeros([BM], tl.float32)  # Σ exp(z - max) (z - max)
-    seen = tl.zeros([BM], tl.int32)
+    seen = last + 1
+    if MASK > 0:
+        seen = tl.zeros([BM], tl.int32)
     more = tl.zeros([BM], tl.int32)
     equal = tl.zeros([BM], tl.int32)
     for EDGE in tl.static_range(FROM, 2):  # first where every row sees every key
@@ -159,8 +160,8 @@ def _pass(
             stop = end
         for start in range(begin, stop, BN):
             s, valid = _scores(
-                query, query_low, k, k_low, start, inside, position, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
-                BN, BD, SPLIT, SOFTCAP, CAUSAL, MASK, BIAS, EDGE,
+                query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
+                BN, BD, SPLIT, SOFTCAP, MASK, BIAS, EDGE,
             )  # fmt: skip
             if not SECOND:
                 if TOP > 0:
@@ -172,10 +173,10 @@ def _pass(
                     higher = tl.maximum(maximum, tl.max(s, 1))
                 if EDGE:
                     minimum = tl.minimum(minimum, tl.min(tl.where(valid, s, float("inf")), 1))
-                    seen += tl.sum(valid.to(tl.int32), 1)
+                    if MASK > 0:
+                        seen += tl.sum(valid.to(tl.int32), 1)
                 else:
                     minimum = tl.minimum(minimum, tl.min(s, 1))
-                    seen += BN
                 zero = tl.where(higher == float("-inf"), 0.0, higher)
                 away = s - zero[:, None]
                 weight = tl.exp2(away * _LOG2E)
@@ -225,8 +226,8 @@ def _pass(
         if tl.max((moment != moment).to(tl.int32), 0) > 0:
             for start in range(first, end, BN):
                 s, valid = _scores(
-                    query, query_low, k, k_low, start, inside, position, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
-                    BN, BD, SPLIT, SOFTCAP, CAUSAL, MASK, BIAS, True,
+                    query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
+                    BN, BD, SPLIT, SOFTCAP, MASK, BIAS, True,
                 )  # fmt: skip
                 bad += tl.sum((valid & ((tl.abs(s) == float("inf")) | (s != s))).to(tl.int32), 1)
                 undefined += tl.sum((valid & (s != s)).to(tl.int32), 1)
@@ -337,17 +338,19 @@ def _mask_spans(
 
 
 class Tile(NamedTuple):
-    """Rows and keys that a program scores at a time, its warps, and how many tiles of keys are loaded ahead."""
+    """Rows and keys that a program scores at a time, its warps, tiles of keys loaded at a time, and registers."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None  # most of a thread where no mask needs more: fewer let more programs run at once
 
 
 _TILES = (  # from large to small; the first that fits into a program's memory is taken
-    Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)
-)  # fmt: skip
+    *(Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2)),
+    *(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+)
 
 
 def fitting_tile(q: Tensor) -> Tile:
@@ -448,7 +451,7 @@ def kernel_rows(
     size, room = 1, 0
     if top:
         sizes = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
-        size = min(sizes, key=lambda g: 4 * blocks * tile.keys // g + 8 * min(top * g, k_length))
+        size = min(sizes, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
         room = min(top * size, k_length)
     groups = blocks * (tile.keys // size)
     of_tile = tile.rows * (4 * groups + 8 * (room + top + 1)) * bool(top) + 4 * blocks * tile.keys * received
@@ -469,7 +472,7 @@ def kernel_rows(
         "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": split,
         "SOFTCAP": scores.softcap is not None, "CAUSAL": scores.causal, "MASK": masked, "BIAS": biased,
         "SPANS": spans is not nothing, "PLACES": scores.places is not None, "FROM": int(masked > 0), "TOP": top, "G": size,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": None if masked or biased else tile.registers,
     }  # fmt: skip
 
     together = 1 if q.is_cuda else tile.rows  # rows of a program that ranks; the interpreter is slow to start one
@@ -518,9 +521,12 @@ def _loads(scores: Scores, length: int) -> Tensor:
     """Return the number of counted queries that may attend to each key, (B, H, Lk) int64."""
     (batch, heads), k_length, device = scores.q.shape[:2], scores.k.shape[2], scores.q.device
     allowed, counted = part_of(scores.allowed, _ALL, _ALL), scores.counted()
+    keys = torch.arange(k_length, device=device)
+    if allowed is None and counted is None and scores.causal:
+        return (scores.first_query + length - keys).clamp(0, length).repeat(batch, heads, 1)
     counted = torch.ones(1, 1, length, 1, dtype=torch.bool, device=device) if counted is None else counted
     places = torch.arange(length, device=device)[None, None] if scores.places is None else scores.places
-    keys, position = torch.arange(k_length, device=device), (scores.first_query + places)[..., None]
+    position = (scores.first_query + places)[..., None]
     if allowed is None or allowed.shape[2] == 1:
         if scores.causal:  # the queries whose last key is at least this one
             shape = *torch.broadcast_shapes(counted.shape, position.shape)[:2], length

@@ -38,7 +38,7 @@ from semdiag.measuring.calls.collector import (
     rows_of_call,
     skipped_table,
 )
-from semdiag.measuring.calls.counted_rows import Arrivals, Tensors, counted_rows
+from semdiag.measuring.calls.counted_rows import Arrivals, Tensors, counted_rows, remark_path
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.words import counted
 from semdiag_models import Encoder, InputError
@@ -262,6 +262,7 @@ class Calls:
         problem = folded(call.q.shape[0], samples)
         if problem is not None:
             self._audit.remarks[Remark(call.module, f"{problem}: each row counts as a sample")] += 1
+        remark_path(call, self._audit)
         rows = counted_rows(call, self._k, self._draws.places(call))
         layer = self._layers.add(rows, self._arrivals)
         if self._kept is not None:

@@ -388,10 +388,11 @@ class Collector:
 
     def add(self, call: AttentionCall) -> None:
         """Reduce a call whose padded queries are marked."""
-        rows = counted_rows(call, max(self.k, default=0), self.draws.places(call))
+        rows = counted_rows(call, max(self.k, default=0), self.draws.places(call), received=True)
         layer, samples = self.layers.add(rows, self.arrivals), self._numbers.of(len(call.q))
         sent = self._of_queries(rows) | {"some_keys": rows.keys, "heads": self._sums(rows)}
         sent |= {"load": rows.statistics.load, **{f"load_k{k}": rows.statistics.key_load(k) for k in self.k}}
+        sent["received"] = rows.statistics.received
         self.arrivals.send(sent, partial(self._receive, layer, samples))
 
     def _of_queries(self, rows: CountedRows) -> Tensors:
@@ -433,6 +434,7 @@ class Collector:
         queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
         places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
         loads = {name: _flat(here.pop(name), np.int32) for name in [*here] if name.startswith("load")}
+        loads["received"] = _flat(here.pop("received"))
         columns = self._places(samples, queries, layer, "query")
         if places is not None:
             stratum = columns["query"] // PER_STRATUM

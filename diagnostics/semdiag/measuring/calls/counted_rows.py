@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.audit import Audit, Remark
+from semdiag.mathematics import kernels
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
 from semdiag.mathematics.score_strips import part_of, rows_of
 
@@ -103,7 +105,17 @@ def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) ->
     return seen
 
 
-def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:
+def remark_path(call: AttentionCall, audit: Audit) -> None:
+    """Remark why a call on an accelerator is reduced without kernels."""
+    problem = None if call.q.device.type == "cpu" else kernels.refusal(call.q, call.selected)
+    if problem is not None:
+        text = f"row statistics take the path without kernels, which do not know {problem}"
+        audit.remarks[Remark(call.module, text, "plain-path")] += 1
+
+
+def counted_rows(
+    call: AttentionCall, top: int = 0, places: Tensor | None = None, received: bool = False
+) -> CountedRows:
     """Reduce an attention call to the statistics of its rows."""
     statistics = row_statistics(
         call.q,
@@ -119,6 +131,7 @@ def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None
         causal=call.causal,
         first_query=call.first_query,
         places=places,
+        received=received,
     )
     counted = call.counted if places is None else (places >= 0) & call.counted.gather(2, places.clamp(min=0))
     return CountedRows(call, statistics, counted, counted & (statistics.kept > 0), places)

@@ -19,6 +19,7 @@ from semdiag.capturing.loading import LoadedModel, in_evaluation_mode
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import runs_masked
 from semdiag.measuring.calls.collector import NotAvailableError, counted_as, folded
+from semdiag.measuring.calls.counted_rows import remark_path
 from semdiag_models import Encoder, InputError
 
 DRAWS = "its forward pass draws random numbers in evaluation mode"
@@ -146,6 +147,7 @@ class Run:
         problem = folded(call.q.shape[0], self._batch)
         if problem is not None:
             self.audit.remarks[Remark(call.module, f"{problem}: {counted_as(call.q.shape[0], self._batch)}")] += 1
+        remark_path(call, self.audit)
         try:
             self._consume(replace(self.padding.marked(call, self.audit), layer=layer))
         except BaseException as error:
