@@ -20,12 +20,12 @@ from typing import Any
 if "cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn.functional as F
 
-from semdiag.mathematics import row_statistics as rows  # noqa: E402
-from semdiag.mathematics.kernels import row_kernels  # noqa: E402
-from semdiag.mathematics.row_statistics import RowStatistics, row_statistics  # noqa: E402
+from semdiag.mathematics import row_statistics as rows
+from semdiag.mathematics.kernels import row_kernels
+from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
 
 FOUND: dict[str, Any] = {}
 AWAY: dict[str, float] = {}  # largest differences of the last case

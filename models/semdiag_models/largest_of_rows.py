@@ -17,7 +17,7 @@ def _kernel(
     positions: Any,
     length: Any,
     K: tl.constexpr,
-    WIDTH: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)

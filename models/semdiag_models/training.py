@@ -379,7 +379,7 @@ def train_seeds(
             start = time.perf_counter()
             for i in group:
                 trainers[i].begin_epoch()
-            told = lambda: [after_batch(trainers[i]) for i in group]  # noqa: B023, E731
+            told = lambda: [after_batch(trainers[i]) for i in group]  # noqa: E731
             found = steps.epoch(trainers[group[0]].learning_rate, told)  # type: ignore[arg-type]
             steps.store()
             start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
