@@ -10,6 +10,7 @@ times between synchronisations, medians after one run that is not counted; memor
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
@@ -23,6 +24,10 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+_VERSION = importlib.metadata.version
+# the package may be a folder on the path, not installed
+importlib.metadata.version = lambda name: "" if name == "semdiag" else _VERSION(name)
 
 import semdiag
 from semdiag.measuring.calls.monitor import Monitor

@@ -1,4 +1,4 @@
-"""The trainer on a GPU: does it agree with the CPU, how long does a step take, and full ListOps by the paper's settings.
+"""The trainer on a GPU: agreement with the CPU, times of a step, and full ListOps by the paper's settings.
 
     python benchmarks/trainer_on_gpu.py --check --out OUT              # a minute
     python benchmarks/trainer_on_gpu.py --time [--compile] --out OUT   # two minutes; compilation takes another one

@@ -1,8 +1,8 @@
 """Kinds of attention: one function each from queries and keys to the keys that are kept, and one table of them.
 
-A new kind is a function, a line in ``ATTENTIONS`` and a test. A function gets q and k (B, H, L, D), which tokens are
-valid (B, L) or None, and the layer, whose ``config`` has the options; it returns positions (B, H, L, K), with -1
-where there is none. Below the table: attention over all keys, and over the selected ones.
+A new kind is a function, a line in ``ATTENTIONS`` and a test. A function gets q and k (B, H, L, D), which tokens
+are valid (B, L) or None, and the layer, whose ``config`` has the options; it returns positions (B, H, L, K), with
+-1 where there is none. Below the table: attention over all keys, and over the selected ones.
 """
 
 import math
@@ -343,7 +343,8 @@ ATTENTIONS = {
         "largest", top_k, ("k", "score_gradient", "cls_as_key"),
     ),
     "bottomk": AttentionKind(
-        "the k keys with the smallest scores (input-dependent: a control)", "smallest", bottom_k, ("k", "cls_as_key")
+        "the k keys with the smallest scores (input-dependent: a control)",
+        "smallest", bottom_k, ("k", "cls_as_key"),
     ),
     "random": AttentionKind(
         "k keys drawn once for each block, head and query (input-agnostic: a control)",
@@ -582,7 +583,7 @@ def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def _key_sums(index: Tensor, length: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function Σ over (i, j) with index[i, j] = m of weights[i, j] rows[i]: (N, K), (N, D) -> (N, D)."""
+    """Return the function of weights and rows Σ over index[i, j] = m of weights[i, j] rows[i] for all m."""
     n, k = index.shape
     if (
         index.device.type != "cpu" and n * length <= _DENSE

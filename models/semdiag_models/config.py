@@ -111,7 +111,7 @@ class Record:
                     if name not in known:
                         raise unknown_name(f.name, name, known)
             if within and value is not None and not _inside(value, within):
-                raise InputError(f"{f.name} must lie in {within}. Got {f.name}={value}.")
+                raise InputError(f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}.")
 
 
 def _fits(value: object, annotation: str) -> bool:
@@ -128,8 +128,8 @@ def _fits(value: object, annotation: str) -> bool:
 
 
 _IN_THE_LABEL = {
-    "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "", "clusters": "clusters-",
-    "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
+    "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",
+    "clusters": "clusters-", "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
 }  # fmt: skip
 
 
@@ -390,14 +390,15 @@ class TrainingConfig(Record):
         False, DATA, "Draw new training samples for every epoch, so that the loss cannot fall by memorising them."
     )
     frozen: tuple[str, ...] = option(
-        (), OPTIMISATION, "What stays as it was initialised: qk (W_q and W_k, with their biases). Default: nothing.",
+        (), OPTIMISATION,
+        "What stays as it was initialised: qk (W_q and W_k, with their biases). Default: nothing.",
         known=FROZEN, metavar="PART,PART",
     )  # fmt: skip
     least_length: int | None = None  # smallest length of a sample; None means that every sample has the length
     exact: bool = option(
         False, OPTIMISATION,
-        "Evaluate the training samples after every epoch, as --until does. Else training loss and accuracy are those "
-        "of the epoch's own steps, with dropout and changing weights; exact only after the last epoch.",
+        "Evaluate the training samples after every epoch, as --until does. Else training loss and accuracy are "
+        "those of the epoch's steps, with dropout and changing weights; exact only after the last epoch.",
     )  # fmt: skip
 
     @classmethod

@@ -35,7 +35,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "
 
 
 class Affine(nn.Linear):
-    """A linear layer; its parameters may be stacks of several models' (G, out, in), whose rows follow each other."""
+    """A linear layer; its parameters may be those of several models (G, out, in)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b: (…, in) -> (…, out)."""

@@ -250,7 +250,7 @@ def train_seed_runs(
     after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Train all runs to their ends: on CUDA together where they can share their steps, else one after the other."""
+    """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
     diverged: dict[int, str] = {}
     try:
         if stackable([run.trainer for run in runs]):

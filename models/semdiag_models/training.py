@@ -66,7 +66,7 @@ def _product_precision(precision: str) -> Iterator[None]:
 
 
 class Steps:
-    """Training steps of one encoder, or of several of the same configuration at once, whose parameters are stacked.
+    """Training steps of one encoder, or of several of one configuration at once, whose parameters are stacked.
 
     Nothing in an epoch waits for the device. On CUDA a step is captured once and replayed: forward, backward,
     clipping and update are launched together.
@@ -127,8 +127,8 @@ class Steps:
                 else:
                     self._step(batch)
                 after_batch()
-        losses, right = (self._totals / n).tolist()  # the only wait for the device in an epoch
-        return list(zip(losses, right, strict=True))
+        losses, right = self._totals.tolist()  # the only wait for the device in an epoch
+        return [(loss / n, hits / n) for loss, hits in zip(losses, right, strict=True)]
 
     def _step(self, batch: Tensor) -> None:
         """Make one step on samples (G, b) of the data; nothing here may wait for the device."""
@@ -450,7 +450,7 @@ def restore_optimizer_state(trainer: Trainer, state: OptimizerState) -> None:
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
-    """Return a lower bound of the main memory for training, in bytes: data, and on a CPU parameters and one batch."""
+    """Return a lower bound of the main memory for training, in bytes: data, on a CPU parameters and a batch."""
     length, inner = model.length + model.extra_tokens, model.heads * model.head_width
     needed = 8 * model.length * (training.train_samples + training.holdout_samples) * (training.text is None)
     per_block = 4 * model.width * inner + 2 * model.width * model.mlp_width

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -227,7 +228,7 @@ class Choice:
         self.whole = not isinstance(rule, TopP) and min(self.counts) * self._block >= length
         self._order: Tensor | None = None
         self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
-        self._k = torch.tensor(self.counts, device=call.q.device)[:, None, None]
+        self._k = integers(*self.counts, device=call.q.device)[:, None, None]
         # A choice that later layers use is held as a mask, (B, 1, Lq, Lk) bool.
         self._reused, self.chosen = chosen is not None, chosen
         if self.whole or self._reused:
@@ -235,10 +236,10 @@ class Choice:
         if keep:
             size = (len(call.q), 1, call.q.shape[2], length)
             self.chosen = torch.zeros(size, dtype=torch.bool, device=call.q.device)
-        if self._block > 1 or (not isinstance(rule, TopP) and (rule.sinks or rule.window)):
-            real, last = _reach(call)
-            self._order = real_first(real, call) if self._block > 1 else None
-            self.sinks, self.near = _fixed(rule, call, real, last)
+        if not isinstance(rule, TopP) and (self._block > 1 or rule.sinks or rule.window):
+            reach = _reach(call)
+            self._order = real_first(reach.real, call) if self._block > 1 else None
+            self.sinks, self.near = _fixed(rule, call, reach)
 
     @property
     def by_position(self) -> bool:
@@ -375,7 +376,7 @@ class Choice:
             return _heaviest(scores, self.rule.p) & free
         order = self._order if self._order is None or len(self._order) == 1 else self._order[strip.samples]
         kept = _ranked(self.rule, k, scores, self.call, strip, order)
-        return kept & free if self.rule.block > 1 else kept
+        return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
 
     def _priorities(self, rule: RandomK, strip: Strip) -> Tensor:
         """Return random numbers for all keys, (h, r, Lk): one sequence over all strips of heads and queries."""
@@ -626,50 +627,58 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
     return (blocks.nan_to_num(torch.nan, torch.inf, 0).sum(-1) / seen).masked_fill(seen == 0, -torch.inf)
 
 
-def _reach(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Return which keys some query sees, (B or 1, Lk) bool, and the last key each query sees anywhere, (Lq,)."""
-    queries, length, device = call.q.shape[2], call.k.shape[2], call.q.device
+@lru_cache(maxsize=64)
+def integers(*numbers: int, device: torch.device) -> Tensor:
+    """Return integers on a device; a tensor made from numbers would wait for the device each time."""
+    return torch.tensor(numbers, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reach:
+    """What the queries of a call see."""
+
+    real: Tensor  # keys that some query sees, (B or 1, Lk) bool
+    in_step: bool  # whether the last key that query i sees in any sample is the token at first_query + i
+    later: bool  # whether a query sees a key behind its own position
+
+
+def _reach(call: AttentionCall) -> _Reach:
+    queries, length, device, first = call.q.shape[2], call.k.shape[2], call.q.device, call.first_query
     if call.allowed is None and call.selected is None:
-        own = torch.arange(queries, device=device) + call.first_query
-        last = own.clamp(max=length - 1) if call.causal else torch.full_like(own, length - 1)
-        return (torch.arange(length, device=device) <= last[-1])[None], last
-    seen: list[Tensor] = []
-    ends: list[Tensor] = []
-    for allowed in _rows(call):
-        seen.append(allowed.any(1).any(1))
-        ends.append((allowed.any(0).any(0) * torch.arange(1, length + 1, device=device)).amax(-1) - 1)
-    return torch.stack(seen).any(0), _cat(ends, 0)
+        seen = min(length, first + queries) if call.causal else length
+        in_step = first + queries <= length and (call.causal or (queries == 1 and first == length - 1))
+        return _Reach(
+            (torch.arange(length, device=device) < seen)[None], in_step, first < seen - 1 and not call.causal
+        )
+    parts = [(allowed.any(1).any(1), allowed.any(0).any(0)) for allowed in _rows(call)]
+    last = (_cat([seen for _, seen in parts], 0) * torch.arange(1, length + 1, device=device)).amax(-1) - 1
+    places = torch.arange(first, first + queries, device=device)
+    real = torch.stack([real for real, _ in parts]).any(0)
+    return _Reach(real, torch.equal(last, places), bool((last > places).any()))
 
 
 def _fixed(
-    rule: TopK | RandomK, call: AttentionCall, real: Tensor, last: Tensor
+    rule: TopK | RandomK, call: AttentionCall, reach: _Reach
 ) -> tuple[Tensor | None, tuple[int, int] | None]:
     """Return the first keys, and how far before and behind a query keys are kept, for their position alone."""
     sinks = near = None
     if rule.sinks:  # a key that some query sees is not padding
-        if call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
+        real, whole = reach.real, call.allowed is None and call.selected is None
+        if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
             raise _unknown(
                 call, "sinks", "its first keys are hidden: by padding or by a window of the model's own"
             )
         sinks = real & (real.cumsum(-1) <= rule.sinks)
     if rule.window:
-        places = torch.arange(call.q.shape[2], device=call.q.device) + call.first_query
-        if not _in_step(call, last, places):
+        square = call.q.shape[2] == call.k.shape[2] and not any(word in call.module.lower() for word in CROSS)
+        if not (reach.in_step or square):  # then query i is not the token at first_query + i
             raise _unknown(
                 call, "a window", "its queries and keys are different tokens, or the queries follow a cache"
             )
         near = (rule.window - 1, rule.window - 1)
-        if isinstance(rule, TopK) and rule.centred and bool((last > places).any()):
+        if isinstance(rule, TopK) and rule.centred and reach.later:
             near = (rule.window // 2, rule.window - 1 - rule.window // 2)
     return sinks, near
-
-
-def _in_step(call: AttentionCall, last: Tensor, places: Tensor) -> bool:
-    """Return whether query i is the token at ``first_query + i``: by a causal rule, or as self-attention."""
-    if torch.equal(last, places):
-        return True
-    square = call.q.shape[2] == call.k.shape[2]
-    return square and not any(word in call.module.lower() for word in CROSS)
 
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, Strip, counted, key_heads, products
+from semdiag.capturing.kept_keys import Choice, Strip, counted, integers, key_heads, products
 from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
@@ -84,7 +84,7 @@ class Attended(NamedTuple):
 
 def attended(choice: Choice, inputs: Inputs) -> Attended:
     """Return what queries gather from the keys that a choice keeps: by FlexAttention on a GPU, else in strips."""
-    if fits_flex(choice, inputs):
+    while fits_flex(choice, inputs):
         try:
             return flexible(choice, inputs)
         except torch.OutOfMemoryError:
@@ -103,7 +103,7 @@ def in_strips(choice: Choice, inputs: Inputs) -> Attended:
     q = inputs[0]
     number = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        return Attended(Mixed(_Strips.apply(*inputs, choice, number)), number)  # type: ignore[no-untyped-call]
+        return Attended(Mixed(_Strips.apply(*inputs, choice, number)), number)
 
 
 class _Strips(torch.autograd.Function):
@@ -124,7 +124,7 @@ class _Strips(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients in queries, keys and values; the choice of keys has none."""
         choice: Choice = ctx.choice
@@ -173,7 +173,7 @@ def _add_keys(total: Tensor, strip: Strip, call: AttentionCall, weights: Tensor,
 _LEAST = 512  # queries from which a call on a GPU takes FlexAttention; shorter ones do not pay for its start
 _BLOCK = 128  # queries, and keys, of FlexAttention's blocks
 _AT_ONCE = 2**24  # entries of a mask looked at together
-FAILED: list[str] = []  # why FlexAttention is not used in this process
+FAILED: list[str] = []  # why FlexAttention could not be compiled for all lengths, and for one length
 
 
 class Thresholds(NamedTuple):
@@ -188,7 +188,9 @@ class Thresholds(NamedTuple):
 def fits_flex(choice: Choice, inputs: Inputs) -> bool:
     """Return whether a call with its rule is FlexAttention's."""
     q = inputs[0]
-    return q.is_cuda and q.dtype != torch.float64 and q.shape[2] >= _LEAST and choice.by_threshold and not FAILED
+    return (
+        q.is_cuda and q.dtype != torch.float64 and q.shape[2] >= _LEAST and choice.by_threshold and len(FAILED) < 2
+    )
 
 
 def flexible(choice: Choice, inputs: Inputs) -> Attended:
@@ -197,6 +199,9 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
     with outside_all_modes(q.device.type):
         layout = _layout(choice)
         rows = None if choice.by_position else row_thresholds(choice)
+        if rows is not None and layout.bare is not None and min(choice.counts) == 0:
+            rows = rows._replace(low=rows.low.masked_fill(layout.bare, -torch.inf))
+            rows = rows._replace(place=rows.place.masked_fill(layout.bare, choice.call.k.shape[2]))
         modified = _score_mod(choice, rows)
     with (
         without_modes(),
@@ -205,17 +210,17 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
         torch._dynamo.config.patch(recompile_limit=64),
     ):
         several = q.shape[1] != k.shape[1]
-        output = _flex()(q, k, v, modified, layout.blocks, choice.call.scale, several)
+        output = _flex(not FAILED)(q, k, v, modified, layout.blocks, choice.call.scale, several)
     return Attended(Mixed(output), layout.number, None if rows is None else rows.close.sum())
 
 
 @cache
-def _flex() -> Callable[..., Tensor]:
-    """Return FlexAttention, which is compiled when it runs first."""
+def _flex(dynamic: bool) -> Callable[..., Tensor]:
+    """Return FlexAttention, which is compiled when it runs first: for all lengths, or for each length anew."""
     print("semdiag compiles FlexAttention for masks: once, up to a minute", file=sys.stderr, flush=True)
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 def row_thresholds(choice: Choice) -> Thresholds:
@@ -243,10 +248,10 @@ def row_thresholds(choice: Choice) -> Thresholds:
         for strip in choice.strips():
             free, fixed = choice.allowed(strip), choice.fixed(strip)
             free = free if fixed is None else free & ~fixed
-            place = strip.samples, strip.heads, strip.queries
-            top[place], order[place] = largest_scores(choice.scores(strip).masked_fill_(~free, -torch.inf), most)
-    k = torch.tensor(choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
-    last, after = (top.gather(-1, at)[..., 0] for at in ((k - 1).clamp(min=0), k))
+            at = strip.samples, strip.heads, strip.queries
+            top[at], order[at] = largest_scores(choice.scores(strip).masked_fill_(~free, -torch.inf), most)
+    k = integers(*choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
+    last, after = (top.gather(-1, rank)[..., 0] for rank in ((k - 1).clamp(min=0), k))
     place = order.gather(-1, (k - 1).clamp(min=0))[..., 0]
     near = _error(call) + 2.0**-22 * last.abs().nan_to_num(0, 0, 0)
     middle = after + (last - after) / 2
@@ -263,16 +268,18 @@ def _error(call: AttentionCall) -> Tensor:
     shared = call.q.shape[1] // call.k.shape[1]
     longest = call.k.norm(dim=-1, dtype=torch.float32).amax(-1).repeat_interleave(shared, 1)[..., None]
     # Sums on tensor cores; float32 in three products of TF32, or in one where torch is told so.
-    unit, products_of_row = 2.0**-23, (6 if call.q.dtype == torch.float32 else 2) * call.q.shape[3]
+    terms = (6 if call.q.dtype == torch.float32 else 2) * call.q.shape[3]
     coarse = call.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    gamma = products_of_row * unit + (2.0**-9 if coarse else 3 * 2.0**-22)
-    return gamma * abs(call.scale) * call.q.norm(dim=-1, dtype=torch.float32) * longest
+    gamma = 2.0**-23 * terms + (2.0**-9 if coarse else 3 * 2.0**-22)
+    error: Tensor = gamma * abs(call.scale) * call.q.norm(dim=-1, dtype=torch.float32) * longest
+    return error
 
 
 class _Layout(NamedTuple):
     """What a choice by thresholds needs beside the thresholds."""
 
     number: Tensor  # number of kept keys, int32, broadcastable to (B, H, Lq)
+    bare: Tensor | None  # queries that keep all keys because none is kept by position; None: there is none
     blocks: Any  # BlockMask
 
 
@@ -287,7 +294,7 @@ def _layout(choice: Choice) -> _Layout:
     key = (*key, call.q.device)
     if call.allowed is None and key in _LAYOUTS:
         return _LAYOUTS[key]
-    length, k = call.k.shape[2], torch.tensor(choice.counts, dtype=torch.int32, device=call.q.device)[:, None]
+    length, k = call.k.shape[2], integers(*choice.counts, device=call.q.device)[:, None].int()
     step = max(1, _AT_ONCE // (length * len(call.q)) // _BLOCK) * _BLOCK
     numbers, bares, some, every = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for start in range(0, call.q.shape[2], step):
@@ -297,26 +304,30 @@ def _layout(choice: Choice) -> _Layout:
         keys = counted(seen)
         fixed = None if fixed is None else fixed & seen
         number = k.minimum(keys) if fixed is None else counted(fixed) + k.minimum(keys - counted(fixed))
-        bare = number == 0  # a query without any key keeps all
+        without = number == 0  # a query without any key keeps all
         if choice.by_position and fixed is not None:
-            seen = (
-                fixed | (seen & bare[:, :1, :, None]) if bare.shape[1] == 1 else fixed | (seen & bare[..., None])
-            )
-        numbers.append(torch.where(bare, keys, number))
-        bares.append(bare)
+            seen = fixed | (seen & without[..., None])
+        numbers.append(torch.where(without, keys, number))
+        bares.append(without)
         inside = F.pad(seen, (0, -length % _BLOCK, 0, -seen.shape[2] % _BLOCK)).view(torch.uint8)
-        inside = inside.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK)).sum((3, 5), dtype=torch.int32)
+        inside = inside.view(*inside.shape[:2], -1, _BLOCK, inside.shape[3] // _BLOCK, _BLOCK)
+        inside = inside.sum((3, 5), dtype=torch.int32)
         some.append((inside > 0) & (inside < _BLOCK**2))
         every.append(inside == _BLOCK**2)
+    bare = None if call.allowed is None else torch.cat(bares, 2)
     from torch.nn.attention.flex_attention import BlockMask
 
+    partly, wholly = _listed(torch.cat(some, 2)), _listed(torch.cat(every, 2))
     blocks = BlockMask.from_kv_blocks(
-        *(x for parts in (some, every) for x in _listed(torch.cat(parts, 2))),
+        partly[0],
+        partly[1],
+        wholly[0],
+        wholly[1],
         BLOCK_SIZE=_BLOCK,
-        mask_mod=_mask_mod(choice, torch.cat(bares, 2)),
+        mask_mod=_mask_mod(choice, bare),
         seq_lengths=(call.q.shape[2], length),
     )
-    found = _Layout(torch.cat(numbers, 2), blocks)
+    found = _Layout(torch.cat(numbers, 2), bare, blocks)
     if call.allowed is None:
         while len(_LAYOUTS) >= 8:
             del _LAYOUTS[next(iter(_LAYOUTS))]
@@ -330,23 +341,18 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
-@lru_cache(maxsize=64)
-def _integers(*numbers: int, device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
 def _at(values: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return None if values is None else part_of(values, slice(None), slice(None)).expand(shape)  # type: ignore[union-attr]
 
 
-def _mask_mod(choice: Choice, bare: Tensor) -> Callable[..., Tensor]:
+def _mask_mod(choice: Choice, bare: Tensor | None) -> Callable[..., Tensor]:
     """Return FlexAttention's function of positions: whether a query may see a key."""
     call = choice.call
     size, causal = (*call.q.shape[:3], call.k.shape[2]), call.causal
     allowed, near = _at(call.allowed, size), _near(choice)
     positions = near if choice.by_position else None
-    first = _integers(call.first_query, device=call.q.device)
-    everything = None if call.allowed is None else bare.expand(size[:3])
+    first = integers(call.first_query, device=call.q.device)
+    everything = None if bare is None else bare.expand(size[:3])
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = k >= 0
@@ -385,7 +391,7 @@ def _near(choice: Choice) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     call, near, sinks = choice.call, choice.near, choice.sinks
     if near is None and sinks is None:
         return None
-    numbers = _integers(call.first_query, *(near or (0, 0)), device=call.q.device)
+    numbers = integers(call.first_query, *(near or (0, 0)), device=call.q.device)
     sinks = None if sinks is None else sinks.expand(len(call.q), -1).contiguous()
     window = near is not None
 

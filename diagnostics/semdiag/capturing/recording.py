@@ -430,18 +430,27 @@ class SharedChange:
         """Hold the change inside the context."""
         own = object()
         try:
-            with self._lock:
-                self._holders.add(own)
-                if self._made is None:
-                    self._made = ExitStack()
-                    self._made.enter_context(self._change())
-            yield
+            try:
+                with self._lock:
+                    self._holders.add(own)
+                    if self._made is None:
+                        self._made = ExitStack()
+                        self._made.enter_context(self._change())
+                yield
+            finally:
+                self._let_go(own)
         finally:
+            self._let_go(own)  # again, if an interrupt cut the first one short
+
+    def _let_go(self, own: object) -> None:
+        """Undo the change if nobody else holds it; a second call does what the first one left."""
+        try:
             with self._lock:
                 self._holders.discard(own)
                 if not self._holders and self._made is not None:
-                    made, self._made = self._made, None
-                    made.close()
+                    self._made.close()
+                    self._made = None
+        finally:
             while self._lock._is_owned():  # type: ignore[attr-defined]  # interrupted before it was released
                 self._lock.release()
 
@@ -455,12 +464,18 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return here(*args, **kwargs)
 
-    try:
-        setattr(owner, name, replacement)
-        yield
-    finally:
+    def put_back() -> None:
         if vars(owner).get(name) is replacement:  # else someone replaced it later, and calls ours
             setattr(owner, name, original) if own else delattr(owner, name)
+
+    try:
+        try:
+            setattr(owner, name, replacement)
+            yield
+        finally:
+            put_back()
+    finally:
+        put_back()  # again, if an interrupt cut the first one short
 
 
 def take_off(mode: TorchFunctionMode) -> bool:

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
@@ -104,8 +104,7 @@ class Masked:
         """One row per module, occurrence and head: queries with a key; least, most, mean kept keys; mean keys."""
         rows = []
         for (module, occurrence), held in self._counts.items():
-            tensors = {name: x.cpu() for name, x in vars(held).items() if isinstance(x, Tensor)}
-            c = replace(held, **tensors)
+            c = _Counts(held.layer, held.calls, *(x.cpu() for x in vars(held).values() if isinstance(x, Tensor)))
             for head in range(len(c.queries)):
                 queries = int(c.queries[head])
                 rows.append(
@@ -215,6 +214,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         with outside_all_modes(call.q.device.type):
             choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
         output: Tensor | Mixed | None
+        number: Tensor | None
         if inputs is not None and reason is None and not choice.whole:
             output, number, close = attended(choice, inputs)
             masked._close += [] if close is None else [close]
@@ -275,7 +275,7 @@ def _note_rounding(masked: Masked) -> None:
             "there, the threshold may have kept the other one"
         )
         masked.audit.remarks[Remark("", text)] += 1
-    for reason in FAILED[:1]:
+    for reason in FAILED[1:]:
         masked.audit.remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
 
 

@@ -381,7 +381,7 @@ def row_statistics(
         order = rows.pop("order", ranks.new_zeros(*rows["keys"].shape, 0))
         rows = finished(rows, sinks)
     if q.is_cuda:
-        torch.cumsum(ranks, 2, out=ranks)
+        ranks.cumsum_(2)  # one operation
     for rank in range(1, 0 if q.is_cuda else top):  # in place: the ranks are the largest tensor here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_keys=order, top_load=ranks.movedim(2, 0), received=weights)

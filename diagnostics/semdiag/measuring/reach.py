@@ -20,7 +20,7 @@ from semdiag_models.tasks.language_tasks import POP, PUSH_0
 
 LONGEST = 256  # longest input that is examined
 _TRIED = 1000  # number of sets of inputs that are tried
-Witness = list[tuple[list[int], int]]  # inputs, each with a label that is not its own
+Witness = list[tuple[list[int], int, int]]  # inputs, each with its label and with another one
 
 
 def receptive_fields(config: ModelConfig) -> Tensor:
@@ -62,17 +62,17 @@ def cannot_represent(task: Task, config: ModelConfig, length: int | None = None)
     fields = {tuple(row.nonzero().flatten().tolist()) for row in receptive_fields(config)[:, :length]}
     if any(len(field) == length for field in fields):
         return False
-    return any(_contradicts(task, inputs, fields) for inputs in islice(WITNESSES[task.name](task, length), _TRIED))
+    return any(_contradicts(inputs, fields) for inputs in islice(WITNESSES[task.name](task, length), _TRIED))
 
 
-def _contradicts(task: Task, inputs: Witness, fields: set[tuple[int, ...]]) -> bool:
-    labels = [task.label(tokens) for tokens, _ in inputs]
-    assert all(label != other for label, (_, other) in zip(labels, inputs, strict=True))
+def _contradicts(inputs: Witness, fields: set[tuple[int, ...]]) -> bool:
+    assert all(label != other for _, label, other in inputs)
 
     def seen(field: tuple[int, ...], of: list[int]) -> Counter[tuple[object, ...]]:
-        return Counter((c, *(tokens[at] for at in field)) for (tokens, _), c in zip(inputs, of, strict=True))
+        return Counter((c, *(tokens[at] for at in field)) for (tokens, *_), c in zip(inputs, of, strict=True))
 
-    return all(seen(field, labels) == seen(field, [other for _, other in inputs]) for field in fields)
+    labels, others = ([each[at] for each in inputs] for at in (1, 2))
+    return all(seen(field, labels) == seen(field, others) for field in fields)
 
 
 def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witness]:
@@ -82,7 +82,7 @@ def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witnes
         for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
             tokens = [0] * length
             tokens[a], tokens[b] = first, second
-            inputs.append((tokens, 1 - (first ^ second)))
+            inputs.append((tokens, first ^ second, 1 - (first ^ second)))
         yield inputs
 
 
@@ -110,8 +110,8 @@ def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
         for b in range(a + 1, half):
             inputs: Witness = []
             for at, other in ((a, b), (b, a)):
-                inputs += [(tokens, 0) for tokens in hidden(at, 1, other, 0)] * 2
-                inputs += [(tokens, 1) for value in (0, 1) for tokens in hidden(at, 0, other, value)]
+                inputs += [(tokens, 1, 0) for tokens in hidden(at, 1, other, 0)] * 2
+                inputs += [(tokens, 0, 1) for value in (0, 1) for tokens in hidden(at, 0, other, value)]
             yield inputs
 
 
@@ -124,7 +124,7 @@ def _stack_manipulation(task: Task, length: int) -> Iterator[Witness]:
     inputs: Witness = []
     for top, third in ((0, 1), (1, 0)):
         start = [0] * (bits - 3) + [third, 0, top] + [PUSH_0, POP] * fill
-        inputs += [([*start, PUSH_0, POP], 1 - top), ([*start, POP, POP], 1 - third)]
+        inputs += [([*start, PUSH_0, POP], top, 1 - top), ([*start, POP, POP], third, 1 - third)]
     yield inputs
 
 
@@ -135,7 +135,11 @@ def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
         return
     middle = [1] * (length - 2 * ends)
     residues = {n: [2] * n + [1] * (ends - n) for n in range(MODULUS)}
-    yield [([*residues[a], *middle, *residues[b]], (a + b + 1) % MODULUS) for a in residues for b in residues]
+    yield [
+        ([*residues[a], *middle, *residues[b]], (a + b) % MODULUS, (a + b + 1) % MODULUS)
+        for a in residues
+        for b in residues
+    ]
 
 
 def _filler(length: int) -> str:
@@ -149,7 +153,11 @@ def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
     if length >= 9:
         digits = range(MODULUS)
         middle = _filler(length - 8)
-        yield [(task.parse(f"({a}+({middle}+{b}))"), (a + b + 1) % MODULUS) for a in digits for b in digits]
+        yield [
+            (task.parse(f"({a}+({middle}+{b}))"), (a + b) % MODULUS, (a + b + 1) % MODULUS)
+            for a in digits
+            for b in digits
+        ]
 
 
 def _solve_equation(task: Task, length: int) -> Iterator[Witness]:
@@ -157,7 +165,11 @@ def _solve_equation(task: Task, length: int) -> Iterator[Witness]:
     if length >= 11:
         digits = range(MODULUS)
         middle = _filler(length - 10)
-        yield [(task.parse(f"({a}+({middle}+x))={v}"), (v - a + 1) % MODULUS) for a in digits for v in digits]
+        yield [
+            (task.parse(f"({a}+({middle}+x))={v}"), (v - a) % MODULUS, (v - a + 1) % MODULUS)
+            for a in digits
+            for v in digits
+        ]
 
 
 WITNESSES: dict[str, Callable[[Task, int], Iterator[Witness]]] = {

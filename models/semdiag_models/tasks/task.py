@@ -89,10 +89,6 @@ class Task(ABC):
     def sample(self, n: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw n labelled strings."""
 
-    @abstractmethod
-    def label(self, tokens: list[int]) -> int:
-        """Return the label of one string of any legal length, by a rule independent of :meth:`sample`."""
-
     def parse(self, text: str) -> list[int]:
         """Return the token ids of a string written with the task's symbols."""
         ids = {symbol: i for i, symbol in enumerate(self.symbols)}
@@ -109,12 +105,3 @@ class Task(ABC):
         """Refuse lengths for which the task has no string."""
         if length < least:
             raise InputError(f"{self.name} needs a length of at least {least}. Got length={length}.")
-
-    def require_symbols(self, tokens: list[int]) -> None:
-        """Refuse empty strings and token ids that are not symbols."""
-        if not tokens:
-            raise InputError(f"{self.name} has no empty string.")
-        wrong = [t for t in tokens if not 0 <= t < len(self.symbols)]
-        if wrong:
-            known = f"Its ids are 0 to {len(self.symbols) - 1}."
-            raise InputError(f"Token id {wrong[0]} is not a symbol of {self.name}. {known}")

@@ -33,7 +33,6 @@ def test_a_mask_of_an_external_model_drops_no_key_that_it_allows(name):
     kind = KINDS[name]
     assert (kind.dense, kind.input_dependent, kind.has_bounds, kind.ranks_scores) == (True, False, True, True)
     assert kind.meaning
-    assert (kind.local, kind.drawn) == (False, False)
 
 
 def test_the_derived_names():

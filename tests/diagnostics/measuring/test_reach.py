@@ -62,14 +62,46 @@ def test_local_masks_of_the_recipes_cannot_represent_most_tasks_and_a_global_tok
     assert not any(cannot_represent(TASKS[n], c) for n, c in zip(WITNESSES, with_global, strict=True))
 
 
+def top(tokens):
+    stack = []
+    for token in tokens:
+        if token != 2:
+            stack.append(token % 3)
+        elif stack:
+            stack.pop()
+    return stack[-1] if stack else 2
+
+
+def unknown(text):
+    left, right = text.split("=")
+    (x,) = [x for x in range(5) if eval(left.replace("x", str(x))) % 5 == int(right)]
+    return x
+
+
+def written(name, tokens):
+    return "".join(TASKS[name].symbols[token] for token in tokens)
+
+
+RULES = {
+    "parity": lambda tokens: sum(tokens) % 2,
+    "even-pairs": lambda tokens: tokens[0] ^ tokens[-1],
+    "missing-duplicate": lambda tokens: tokens[(tokens.index(2) + len(tokens) // 2) % (len(tokens) // 2 * 2)],
+    "stack-manipulation": top,
+    "cycle-navigation": lambda tokens: sum(token - 1 for token in tokens) % 5,
+    "modular-arithmetic": lambda tokens: eval(written("modular-arithmetic", tokens)) % 5,
+    "solve-equation": lambda tokens: unknown(written("solve-equation", tokens)),
+}
+
+
 @pytest.mark.parametrize("name", WITNESSES)
 @pytest.mark.parametrize("length", [2, 5, 9, 12, 20, 21, 40])
 def test_witnesses_are_inputs_of_the_task_and_balance_for_single_tokens(name, length):
     """Without attention to others a model is additive over tokens, and every witness must rule it out."""
     found = list(WITNESSES[name](TASKS[name], length))
     for inputs in found[:3]:
-        assert all(len(tokens) == length for tokens, _ in inputs)
-        assert all(0 <= other < TASKS[name].classes for _, other in inputs)
+        assert all(len(tokens) == length for tokens, _, _ in inputs)
+        assert all(0 <= other < TASKS[name].classes for _, _, other in inputs)
+        assert [RULES[name](tokens) for tokens, _, _ in inputs] == [label for _, label, _ in inputs]
     if length >= 20:
         assert found
         assert cannot_represent(TASKS[name], configured(name, length=length, attention="block", k=1))
@@ -82,7 +114,7 @@ def test_logits_of_any_weights_satisfy_the_identity():
     encoder = Encoder(config).double().eval()
     (inputs,) = WITNESSES["even-pairs"](TASKS["even-pairs"], 40)
     with torch.no_grad():
-        logits = encoder(torch.tensor([tokens for tokens, _ in inputs]))
+        logits = encoder(torch.tensor([tokens for tokens, _, _ in inputs]))
     interaction = logits[0] - logits[1] - logits[2] + logits[3]
     assert interaction.abs().max() < 1e-13 * logits.abs().max().clamp(min=1)
 

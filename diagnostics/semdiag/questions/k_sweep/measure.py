@@ -17,6 +17,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.outputs import masked_language
 from semdiag.measuring.probe import Probe, Subject, percentiles, plan_of
 from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.budgets import (
@@ -29,7 +30,6 @@ from semdiag.questions.k_sweep.budgets import (
     masks_of,
     search,
 )
-from semdiag.questions.k_sweep.outputs import masked_language
 from semdiag.questions.k_sweep.rerun import (
     NO_MASK,
     QUARTERS_TABLE,
@@ -161,6 +161,16 @@ class KSweepPlan:
     lengths: tuple[int, ...] = ()  # lengths of pieces of the texts that are also run with the masks
     seconds: float | None = None  # without rerun: external models are run on what fits in so much time
     jobs: int = 1  # processes among which the masks of a rerun are divided
+
+    @property
+    def largest_k(self) -> int:
+        """The largest k that is measured, where inputs are long enough."""
+        return max(self.max_k or LARGEST_K, *self.ks, 1)
+
+    @property
+    def masks(self) -> int:
+        """About how many masks are run on all inputs."""
+        return len(self.ks or few_ks(64)) * len(self.kinds or EXTERNAL_KINDS) if self.rerun else 0
 
     def __post_init__(self) -> None:
         if self.max_k is not None and self.max_k < 1:

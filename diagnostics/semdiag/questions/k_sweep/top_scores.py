@@ -18,9 +18,9 @@ from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers
 from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.outputs import Streams, output_changes, output_ks
 from semdiag.measuring.probe import COLUMNS, rank_error, summaries
 from semdiag.measuring.table import ALL
-from semdiag.questions.k_sweep.outputs import Streams, output_changes, output_ks
 
 _CHANGES = ("head_change", "stream_change")
 _ESTIMATED = ("dispersion", "ratio", "separation", "mass", "mass_without_first", *_CHANGES)

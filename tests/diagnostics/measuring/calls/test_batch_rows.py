@@ -11,8 +11,8 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
+from semdiag.questions import registry
 from semdiag.questions.k_sweep.top_scores import TopScores
-from semdiag.questions.mask_stability.answer import mask_summary
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan, mask_overlap
 from semdiag.questions.stability.measure import SecantsPlan, external_secants
@@ -175,7 +175,7 @@ def test_a_survey_names_what_it_left_out_and_measures_the_rest(fold, ids):
             said.str.startswith(f"{name} not available, because the attention of the model does not keep").sum()
             == 1
         )
-    result = mask_summary(Findings(found))["results"][0]
+    result = registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]
     assert not result["applicable"]
     assert result["mask"].startswith("mask stability not available, because the attention")
     assert found.masks.empty

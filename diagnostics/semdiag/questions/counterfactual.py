@@ -1,4 +1,4 @@
-"""The section ``within`` of a report: its figures, sentences and tables."""
+"""What would a top-k mask leave of a model that keeps every key?"""
 
 from collections.abc import Callable
 
@@ -7,15 +7,19 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.capturing.attention_call import DENSE
+from semdiag.capturing.attention_call import DENSE, external
 from semdiag.measuring.findings.estimates import (
     all_by_name,
     counterfactual_ks,
+    in_part,
     layer_percentiles,
     pooled_percentiles,
+    what_k_keeps,
     within_table,
 )
-from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.findings import Findings, diverged, modules_by_layer
+from semdiag.measuring.words import counted, layer_name, percent_span, whole_percent
+from semdiag.presenting.answer import Answer, Glance, Heading, Outcome
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -28,16 +32,86 @@ from semdiag.presenting.drawing.panels import (
 from semdiag.presenting.drawing.style import (
     AttentionStyle,
     attention_style,
+    drawing,
     finished,
     lightened,
     panel_grid,
-    paper_style,
     plain_numbers,
     title_with_facts,
 )
-from semdiag.presenting.section import Heading, Section, Shown
-from semdiag.questions.counterfactual.answer import within_glance, within_sentences
+from semdiag.questions.dispersion.answer import span_sentence
 from semdiag.questions.separation.figures import draw_loads, load_fact
+
+_NEARLY_ALL = 0.95
+
+
+def within_sentences(findings: Findings) -> list[str]:
+    """Return what a top-k mask would leave of models of which only the attention is known."""
+    measurements = findings.measurements
+    sentences = []
+    for model in measurements.models[external(measurements.models)]["model"]:
+        queries = measurements.queries[measurements.queries["model"] == model]
+        sentences.append(span_sentence(findings, model))
+        ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
+        sentences += [_one_k(findings, model, k) for k in ks]
+        sentences += ["This is a counterfactual within the model, on its own scores."] if ks else []
+    return sentences
+
+
+def _one_k(findings: Findings, model: str, k: int) -> str:
+    """Return sentences on what the k largest scores would keep, for queries with more keys."""
+    numbers, keys = findings(what_k_keeps, model, k), findings(pooled_percentiles, "keys")[model]
+    k_keys = counted(k, "key")
+    if not numbers and diverged(findings, model):
+        return f"What a top-{k} mask would keep is unknown: some of the model's scores are NaN or infinite."
+    if not numbers and keys["p100"] > k:
+        return f"What a top-{k} mask would keep is not known: no query of the sample has more than {k_keys}."
+    if not numbers:
+        return f"No query has more than {k_keys}: a top-{k} mask would change nothing."
+    verb = "keeps" if numbers["mass"] >= _NEARLY_ALL else "would keep"
+    mass, low, lowest, highest, share = (
+        whole_percent(numbers[name]) for name in ("mass", "mass_p5", "lowest", "highest", "share")
+    )
+    sample = f", from a random sample of {numbers['sampled']:,}" if numbers["sampled"] else ""
+    modules = findings(modules_by_layer, model)
+    first, last = (layer_name(int(numbers[name]), modules) for name in ("lowest_layer", "highest_layer"))
+    ends = f"{lowest} in layer {first} to {highest} in layer {last}"
+    by_layer = f"; by layer, medians from {ends}" if lowest != highest else f"; {mass} in every layer"
+    by_layer = by_layer if numbers["lowest_layer"] != numbers["highest_layer"] else ""
+    return (
+        f"Would sparse attention help? Of the queries with more than {k_keys} ({share} of all{sample}) a "
+        f"top-{k} mask {verb} {mass} of the attention weight at the median ({low} at the 5th "
+        f"percentile{by_layer}), with a median dispersion of {numbers['dispersion']:.3g} instead of "
+        f"{numbers['whole']:.3g} nats and a median separation of {numbers['separation']:.2g} nats."
+    )
+
+
+def within_glance(findings: Findings) -> Glance:
+    """Return the share of attention weight that the smallest requested k would keep in full-attention models."""
+    measurements = findings.measurements
+    queries = measurements.queries
+    ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
+    if not ks:
+        return Glance(Outcome.OPEN, "0 models", "were measured for the weight on their largest scores")
+    k = min(ks)
+    dense = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
+    kept = {model: numbers for model in dense if (numbers := findings(what_k_keeps, model, k))}
+    if not kept:
+        return Glance(Outcome.OPEN, "0 queries", f"have more than {counted(k, 'key')} and finite scores")
+    count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
+    words = f"of the weight of the median query is on its {k} largest scores"
+    words += f" ({counted(count, 'query')}{' drawn or kept' * in_part(findings)} of {counted(len(kept), 'model')})"
+    return Glance(Outcome.MEASURED, percent_span([each["mass"] for each in kept.values()]), words)
+
+
+def answer(findings: Findings) -> Answer | None:
+    """Return what every counterfactual k would keep; None if none was measured."""
+    if not counterfactual_ks(findings.measurements.queries):
+        return None
+    table = findings(within_table)
+    tables = {"within": table if table.empty else all_by_name(table)}
+    return Answer(within_glance(findings), within_sentences(findings), tables=tables)
+
 
 _MARKERS = "sPXv<>*h"
 Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model and column
@@ -95,7 +169,11 @@ def within_boxes(
     return finished(figure, f"Within each model; {READING}; {note}")
 
 
-@paper_style
+@drawing(
+    "Within full-attention models: share of keys that at least x queries would keep, logarithmic axis: {shown}.",
+    "Which keys a top-k mask would rely on: a curve that falls near k spreads the queries evenly, a "
+    "long tail means sinks that nearly every query would keep.",
+)
 def key_load_counterfactual(findings: Findings) -> Figure:
     """Draw the share of keys that at least x queries would keep among their k largest scores."""
     panels, ks = dense_panels(findings)
@@ -118,7 +196,11 @@ def key_load_counterfactual(findings: Findings) -> Figure:
     return finished(figure, "marker: the largest load; layers, heads and sequences pooled")
 
 
-@paper_style
+@drawing(
+    "Within full-attention models: share of the attention weight on the k largest scores, per layer: {shown}.",
+    "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k keys and "
+    "would hardly notice the mask; where the boxes are low, the mask would throw away what the model uses.",
+)
 def mass_kept(findings: Findings) -> Figure:
     """Draw the share of each query's attention weight on its k largest scores, per layer of each full model."""
     panels, ks = dense_panels(findings, "mass")
@@ -136,7 +218,13 @@ def mass_kept(findings: Findings) -> Figure:
     )  # fmt: skip
 
 
-@paper_style
+@drawing(
+    "Within full-attention models: dispersion over all keys beside the dispersion over the k largest "
+    "scores of the same rows, per layer: {shown}.",
+    "Within one and the same model: the spread of all its scores beside the spread of its k "
+    "largest only. It shows what a top-k mask would leave of this model's dispersion without training "
+    "it anew; it does not compare trained models.",
+)
 def dispersion_counterfactual(findings: Findings) -> Figure:
     """Draw δ_s and δ_h(k) = z(1) − z(k) of the same rows of scores, per layer of each full model."""
     panels, ks = dense_panels(findings)
@@ -150,7 +238,12 @@ def dispersion_counterfactual(findings: Findings) -> Figure:
     )  # fmt: skip
 
 
-@paper_style
+@drawing(
+    "Within full-attention models: gap in nats between the k-th and the next largest score, per "
+    "layer, logarithmic axis: {shown}.",
+    "The gap between the last score that a top-k mask would keep and the first it would drop. Small "
+    "gaps mean that a small change of the input would swap keys in and out of the mask.",
+)
 def separation_counterfactual(findings: Findings) -> Figure:
     """Draw Δ_h(k) = z(k) − z(k+1) of each query's scores, per layer of each full model."""
     panels, ks = dense_panels(findings)
@@ -163,47 +256,15 @@ def separation_counterfactual(findings: Findings) -> Figure:
     )  # fmt: skip
 
 
-def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return percentiles of what every counterfactual k would keep."""
-    table = findings(within_table)
-    return {"within": table if table.empty else all_by_name(table)}
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "within",
         "How much attention would a top-k mask keep?",
         (
-            Shown(
-                dispersion_counterfactual,
-                "Within full-attention models: dispersion over all keys beside the dispersion over the k largest "
-                "scores of the same rows, per layer: {shown}.",
-                "Within one and the same model: the spread of all its scores beside the spread of its k "
-                "largest only. It shows what a top-k mask would leave of this model's dispersion without training "
-                "it anew; it does not compare trained models.",
-            ),
-            Shown(
-                mass_kept,
-                "Within full-attention models: share of the attention weight on the k largest scores, per layer: "
-                "{shown}.",
-                "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to "
-                "k keys and would hardly notice the mask; where the boxes are low, the mask would throw away what "
-                "the model uses.",
-            ),
-            Shown(
-                separation_counterfactual,
-                "Within full-attention models: gap in nats between the k-th and the next largest score, per "
-                "layer, logarithmic axis: {shown}.",
-                "The gap between the last score that a top-k mask would keep and the first it would drop. Small "
-                "gaps mean that a small change of the input would swap keys in and out of the mask.",
-            ),
-            Shown(
-                key_load_counterfactual,
-                "Within full-attention models: share of keys that at least x queries would keep, logarithmic "
-                "axis: {shown}.",
-                "Which keys a top-k mask would rely on: a curve that falls near k spreads the queries evenly, a "
-                "long tail means sinks that nearly every query would keep.",
-            ),
+            dispersion_counterfactual,
+            mass_kept,
+            separation_counterfactual,
+            key_load_counterfactual,
         ),
         (
             "A counterfactual within one model, on its own scores. Training with such a mask "
@@ -212,20 +273,4 @@ _HEADINGS = (
             "separation.",
         ),
     ),
-)
-
-
-def _measured(findings: Findings) -> bool:
-    return bool(counterfactual_ks(findings.measurements.queries))
-
-
-SECTION = Section(
-    name="within",
-    needs=(),
-    headings=_HEADINGS,
-    external=_HEADINGS,
-    measured=_measured,
-    in_short=within_sentences,
-    glance=within_glance,
-    tables=within_tables,
 )
