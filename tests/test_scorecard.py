@@ -14,11 +14,11 @@ import speed_by_mask
 import torch
 from scipy import stats
 
+from semdiag.measuring.reach import shortcut
 from semdiag_models.sweeps.grid import read_sweep
 from semdiag_models.sweeps.runs import read_history
 from semdiag_models.tasks.expressions import CLOSER, FIRST_OPENER
 from semdiag_models.tasks.language_tasks import ListOps
-from semdiag_models.tasks.task import shortcut
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from semdiag.capturing.adapters.fused import forget_last
-from semdiag.capturing.adapters.hugging_face import intercepted_interface
+from semdiag.capturing.adapters.hugging_face import attends_by_interface, intercepted_interface
 from semdiag.capturing.adapters.torch_functions import (
     MADE_OUTSIDE_MODES,
     FunctionWatch,
@@ -127,7 +127,8 @@ def watch_attention(
     both run as they were written. The watch never stops the model: if the watch itself fails, the audit says so.
     What ``consume`` raises is raised in the model.
 
-    In an unchanged encoder of semdiag_models, only the attention cores are watched. In any other model, every
+    In an unchanged encoder of semdiag_models, only the attention cores are watched, and in an unchanged model of
+    transformers whose source names no other attention, only the library's interface. In any other model, every
     softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and is not
     captured; or the audit counts it, because it is no attention. The audit also lists products that meet values
     without a softmax.
@@ -153,7 +154,8 @@ def watch_attention(
         raise InputError(refusal(broken))
     recorder = Recorder(Watched(model, consume, mask))
     recorder.audit.remarks.update(remarks_on(broken))
-    hooked = hooked_alone(model)  # then modes would see nothing, and cost 20 µs per operation
+    # then modes would see nothing more, and cost 20 µs per operation
+    hooked = hooked_alone(model) or attends_by_interface(model)
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)

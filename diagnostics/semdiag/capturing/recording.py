@@ -76,14 +76,19 @@ class Watched:
         self.names = {id(module): name for name, module in named}
         self.parameters: set[int] = set()  # addresses, of buffers too
         self.trained: set[int] = set()  # addresses of parameters alone
+        self._held = [value for module in model.modules() for value in vars(module).values() if is_plain(value)]
+        self.constants: dict[int, Any] = {}  # storages of tensors that are no parameters, by their addresses
         self.find_parameters()
         self.ran: set[str] = set()
         self.numbers: dict[str, int] = {}
         self.lock, self.closed = threading.RLock(), False
         self.failure: BaseException | None = None
 
-    def find_parameters(self) -> None:
-        """Note where the model's parameters and buffers are now; a caller may have put others in their place."""
+    def find_parameters(self, inputs: tuple[object, ...] = ()) -> None:
+        """Note where the model's parameters and constants are now; a caller may have put others in their place.
+
+        Constants are buffers, tensors that modules hold, and the only square input: it may be a graph's edges.
+        """
         trained, buffers = (
             {t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided}
             for own in (self.model.parameters(), self.model.buffers())
@@ -91,6 +96,14 @@ class Watched:
         for known, now in ((self.trained, trained), (self.parameters, trained | buffers)):
             known &= now  # other threads read these sets
             known |= now
+        squares = [x for x in inputs if is_plain(x) and x.ndim > 1 and x.shape[-1] == x.shape[-2]]
+        edges = squares if len(squares) == 1 else []
+        held = [x for x in (*self.model.buffers(), *self._held, *edges) if is_plain(x)]
+        storages = [x.untyped_storage() for x in held if x.layout == torch.strided]
+        constants = {storage.data_ptr(): storage for storage in storages}
+        self.constants.update((key, constants[key]) for key in constants.keys() - trained)
+        for key in self.constants.keys() - constants.keys():
+            del self.constants[key]
 
 
 class Recorder(threading.local):
@@ -99,6 +112,7 @@ class Recorder(threading.local):
     def __init__(self, watched: Watched) -> None:  # runs again in each thread
         self.audit, self.names = watched.audit, watched.names
         self.parameters, self.trained = watched.parameters, watched.trained
+        self.constants = watched.constants
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
@@ -159,7 +173,7 @@ class Recorder(threading.local):
         with torch._C.DisableTorchFunction():  # a function mode would see every property access
             self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
             if module is self._watched.model:
-                self._watched.find_parameters()
+                self._watched.find_parameters(inputs)
         self._watched.ran.add(name)
         return True
 
@@ -416,18 +430,27 @@ class SharedChange:
         """Hold the change inside the context."""
         own = object()
         try:
-            with self._lock:
-                self._holders.add(own)
-                if self._made is None:
-                    self._made = ExitStack()
-                    self._made.enter_context(self._change())
-            yield
+            try:
+                with self._lock:
+                    self._holders.add(own)
+                    if self._made is None:
+                        self._made = ExitStack()
+                        self._made.enter_context(self._change())
+                yield
+            finally:
+                self._let_go(own)
         finally:
+            self._let_go(own)  # again, if an interrupt cut the first one short
+
+    def _let_go(self, own: object) -> None:
+        """Undo the change if nobody else holds it; a second call does what the first one left."""
+        try:
             with self._lock:
                 self._holders.discard(own)
                 if not self._holders and self._made is not None:
-                    made, self._made = self._made, None
-                    made.close()
+                    self._made.close()
+                    self._made = None
+        finally:
             while self._lock._is_owned():  # type: ignore[attr-defined]  # interrupted before it was released
                 self._lock.release()
 
@@ -441,12 +464,18 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return here(*args, **kwargs)
 
-    try:
-        setattr(owner, name, replacement)
-        yield
-    finally:
+    def put_back() -> None:
         if vars(owner).get(name) is replacement:  # else someone replaced it later, and calls ours
             setattr(owner, name, original) if own else delattr(owner, name)
+
+    try:
+        try:
+            setattr(owner, name, replacement)
+            yield
+        finally:
+            put_back()
+    finally:
+        put_back()  # again, if an interrupt cut the first one short
 
 
 def take_off(mode: TorchFunctionMode) -> bool:

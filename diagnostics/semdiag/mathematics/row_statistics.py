@@ -380,7 +380,9 @@ def row_statistics(
             rows["order"].masked_fill_(rows["top"][..., :top] == -torch.inf, -1)
         order = rows.pop("order", ranks.new_zeros(*rows["keys"].shape, 0))
         rows = finished(rows, sinks)
-    for rank in range(1, top):  # in place: the ranks are the largest tensor here, K × Lk
+    if q.is_cuda:
+        ranks.cumsum_(2)  # one operation
+    for rank in range(1, 0 if q.is_cuda else top):  # in place: the ranks are the largest tensor here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_keys=order, top_load=ranks.movedim(2, 0), received=weights)
 

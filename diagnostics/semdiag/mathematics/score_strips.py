@@ -19,7 +19,6 @@ from semdiag.mathematics.softmax_stability import (
     positive_separation,
 )
 from semdiag.mathematics.spectral_norms import Real, broadcast
-from semdiag_models.attention import selection as products
 
 _CAUSAL_STRIPS = 8  # strips per sample in long causal calls, where a strip skips the keys after its last query
 _LONG = 256  # queries from which this pays
@@ -168,11 +167,7 @@ class Scores:
 
 def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
     """Compute scale · q kᵀ into ``out``: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
-    if products.takes(q[0], k[0]):
-        for rows, keys, scores in zip(q * scale, k, out, strict=True):
-            scores.copy_(products.linear(rows, keys))
-    else:
-        torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
+    torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:

@@ -374,10 +374,12 @@ class LayerGate:
         failed = [layer for layer in self.failing if layer not in self.unknown]
         parts = []
         if failed:
-            many = f"{len(failed)} of {len(self.full)} layers"
+            many = f"{len(failed)} of {counted(len(self.full), 'layer')}"
             parts.append(f"δ_h < δ_s fails at the median of {many} ({', '.join(map(str, failed))})")
         if self.unknown:
-            many = f"{len(self.unknown)} of {len(self.full)} layers ({', '.join(map(str, self.unknown))})"
+            many = (
+                f"{len(self.unknown)} of {counted(len(self.full), 'layer')} ({', '.join(map(str, self.unknown))})"
+            )
             parts.append(f"δ_h < δ_s cannot be judged at the median of {many}, {NO_NUMBER}")
         return "; ".join(parts)
 

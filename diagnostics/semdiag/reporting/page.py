@@ -9,10 +9,11 @@ import pandas as pd
 from markupsafe import Markup
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
-from semdiag.measuring.findings.findings import Completeness, Findings, completeness, records
-from semdiag.measuring.words import number_words, percent
-from semdiag.presenting.section import Column, Heading, count, page_environment, page_style, plain, text
-from semdiag.questions.registry import all_sections
+from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
+from semdiag.measuring.words import count, layer_name, number_words, percent, plain, text
+from semdiag.presenting.answer import Heading, page_environment, page_style
+from semdiag.presenting.tables import Column
+from semdiag.questions.registry import QUESTIONS
 
 
 def capture_sentences(findings: Findings) -> list[str]:
@@ -63,6 +64,7 @@ def diverged_sentences(findings: Findings) -> list[str]:
     others = set(models.loc[external(models), "model"])
     for model, rows in bad.groupby("model", sort=False):
         first = rows.sort_values(["layer", "head"]).iloc[0]
+        layer = layer_name(int(first["layer"]), findings(modules_by_layer, str(model)))
         advice = (
             "Look for NaN or infinite numbers in its weights and inputs"
             if model in others
@@ -70,7 +72,7 @@ def diverged_sentences(findings: Findings) -> list[str]:
         )
         sentences.append(
             f"Diverged: {int(rows['scores'].sum()):,} attention scores of {model} are NaN or infinite, first in "
-            f"layer {first['layer']}, head {first['head']}, so what is reported of it means nothing, and no probe "
+            f"layer {layer}, head {first['head']}, so what is reported of it means nothing, and no probe "
             f"was run on it. {advice}."
         )
     return sentences
@@ -149,7 +151,7 @@ def render_page(
     rows = content["results"]
     glances = content["glances"]
     places = [(name, heading) for name, headings in parts for heading in headings]
-    best = next((s for _, heading in places for s in heading.figures if not pictures[s.figure]["missing"]), None)
+    best = next((s for _, heading in places for s in heading.figures if not pictures[s.name]["missing"]), None)
     tiles = [(_glanced(name, headings), glances[name]) for name, headings in parts if headings and name in glances]
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
@@ -194,7 +196,7 @@ def render_page(
 
 def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
     """Return the heading that a section's answer at a glance is about."""
-    anchor = all_sections()[name].glanced
+    anchor = QUESTIONS[name].glanced
     return next((heading for heading in headings if heading.anchor == anchor), headings[0])
 
 

@@ -1,4 +1,4 @@
-"""An interrupt at any line of an opening leaves nothing behind."""
+"""An interrupt at any line of an opening, or while a shared change closes, leaves nothing behind."""
 
 import gc
 import sys
@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import semdiag
 from semdiag import Monitor, TopK, capture, sparsify
 from semdiag.capturing.private_parts import _Kinds, _Names, works
-from semdiag.capturing.recording import modes_here
+from semdiag.capturing.recording import SharedChange, modes_here, replaced
 
 HOME = str(Path(semdiag.__file__).parent)
 PLACE = []  # of the last interrupt
+INSIDE = [None]  # what traces from the inside of a context on
 
 
 def state(model):
@@ -35,7 +36,7 @@ def state(model):
     return hooks, modes, flags, sorted(vars(torch.autograd.function._SingleLevelFunction))
 
 
-def interrupted(run, line):
+def interrupted(run, line, closing=False):
     """Run with an interrupt at the line with this number, counted in semdiag; return whether it was reached."""
     left = line
 
@@ -51,7 +52,8 @@ def interrupted(run, line):
         return trace
 
     before = sys.gettrace()
-    sys.settrace(trace)
+    INSIDE[0] = trace
+    sys.settrace(None if closing else trace)
     try:
         run()
     except KeyboardInterrupt:
@@ -95,6 +97,28 @@ def test_an_interrupt_while_a_context_opens_leaves_nothing_behind(opened, hooked
         line += 1
     assert not left
     assert line > 50
+
+
+class Owner:
+    @staticmethod
+    def one():
+        return 1
+
+
+def test_an_interrupt_while_a_shared_change_closes_leaves_nothing_behind():
+    """The line at which it begins to close is counted, too: all of them lie within two layers of finally."""
+    change = SharedChange(lambda: replaced(Owner, "one", lambda original: 2))
+
+    def closed():
+        with change.held():
+            assert Owner.one() == 2
+            sys.settrace(INSIDE[0])
+
+    line = 1
+    while interrupted(closed, line, closing=True):
+        assert (Owner.one(), change._holders, change._made) == (1, set(), None), PLACE
+        line += 1
+    assert line > 10
 
 
 class Mode(TorchFunctionMode):

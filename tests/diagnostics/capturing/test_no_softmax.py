@@ -158,3 +158,112 @@ def test_products_outside_the_model_are_no_attention():
         for _ in range(2):
             g = 1.5 * g - 0.5 * (g @ g.mT) @ g
     assert calls.audit.empty
+
+
+def fourier(size):
+    places = torch.arange(size)
+    return torch.cos(2 * math.pi * torch.outer(places, places) / size)
+
+
+class Mixing(nn.Module):
+    """Softmax attention, then products of the stream with matrices that no projection of it made."""
+
+    def __init__(self, mix):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.mix = Attention(weighing(lambda z: z.softmax(-1))), mix
+        self.ways = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.constant = fourier(LENGTH)
+        self.register_buffer("graph", torch.rand(LENGTH, LENGTH))
+
+    def forward(self, x, edges=None):
+        x = x + self.first(x)
+        edges = self.graph if edges is None else edges
+        for way in self.ways:
+            x = x + way(self.mix(self, x, edges)).relu()
+        return x
+
+
+def chebyshev(model, x, edges):
+    return edges @ x + (2 * edges @ edges - torch.eye(LENGTH)) @ x
+
+
+def by_degree(model, x, edges):
+    degree = edges.sum(-1).rsqrt().diag_embed()
+    return degree @ edges @ degree @ x
+
+
+MIXES = {
+    "a Fourier transform, held": lambda model, x, edges: model.constant @ x @ fourier(WIDTH),
+    "a Fourier transform, made": lambda model, x, edges: fourier(LENGTH) @ x @ fourier(WIDTH),
+    "einsum": lambda model, x, edges: torch.einsum("mn,bnd,de->bme", model.constant, x, fourier(WIDTH)),
+    "edges twice": lambda model, x, edges: edges @ (edges @ x),
+    "Chebyshev": chebyshev,
+    "edges by degree": by_degree,
+}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["buffer", "input"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_products_with_constants_and_graphs_are_no_attention(mix, graph):
+    model = Mixing(MIXES[mix])
+    inputs = (stream(), torch.rand(2, LENGTH, LENGTH)) if graph else (stream(),)
+    with torch.no_grad(), semdiag.capture(model) as calls:
+        model(*inputs)
+    assert (len(calls), len(calls.audit)) == (1, 0)
+    with semdiag.sparsify(model, semdiag.TopK(2)):
+        model(*inputs)
+
+
+def test_a_constant_that_was_overwritten_by_queries_is_none():
+    def attend(q, k, v):
+        queries = torch.zeros(2, LENGTH, WIDTH)
+        queries.copy_(q)
+        return (queries @ k.mT).relu() @ v
+
+    with torch.no_grad(), semdiag.capture(model := Both(attend)) as calls:
+        model(stream())
+    assert [*calls.audit["module"]] == ["second"]
+
+
+EXPERTS = {
+    "einsum": lambda gate, outputs: torch.einsum("bne,bneh->bnh", gate, outputs),
+    "experts first": lambda gate, outputs: torch.einsum("bne,ebnh->bnh", gate, outputs.permute(2, 0, 1, 3)),
+    "matmul": lambda gate, outputs: (gate.unsqueeze(-2) @ outputs).squeeze(-2),
+    "flat": lambda gate, outputs: torch.bmm(gate.flatten(0, 1)[:, None], outputs.flatten(0, 1)).view(
+        2, LENGTH, -1
+    ),
+}
+
+
+@pytest.mark.parametrize("way", EXPERTS)
+def test_a_gate_of_dense_experts_is_no_attention(way):
+    def mix(model, x, edges):
+        outputs = torch.stack([way(x) for way in model.ways], -2)
+        return EXPERTS[way](model.graph_gate(x).softmax(-1), outputs)
+
+    model, x = Mixing(mix), stream().requires_grad_()
+    model.graph_gate = nn.Linear(WIDTH, 3)
+    with semdiag.sparsify(model, semdiag.TopK(2)) as masked:
+        output = model(x)
+    assert len(masked.unmasked) == 0
+    model.first.attend, y = top_two, x.detach().clone().requires_grad_()
+    torch.testing.assert_close(output, expected := model(y), atol=1e-5, rtol=1e-5)
+    (output.square().sum() + expected.square().sum()).backward()
+    torch.testing.assert_close(x.grad, y.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_a_softmax_over_learned_keys_whose_rows_share_their_values_is_refused():
+    class Synthesizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores, self.values = nn.Linear(WIDTH, LENGTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.scores(x).softmax(-1) @ self.values(x)
+
+    with (
+        pytest.raises(InputError, match="its keys are parameters"),
+        semdiag.sparsify(model := Synthesizer(), semdiag.TopK(2)),
+    ):
+        model(stream())

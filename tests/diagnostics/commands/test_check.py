@@ -33,7 +33,7 @@ def test_a_pair_with_smaller_dispersion_under_topk_passes(run_semdiag, pair):
     outcome = run_semdiag("check", pair, "--samples", 20)
     assert (outcome.code, outcome.err) == (0, "semdiag: measuring 2 models in 4 stages.\n")
     assert "even-pairs, topk-3, seed 7" in outcome.out
-    assert "1 of 1 pairs pass; 4 of 4 invariants hold." in outcome.out
+    assert "1 of 1 pair passes; 4 of 4 invariants hold." in outcome.out
     assert "FAILS" not in outcome.out
 
 
@@ -42,7 +42,7 @@ def test_a_doctored_pair_fails(run_semdiag, pair):
     outcome = run_semdiag("check", pair, "--samples", 20)
     assert outcome.code == 1
     assert "semdiag: even-pairs, topk-3, seed 7: δ_h < δ_s fails at p50, p75, p90, p95.\n" in outcome.err
-    assert "0 of 1 pairs pass; 4 of 4 invariants hold." in outcome.out
+    assert "0 of 1 pair passes; 4 of 4 invariants hold." in outcome.out
 
 
 def test_a_failure_is_said_even_when_quiet_and_a_pass_is_not(run_semdiag, pair):
@@ -84,7 +84,7 @@ def test_runs_whose_padding_counts_are_partners_by_the_length_of_their_samples(r
         out = ("--quiet", "--out", attention[:4])
         assert run_semdiag("train", *words.split(), "--attention", *attention.split(), *out).code == 0
     outcome = run_semdiag("check", "full", "topk", "--exit-zero")
-    assert "of 1 pairs pass" in outcome.out
+    assert "of 1 pair passes" in outcome.out
     assert "tokens long" not in outcome.err  # they are measured on what they were trained on
 
 
@@ -187,7 +187,7 @@ def test_a_model_that_the_baseline_does_not_hold_is_named_and_counted(run_semdia
     (here / "base.json").write_text(json.dumps(known))
     gone = run_semdiag("check", pair / "topk", "--samples", 20, "--baseline", "base.json")
     assert gone.code == 1
-    assert "1 of 1 models compared, 1 model of the baseline not matched." in gone.out
+    assert "1 of 1 model compared, 1 model of the baseline not matched." in gone.out
 
 
 def test_a_failing_layer_is_named_and_fails_if_every_layer_must_hold(run_semdiag, pair):

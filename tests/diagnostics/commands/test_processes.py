@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 
 import pytest
 
@@ -17,6 +18,14 @@ from semdiag.questions.registry import QUESTIONS
 )
 def test_what_makes_no_sense_is_refused(here, refusal, words, said):
     assert refusal("report", *words) == said
+
+
+def test_fewer_processes_than_asked_for_are_said_whatever_python_does_with_warnings(tiny_runs, here, run_semdiag):
+    warnings.simplefilter("error")
+    words = ("--jobs", 1000, "--samples", 2, "--figures", "none", "--out", "page", "--json")
+    outcome = run_semdiag("dispersion", tiny_runs.full, *words)
+    assert outcome.code == 0, outcome.err
+    assert "semdiag: 1 of 1,000 processes are used: there is no more to divide among processes." in outcome.err
 
 
 def test_without_ray_the_pip_command_is_told(here, refusal, tiny_runs, monkeypatch):

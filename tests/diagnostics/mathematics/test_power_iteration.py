@@ -138,13 +138,13 @@ def test_the_spectral_norm_of_heads_is_that_of_their_whole_jacobian():
     generator = torch.Generator().manual_seed(0)
     point = tuple(3 * torch.randn(1, 4, 5, 3, generator=generator, dtype=torch.float64) for _ in range(3))
     start = torch.randn(1, 4, 5, 3, generator=generator, dtype=torch.float64)
-    found = jacobian_spectral_norm(attend, point, start, 400)
+    found = jacobian_spectral_norm(attend, point, start)
     assert found.settled.all()
     for head in range(4):
         parts = tuple(each[:, head : head + 1] for each in point)
         whole = torch.autograd.functional.jacobian(attend, parts)
         exact = torch.linalg.matrix_norm(torch.cat([part.reshape(15, 15) for part in whole], 1), 2)
         assert found.value[0, head] <= exact * (1 + 1e-12)
-        assert found.value[0, head] >= exact * (1 - 2e-2)  # an iteration that grows by less than 1e-4 has settled
+        assert found.value[0, head] >= exact * (1 - 1e-3)
         few = jacobian_spectral_norm(attend, parts, start[:, head : head + 1], 2)
         assert few.value <= found.value[0, head] * (1 + 1e-12)

@@ -25,10 +25,11 @@ PLAIN = {  # handle numbers, tensors and places; their docstrings say it all
 def public_functions(package: str) -> dict:
     """Return the public functions of a package by name, each from the module that defines it."""
     found = {}
-    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        for name, member in vars(importlib.import_module(module.name)).items():
+    places = getattr(importlib.import_module(package), "__path__", [])
+    for module in [package, *(each.name for each in pkgutil.walk_packages(places, f"{package}."))]:
+        for name, member in vars(importlib.import_module(module)).items():
             defined = inspect.isfunction(inspect.unwrap(member)) if callable(member) else False
-            if defined and member.__module__ == module.name and not name.startswith("_"):
+            if defined and member.__module__ == module and not name.startswith("_"):
                 found[name] = member
     return found
 

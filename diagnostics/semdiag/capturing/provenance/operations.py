@@ -318,7 +318,7 @@ class OperationWatch(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
-        self._tags = Tags(recorder.parameters)
+        self._tags = Tags(recorder.parameters, recorder.constants)
         self._softmaxes = Softmaxes(recorder, self._tags)
         self._products = Products(recorder, self._tags, self._softmaxes)
         self._merged = MergedBlocks(recorder, self._tags)

@@ -94,7 +94,9 @@ class Products:
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
-            if scores is None or any(scores.product.fixed) or self._is_weight(other):
+            if scores is None or any(scores.product.fixed) or scores.product.constant:
+                continue
+            if self._is_weight(other) or self._tags.constant(other):
                 continue
             if any(p.origin == scores.product.number and p.axis > 0 for p in scores.axes[axis]):
                 self._softmaxes.without[made.product.number] = name, self._recorder.module
@@ -115,7 +117,10 @@ class Products:
         if all(fixed):
             self._tags.tag_fixed(result)
             return
-        product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed)
+        constant = self._tags.constant(a), self._tags.constant(b)
+        if all(constant):
+            self._tags.mark(result, "constant")
+        product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed, any(constant))
         shape = result.shape if result.ndim == 3 else (1, *result.shape)
         self._tags.tag_scores(result, Scores(product, own_axes(shape, product.number)[-result.ndim :]))
 
@@ -144,6 +149,8 @@ class Products:
                 softmax.refuse("its softmax does not run over the axis that is summed with values")
             return None
         if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # a number is a statistic
+            return None
+        if not constant and softmax.keys_fixed(axis) and _by_row(softmax, weights, left):
             return None
         whole = _whole(softmax, axis, summed)
         reason = _reason(tag, axis, whole=whole, constant=constant, added=added, numbers=not result.ndim)
@@ -227,6 +234,12 @@ def _history(softmax: Softmax) -> ScoreHistory | None:
     return None if in_transform(history.q) else history
 
 
+def _by_row(softmax: Softmax, weights: Tensor, left: bool) -> bool:
+    """Return whether each row of many meets values of its own, as a gate's weights meet the outputs of experts."""
+    rows = weights.shape[-2 if left else -1] if weights.ndim > 1 else 1
+    return rows == 1 and softmax.scores.ndim > 1 and softmax.scores.shape[-2] > 1
+
+
 def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
     """Return why weights that met values are not captured; None if they can be."""
     softmax = tag.softmax
@@ -272,7 +285,10 @@ _DEFORMABLE = "its keys are parameters, and its values are interpolated between 
 
 def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
     """Propagate tags from an operation's inputs to its outputs."""
-    outputs = _float_outputs(result) if given else []
+    outputs = _float_outputs(result)
+    if outputs and all(map(tags.constant, given)):
+        for out in outputs:
+            tags.mark(out, "constant")
     if name in _SHAPED:
         given = [t for t in given if tags.fixed(t)]  # noise for weights, and room for more of them
     if not given:

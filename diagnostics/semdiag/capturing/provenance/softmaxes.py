@@ -111,7 +111,8 @@ class Softmaxes:
         noise = name == "mul_" and any(self._tags.noise(t) is not None for t in tensors(args[1:]))
         for tensor in written:
             storage = address(tensor)
-            known = self._tags.written(tensor, noise, self._leaves_fixed(tensor, given))
+            constant = all(map(self._tags.constant, given))
+            known = self._tags.written(tensor, noise, self._leaves_fixed(tensor, given), constant)
             if self._inputs_in_use.get(storage, 0) > 0:
                 for softmax in self._open:
                     if not softmax.done and address(softmax.scores) == storage:

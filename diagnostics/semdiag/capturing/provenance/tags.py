@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -231,6 +231,7 @@ class Product(NamedTuple):
     number: int  # number that identifies it
     sizes: tuple[int, int]  # M and K
     fixed: tuple[bool, bool]  # whether each factor is computed from parameters alone
+    constant: bool = False  # whether a factor is made of constants alone
 
     def whole_in(self, axes: Axes) -> bool:
         """Return whether the axes still contain both sides of the product, where longer than 1."""
@@ -352,9 +353,9 @@ class _Store:
 class Tags:
     """Tags of all tensors that one thread has seen."""
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self, parameters: set[int], constants: Container[int]) -> None:
         self.marks: set[str] = set()
-        self._parameters = parameters
+        self._parameters, self._constants = parameters, constants
         self._stores: dict[int, _Store] = {}
         self._limit = 256
         self._writes: Counter[int] = Counter()
@@ -396,6 +397,14 @@ class Tags:
             return storage not in self._moving
         store = self._stores.get(storage)
         return store is not None and store.fixed
+
+    def constant(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has whole numbers, or is made of constants alone."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return True
+        if is_plain(tensor) and tensor.untyped_storage().data_ptr() in self._constants:
+            return address(tensor) not in self._moving
+        return self.marked(tensor, "constant") is not None
 
     def own(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor lies in a parameter or a buffer of the model."""
@@ -443,10 +452,11 @@ class Tags:
         """Return the number of operations that have written to a tensor's storage so far."""
         return self._writes[address(tensor)]
 
-    def written(self, tensor: Tensor, noise: bool, fixed: bool) -> bool:
+    def written(self, tensor: Tensor, noise: bool, fixed: bool, constant: bool) -> bool:
         """Note a write to a tensor, which may change all tensors that share its storage.
 
-        ``fixed``: what is written is computed from parameters alone, or is a step of training.
+        ``fixed``: what is written is computed from parameters alone, or is a step of training; ``constant``: from
+        constants alone.
         """
         storage = address(tensor)
         self._writes[storage] += 1
@@ -456,6 +466,8 @@ class Tags:
         if store is None:
             return False
         store.fixed = store.fixed and fixed
+        if not constant:
+            store.marks.pop("constant", None)
         if not noise:
             store.weights = {key: tag._replace(exact=False) for key, tag in store.weights.items()}
         return True

@@ -13,8 +13,8 @@ MOST = 1024  # most scores that are ranked
 _OLDEST = 8, 0  # compute capability from which matrices are multiplied in TF32 and bfloat16
 
 
-def refusal(q: Tensor, selected: Tensor | None, top: int) -> str | None:
-    """Return why the kernels do not take an attention call on this device; None if they do."""
+def refusal(q: Tensor, selected: Tensor | None, top: int = 0) -> str | None:
+    """Return what of an attention call the kernels do not know; None if they take it."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the type {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] > WIDEST:
@@ -28,10 +28,12 @@ def refusal(q: Tensor, selected: Tensor | None, top: int) -> str | None:
 
 @cache
 def _missing(device: torch.device) -> str | None:
-    if torch.version.hip or find_spec("triton") is None:
-        return "no Triton for CUDA"
+    if device.type != "cuda" or torch.version.hip:
+        return "devices other than NVIDIA's"
+    if find_spec("triton") is None:
+        return "this device without the package triton"
     capability = torch.cuda.get_device_capability(device)
-    return None if capability >= _OLDEST else f"a device of compute capability {capability[0]}.{capability[1]}"
+    return None if capability >= _OLDEST else f"devices of compute capability {capability[0]}.{capability[1]}"
 
 
 def kernel_rows(

@@ -32,9 +32,9 @@ def _ordered(x):
 
 @triton.jit
 def _scores(
-    q, q_low, k, k_low, start, inside, position, allowed, allowed_step, bias, bias_step, k_length, scale, softcap,
-    BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr,
+    q, q_low, k, k_low, start, last, allowed, allowed_step, bias, bias_step, k_length, scale, softcap,
+    BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    BIAS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of scores, -inf where a row may not see a key, and which keys a row may see."""
     cols = start + tl.arange(0, BN)
@@ -50,14 +50,12 @@ def _scores(
     if SOFTCAP:
         s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (s / softcap)) + 1.0))
     present = cols < k_length
-    valid = present[None, :] & inside[:, None]
+    valid = cols[None, :] <= last[:, None]
     if BIAS == 1:
         s += tl.load(bias + cols * bias_step, mask=present, other=0.0).to(tl.float32)[None, :]
     if BIAS == 2:
         s += tl.load(bias[:, None] + (cols * bias_step)[None, :], mask=valid, other=0.0).to(tl.float32)
     if EDGE:
-        if CAUSAL:
-            valid = valid & (cols[None, :] <= position[:, None])
         if MASK == 1:
             valid = valid & (tl.load(allowed + cols * allowed_step, mask=present, other=0) != 0)[None, :]
         if MASK == 2:
@@ -66,19 +64,30 @@ def _scores(
     return s, valid
 
 
-_PLAIN = ["head0", "tile0", "heads", "key_heads", "all_heads", "all_keys", "q_length", "k_length", "q_rows", "k_rows"]
-_PLAIN += ["first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h"]
+_PLAIN = [
+    "head0",
+    "tile0",
+    "heads",
+    "key_heads",
+    "all_heads",
+    "all_keys",
+    "q_length",
+    "k_length",
+    "q_rows",
+    "k_rows",
+]
+_PLAIN += ["first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h", "GROUPS", "ROOM"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
 def _pass(
     q, k, allowed, bias, places, spans, lse, floats, counts, groups, ranges, bounds, slots, found, sums,
     head0, tile0, heads, key_heads, all_heads, all_keys, q_length, k_length, q_rows, k_rows, first_query,
-    scale, softcap, s_b, s_h, a_b, a_h, a_q, a_k, p_b, p_h, p_q, p_k,
+    scale, softcap, GROUPS, ROOM, s_b, s_h, a_b, a_h, a_q, a_k, p_b, p_h, p_q, p_k,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, SPANS: tl.constexpr, PLACES: tl.constexpr,
-    FROM: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr,
-    RECEIVED: tl.constexpr, SECOND: tl.constexpr,
+    FROM: tl.constexpr, TOP: tl.constexpr, G: tl.constexpr, RECEIVED: tl.constexpr,
+    SECOND: tl.constexpr,
 ):  # fmt: skip
     """Look at all keys of a tile of rows: the first pass, or the second."""
     tiles = tl.num_programs(0)
@@ -95,16 +104,17 @@ def _pass(
     place = rows
     if PLACES:
         place = tl.load(places + row, mask=inside, other=0)
-    position = first_query + place
+    last = tl.zeros([BM], tl.int32) + (k_length - 1)  # key of each row
+    if CAUSAL:
+        last = tl.minimum(last, first_query + place)
+    last = tl.maximum(last, -1)
+    least = tl.min(tl.where(inside, last, k_length), 0)
+    last = tl.where(inside, last, -1)
     place = tl.maximum(place, 0).to(tl.int64)
     # What the tile sees: keys from first, all of them for each row up to whole, none from end
     first = 0
-    end = k_length
-    whole = (k_length // BN) * BN
-    if CAUSAL:
-        end = tl.minimum(end, tl.maximum(tl.max(tl.where(inside, position, -1), 0) + 1, 0))
-        least = tl.min(tl.where(inside, position, k_length), 0)
-        whole = tl.minimum(whole, (tl.maximum(least + 1, 0) // BN) * BN)
+    end = tl.max(last, 0) + 1
+    whole = tl.minimum(least + 1, end) // BN * BN
     if SPANS:
         span = spans + 2 * (b * s_b + h * s_h + tile)
         first = tl.minimum(tl.load(span), end)
@@ -136,7 +146,9 @@ def _pass(
     minimum = tl.full([BM], float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     moment = tl.zeros([BM], tl.float32)  # Σ exp(z - max) (z - max)
-    seen = tl.zeros([BM], tl.int32)
+    seen = last + 1
+    if MASK > 0:
+        seen = tl.zeros([BM], tl.int32)
     more = tl.zeros([BM], tl.int32)
     equal = tl.zeros([BM], tl.int32)
     for EDGE in tl.static_range(FROM, 2):  # first where every row sees every key
@@ -148,8 +160,8 @@ def _pass(
             stop = end
         for start in range(begin, stop, BN):
             s, valid = _scores(
-                query, query_low, k, k_low, start, inside, position, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
-                BN, BD, SPLIT, SOFTCAP, CAUSAL, MASK, BIAS, EDGE,
+                query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
+                BN, BD, SPLIT, SOFTCAP, MASK, BIAS, EDGE,
             )  # fmt: skip
             if not SECOND:
                 if TOP > 0:
@@ -161,10 +173,10 @@ def _pass(
                     higher = tl.maximum(maximum, tl.max(s, 1))
                 if EDGE:
                     minimum = tl.minimum(minimum, tl.min(tl.where(valid, s, float("inf")), 1))
-                    seen += tl.sum(valid.to(tl.int32), 1)
+                    if MASK > 0:
+                        seen += tl.sum(valid.to(tl.int32), 1)
                 else:
                     minimum = tl.minimum(minimum, tl.min(s, 1))
-                    seen += BN
                 zero = tl.where(higher == float("-inf"), 0.0, higher)
                 away = s - zero[:, None]
                 weight = tl.exp2(away * _LOG2E)
@@ -181,13 +193,19 @@ def _pass(
                     cols = start + tl.arange(0, BN)
                     rest = tl.where(s >= bound[:, None], s, float("-inf"))
                     best = tl.max(rest, 1)
-                    if tl.max(best, 0) > float("-inf"):  # a loop of its own would stop loads ahead of the outer one
+                    if tl.max(best, 0) > float(
+                        "-inf"
+                    ):  # a loop of its own would stop loads ahead of the outer one
                         while tl.max(best, 0) > float("-inf"):
                             column = tl.min(tl.where(rest == best[:, None], cols[None, :], _LAST), 1)
                             above = best > bound
                             level = (best == bound) & (equal <= TOP)
                             packed = (_ordered(best).to(tl.int64) << 32) | (column ^ _LAST).to(tl.int64)
-                            tl.store(slot_row + tl.where(above, more, ROOM + equal), packed, mask=level | (above & (more < ROOM)))
+                            tl.store(
+                                slot_row + tl.where(above, more, ROOM + equal),
+                                packed,
+                                mask=level | (above & (more < ROOM)),
+                            )
                             more += above.to(tl.int32)
                             equal += level.to(tl.int32)
                             rest = tl.where(cols[None, :] == column[:, None], float("-inf"), rest)
@@ -208,8 +226,8 @@ def _pass(
         if tl.max((moment != moment).to(tl.int32), 0) > 0:
             for start in range(first, end, BN):
                 s, valid = _scores(
-                    query, query_low, k, k_low, start, inside, position, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
-                    BN, BD, SPLIT, SOFTCAP, CAUSAL, MASK, BIAS, True,
+                    query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
+                    BN, BD, SPLIT, SOFTCAP, MASK, BIAS, True,
                 )  # fmt: skip
                 bad += tl.sum((valid & ((tl.abs(s) == float("inf")) | (s != s))).to(tl.int32), 1)
                 undefined += tl.sum((valid & (s != s)).to(tl.int32), 1)
@@ -225,9 +243,9 @@ def _pass(
             tl.store(ranges + 2 * index + 1, tl.where(end > first, tl.cdiv(end, BN), 0) * (BN // G))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["GROUPS"])
 def _bounds(
-    groups, ranges, bounds, BM: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
+    groups, ranges, bounds, GROUPS, BM: tl.constexpr, TOP: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """Find the (K+1)-th largest group maximum of R rows by bisection; the lowest number if there are fewer."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -248,16 +266,16 @@ def _bounds(
 
 
 @triton.jit
-def _candidates(slots, at, more, n, ROOM: tl.constexpr):
+def _candidates(slots, at, more, n, ROOM):
     """Load some candidates of R rows: those above the bound, then those that equal it."""
     slot = tl.where(at[None, :] < more[:, None], at[None, :], ROOM + at[None, :] - more[:, None])
     return tl.load(slots[:, None] + slot, mask=at[None, :] < n[:, None], other=-(2**63))
 
 
-@triton.jit(do_not_specialize=["head0", "row0", "rows", "q_length", "size"])
+@triton.jit(do_not_specialize=["head0", "row0", "rows", "q_length", "size", "ROOM"])
 def _ranked(
-    slots, found, counts, top, keys, head0, row0, rows, q_length, size,
-    TOP: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
+    slots, found, counts, top, keys, head0, row0, rows, q_length, size, ROOM,
+    TOP: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Rank the candidates of R rows by counting those that come before each; NaN if the two passes disagree."""
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -320,17 +338,19 @@ def _mask_spans(
 
 
 class Tile(NamedTuple):
-    """Rows and keys that a program scores at a time, its warps, and how many tiles of keys are loaded ahead."""
+    """Rows and keys that a program scores at a time, its warps, tiles of keys loaded at a time, and registers."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None  # most of a thread where no mask needs more: fewer let more programs run at once
 
 
 _TILES = (  # from large to small; the first that fits into a program's memory is taken
-    Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)
-)  # fmt: skip
+    *(Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2)),
+    *(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+)
 
 
 def fitting_tile(q: Tensor) -> Tile:
@@ -351,6 +371,8 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     """Return (1 or 2, B, H, rows, width), zeros where x ends; float32 as the sum of two TF32 numbers."""
     batch, heads, length, width = x.shape
     halves = 2 if x.dtype == torch.float32 else 1
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        x = x.float()  # Triton's interpreter reads bfloat16 as whole numbers; these products are the same
     shape = halves, batch, heads, rows, _width(x)
     if halves == 1 and x.shape == shape[1:]:
         return x.contiguous()
@@ -403,6 +425,7 @@ def kernel_rows(
     batch, heads, length, _ = q.shape
     k_length, device, n = scores.k.shape[2], q.device, batch * heads
     tiles, blocks = triton.cdiv(length, tile.rows), triton.cdiv(k_length, tile.keys)
+    split = q.dtype == torch.float32
     q, k = _padded(q, tiles * tile.rows), _padded(scores.k, blocks * tile.keys)
     allowed = None if scores.allowed is None else part_of(scores.allowed, _ALL, _ALL).view(torch.uint8)
     bias = None if scores.bias is None else part_of(scores.bias, _ALL, _ALL)
@@ -428,7 +451,7 @@ def kernel_rows(
     size, room = 1, 0
     if top:
         sizes = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
-        size = min(sizes, key=lambda g: 4 * blocks * tile.keys // g + 8 * min(top * g, k_length))
+        size = min(sizes, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
         room = min(top * size, k_length)
     groups = blocks * (tile.keys // size)
     of_tile = tile.rows * (4 * groups + 8 * (room + top + 1)) * bool(top) + 4 * blocks * tile.keys * received
@@ -446,10 +469,10 @@ def kernel_rows(
         ]
     sizes = heads, scores.k.shape[1], n, batch * scores.k.shape[1], length, k_length, q.shape[-2], k.shape[-2]
     constants = {
-        "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": q.dtype == torch.float32,
+        "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": split,
         "SOFTCAP": scores.softcap is not None, "CAUSAL": scores.causal, "MASK": masked, "BIAS": biased,
         "SPANS": spans is not nothing, "PLACES": scores.places is not None, "FROM": int(masked > 0), "TOP": top, "G": size,
-        "GROUPS": groups, "ROOM": room, "num_warps": tile.warps, "num_stages": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": None if masked or biased else tile.registers,
     }  # fmt: skip
 
     together = 1 if q.is_cuda else tile.rows  # rows of a program that ranks; the interpreter is slow to start one
@@ -457,7 +480,7 @@ def kernel_rows(
     def run(second: bool, lse: Tensor, first: int, head: int, grid: tuple[int, int]) -> None:
         _pass[grid](
             q, k, nothing if allowed is None else allowed, nothing if bias is None else bias, places, spans, lse, floats,
-            counts, *memory, head, first, *sizes, scores.first_query, scores.scale, scores.softcap or 1.0, *s, *a, *p,
+            counts, *memory, head, first, *sizes, scores.first_query, scores.scale, scores.softcap or 1.0, groups, room, *s, *a, *p,
             **constants, SECOND=second, RECEIVED=second and received,
         )  # fmt: skip
 
@@ -477,14 +500,14 @@ def kernel_rows(
             if top:
                 span = triton.next_power_of_2(groups)
                 _bounds[(rows * grid[1] // together,)](
-                    memory[0], memory[1], memory[2], BM=tile.rows, TOP=top, GROUPS=groups, SIZE=span, R=together,
+                    memory[0], memory[1], memory[2], groups, BM=tile.rows, TOP=top, SIZE=span, R=together,
                     num_warps=1 if span <= 1024 else 4,
                 )  # fmt: skip
             run(True, lse, first, head, grid)
             if top:
                 _ranked[(rows // together, grid[1])](
-                    memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length,
-                    TOP=top, ROOM=room, SIZE=triton.next_power_of_2(top + 1), B=min(64, triton.next_power_of_2(top + 16)),
+                    memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length, room,
+                    TOP=top, SIZE=triton.next_power_of_2(top + 1), B=min(64, triton.next_power_of_2(top + 16)),
                     R=together, num_warps=1,
                 )  # fmt: skip
             if received:
@@ -498,9 +521,12 @@ def _loads(scores: Scores, length: int) -> Tensor:
     """Return the number of counted queries that may attend to each key, (B, H, Lk) int64."""
     (batch, heads), k_length, device = scores.q.shape[:2], scores.k.shape[2], scores.q.device
     allowed, counted = part_of(scores.allowed, _ALL, _ALL), scores.counted()
+    keys = torch.arange(k_length, device=device)
+    if allowed is None and counted is None and scores.causal:
+        return (scores.first_query + length - keys).clamp(0, length).repeat(batch, heads, 1)
     counted = torch.ones(1, 1, length, 1, dtype=torch.bool, device=device) if counted is None else counted
     places = torch.arange(length, device=device)[None, None] if scores.places is None else scores.places
-    keys, position = torch.arange(k_length, device=device), (scores.first_query + places)[..., None]
+    position = (scores.first_query + places)[..., None]
     if allowed is None or allowed.shape[2] == 1:
         if scores.causal:  # the queries whose last key is at least this one
             shape = *torch.broadcast_shapes(counted.shape, position.shape)[:2], length

@@ -11,7 +11,7 @@ import pandas as pd
 from semdiag.capturing.attention_call import external
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import number_words
+from semdiag.measuring.words import counted, number_words
 from semdiag_models import TASKS
 
 Parameters = ParamSpec("Parameters")
@@ -129,7 +129,9 @@ def unlearned_sentences(findings: Findings) -> list[str]:
             continue
         blind = max(task.chance, task.majority)
         if row["accuracy"] <= blind + 1.96 * math.sqrt(blind * (1 - blind) / samples):
-            numbers = f"{row['accuracy']:.1%} of {samples:,} samples, the commonest label alone {blind:.1%}"
+            numbers = (
+                f"{row['accuracy']:.1%} of {counted(samples, 'sample')}, the commonest label alone {blind:.1%}"
+            )
             said.append(f"{_short(row)} ({numbers})")
     if not said:
         return []
@@ -309,6 +311,12 @@ class Completeness(StrEnum):
     MISSING = "something is missing"
     BLIND = "cannot tell at this precision"
     UNKNOWN = "unknown"
+
+
+def modules_by_layer(findings: Findings, model: str) -> list[str]:
+    """Return the names of a model's attention modules in the order of its layers."""
+    calls = findings.measurements.calls
+    return calls[calls["model"] == model].sort_values("layer")["module"].astype(str).tolist()
 
 
 def completeness(row: Mapping[str, Any]) -> Completeness:

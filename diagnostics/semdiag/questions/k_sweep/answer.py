@@ -428,21 +428,21 @@ def sparse_glance(findings: Findings) -> Glance:
     words = "that were run with masks need at most half of their keys"
     words += f" (k = {span_words([each.k for each in plausible if each.k], '{}')})" if plausible else ""
     words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""
-    return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
+    return Glance(answer, f"{len(plausible)} of {counted(len(judged), 'model')}", words)
 
 
 def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
     """Return how many keys hold most of the weight, if no model was judged by a rerun."""
     weighed = [each for each in verdicts if not each.samples and each.k is not None]
     if not weighed:
-        return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models can be judged")
+        return Glance(Answer.OPEN, f"0 of {counted(len(verdicts), 'model')}", "can be judged")
     many = f", in {len(weighed)} of {len(verdicts)} models" if len(verdicts) > 1 else ""
     queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
     without = f" ({left_out:,} with no more are left out)" * (left_out > 0)
     return Glance(
         Answer.OPEN, f"k = {span_words([each.k for each in weighed if each.k], '{}')}",
-        f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys{without}{many}; "
-        "to measure what a mask costs: semdiag k-sweep MODEL --rerun",
+        f"keeps {MASS:.0%} of the weight on average over {counted(queries, 'query')} with more "
+        f"keys{without}{many}; to measure what a mask costs: semdiag k-sweep MODEL --rerun",
     )  # fmt: skip
 
 

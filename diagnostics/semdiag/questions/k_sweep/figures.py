@@ -10,6 +10,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
+from semdiag.measuring.words import counted
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import FAINT, INK, finished, palette, panel_grid, paper_style, plain_numbers
 from semdiag.presenting.section import Heading, Section, Shown, with_facts
@@ -88,10 +89,11 @@ def k_sweep(findings: Findings) -> Figure:
     for ax in axes:
         ax.set_xlabel("k")
     samples = measurements.provenance.get("probe_samples")
+    each = "" if samples is None else f", {counted(samples, 'sample')} per model"
     return finished(
         figure,
         "Within each model: its own scores, layers, heads and queries with more than k keys pooled"
-        f"{'' if samples is None else f', {samples} samples per model'}; weight: means, others medians"
+        f"{each}; weight: means, others medians"
         f"{', thin: 5th percentile (ratio: 95th)' if len(labels) <= _FEW else ''}"
         ". Last panel: the larger left side of the two conditions of the paper's Corollary 1, over p75, p90 and "
         "p95 of δ and load/k with p25, p10 and p5 of Δ.",
@@ -261,7 +263,7 @@ def kinds_by_length(findings: Findings) -> Figure:
         for ax, column in zip(axes[2 * at : 2 * at + 2], ("k", "kept"), strict=True):
             for length in lengths:
                 rows = own[(own["mask"] == kind) & (own["length"] == length)].sort_values(column)
-                draw_changes(ax, rows, column, factor, color=colors[length], label=f"{length} tokens")
+                draw_changes(ax, rows, column, factor, color=colors[length], label=counted(length, "token"))
             label = scale_changes(ax, findings, own, factor)
             ax.set_title(kind)
         axes[2 * at].set_xscale("log", base=2)

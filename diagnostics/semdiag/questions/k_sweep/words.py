@@ -166,7 +166,7 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         lines += budget_lines(findings, model)
     if verdict.queries:
         lines.append(
-            f"Weight kept is the mean over {verdict.queries:,} queries with more than "
+            f"Weight kept is the mean over {counted(verdict.queries, 'query')} with more than "
             f"{counted(verdict.k or 0, 'key')}; {verdict.left_out:,} with no more keys are left out, "
             "as the mask drops nothing there."
         )
@@ -241,7 +241,7 @@ def place_lines(findings: Findings, model: str) -> list[str]:
         )
     limit = unit.limit(tolerance_of(findings, unit.measure))
     for mask, rows in needed[needed["mask"] != RANDOM].groupby("mask", sort=False):
-        each = ", ".join(f"{needed_words(row)} at {row['length']} tokens" for row in records(rows))
+        each = ", ".join(f"{needed_words(row)} at {counted(row['length'], 'token')}" for row in records(rows))
         lines.append(
             f"Smallest k of {mask} from which on {unit.what} changes by at most {limit} on average: {each}."
         )

@@ -19,9 +19,9 @@ from semdiag.capturing.audit import WARNING
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.words import percent
+from semdiag.measuring.words import counted, finite, layer_name, percent
+from semdiag.presenting.answer import file_safe, page_environment, page_style
 from semdiag.presenting.drawing.style import reference_words
-from semdiag.presenting.section import file_safe, finite, page_environment, page_style
 from semdiag.questions.look.measure import (
     LARGEST,
     LONGEST,
@@ -78,7 +78,8 @@ def render_look(seen: Seen, k: int, command: str) -> str:
         part_of_largest=lambda value: _share(value, largest),
         furthest=furthest(heads),
         count=len(heads),
-        lead=lead(heads),
+        counted=counted,
+        lead=lead(seen),
         trained=_trained(seen)[0],
         cautions=cautions(seen),
         remarks=[f"{remark.module or 'The model'}: {remark.text}." for remark in seen.audit.remarks],
@@ -131,14 +132,16 @@ def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Hea
     return known if len(known) <= 2 * _FURTHEST else known[:_FURTHEST] + known[-_FURTHEST:]
 
 
-def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
+def lead(seen: Seen) -> str:
     """Return a sentence on the head whose scores lie furthest apart."""
+    heads = all_heads(seen)
     known = furthest(heads)
     if not known:
         return "No head has finite scores."
-    layer, head, most = known[0]
+    number, head, most = known[0]
     middle = float(np.median([one.dispersion for *_, one in heads if math.isfinite(one.dispersion)]))
     others = f", where the middle head has {middle:.3g}" if len(known) > 1 else ""
+    layer = layer_name(number, [one.module for one in seen.layers])
     start = f"Head {head} of layer {layer} spans the widest range of scores"
     return f"{start}: median δ {most.dispersion:.3g} nats{others}."
 

@@ -22,6 +22,7 @@ from semdiag.mathematics.selections import (
     judge_rows,
 )
 from semdiag.measuring.measurements import array_names, read_arrays
+from semdiag.measuring.words import counted
 from semdiag_models import InputError
 
 _NAMES = {
@@ -259,7 +260,7 @@ class CheckedSelection:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{number:,} {name}" for name, number in self.counts.items() if number)
-        return f"CheckedSelection({len(self.rows):,} rows: {counts or 'none judged'})"
+        return f"CheckedSelection({counted(len(self.rows), 'row')}: {counts or 'none judged'})"
 
 
 def check_selection(

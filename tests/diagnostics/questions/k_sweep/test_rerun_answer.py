@@ -300,7 +300,7 @@ def test_a_mask_of_its_own_is_judged_only_when_it_was_run_with_fewer_keys(made_u
     """The weight of all its scores is that of a softmax which the model never computes."""
     findings = made(made_up, attention="topk", k=5)
     assert first_line(findings) == "cannot tell: no mask of top-k that drops keys was run."
-    assert (sparse_glance(findings).number, sparse_glance(findings).words) == ("0 of 1", "models can be judged")
+    assert (sparse_glance(findings).number, sparse_glance(findings).words) == ("0 of 1 model", "can be judged")
     assert sparse_verdict(made(made_up, of(4), attention="topk", k=5), "m").answer == "plausible"
 
 
