@@ -487,7 +487,7 @@ def key_heads(values: Tensor, strip: Strip, call: AttentionCall) -> Tensor:
 def products(rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor · rows @ columns, (b, h, r, m) and (b, hk, m, n), where groups of heads share columns."""
     (batch, heads, length, width), shared = rows.shape, columns.shape[1]
-    left = rows.reshape(batch * shared, -1, width)
+    left = rows.reshape(batch * shared, heads * length // shared, width)
     product = torch.bmm(left if factor == 1 else left * factor, columns.flatten(0, 1))
     return product.view(batch, heads, length, columns.shape[3])
 

@@ -161,9 +161,9 @@ def _add_keys(total: Tensor, strip: Strip, call: AttentionCall, weights: Tensor,
     shared = call.q.shape[1] // call.k.shape[1]
     heads = slice(strip.heads.start // shared, -(-strip.heads.stop // shared))
     own = total[strip.samples, heads]
-    folded = (x.reshape(own.shape[0] * own.shape[1], -1, x.shape[3]) for x in (weights, rows))
-    left, right = folded
-    part = torch.bmm(left.mT, right).view(*own.shape[:2], -1, own.shape[3])
+    shared_rows = rows.shape[1] * rows.shape[2] // own.shape[1]
+    left, right = (x.reshape(len(own) * own.shape[1], shared_rows, x.shape[3]) for x in (weights, rows))
+    part = torch.bmm(left.mT, right).view(*own.shape[:2], left.shape[2], own.shape[3])
     if isinstance(strip.keys, slice):
         own[:, :, strip.keys] += part
     else:

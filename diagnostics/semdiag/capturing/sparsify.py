@@ -158,7 +158,12 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     which tokens are padding are removed. :func:`semdiag.capture` and :class:`semdiag.Monitor`, opened around or
     inside this context, see what the masked model attends to.
 
-    Cost: each call computes its scores once more and holds a mask of B · H · Lq · Lk bytes.
+    Cost: fused attention is replaced by one that holds no mask: strips of rows, whose scores are computed once; a
+    window computes only the keys near it. On a GPU, from 512 queries, top-k masks, windows and sinks run in
+    torch's FlexAttention with a threshold for each row, halfway between the last kept and the first dropped score;
+    where the two are within rounding, the other may be kept: the audit counts such rows. Where another watch has
+    to see the mask, weights are dropped at random, or attention is written by hand, the mask is a tensor of
+    B · H · Lq · Lk bytes.
 
     Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.
@@ -178,7 +183,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             cannot be masked, or a mask was put on a softmax of products whose weights met no values (a pointer's);
             if there is no attention; if it runs in another thread; under activation checkpointing, or with a
             gradient in an ``autograd.Function``, whose backward passes know no mask; if a window or sinks need
-            positions that are unknown; or if ``keep`` is no rule or does not fit the model.
+            positions that are unknown; if ``keep`` is no rule or does not fit the model; or if memory runs out.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
