@@ -226,10 +226,7 @@ HEADINGS = (
     Heading(
         "landscape",
         "What does the loss look like around the checkpoint?",
-        (
-            landscape_contour,
-            landscape_cuts,
-        ),
+        (landscape_contour, landscape_cuts),
         (
             _TWO_OF_MANY,
             "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length "

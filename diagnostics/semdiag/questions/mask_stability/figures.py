@@ -11,15 +11,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, ink, panels_of
-from semdiag.presenting.drawing.style import (
-    FAINT,
-    INK,
-    drawing,
-    finished,
-    note_below,
-    number_layers,
-    panel_grid,
-)
+from semdiag.presenting.drawing.style import FAINT, INK, drawing, finished, note_below, number_layers, panel_grid
 from semdiag.questions.mask_stability.answer import (
     foreseen_margin,
     heads_pooled,
@@ -231,11 +223,7 @@ HEADINGS = (
     Heading(
         "mask-stability",
         "Do masks survive noise?",
-        (
-            masks_unchanged,
-            mask_reliability,
-            mask_heat_map,
-        ),
+        (masks_unchanged, mask_reliability, mask_heat_map),
         (
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
             "its scores; that model's output does not depend on it. Masks that do not depend on the input "

@@ -28,15 +28,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles, pooled_table
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval_words, number_words, percent, plain
-from semdiag.presenting.answer import (
-    Answer,
-    Glance,
-    Outcome,
-    title,
-    verdict_line,
-    verdict_table,
-    with_facts,
-)
+from semdiag.presenting.answer import Answer, Glance, Outcome, title, verdict_line, verdict_table, with_facts
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.tables import Column, NumberTable
 from semdiag.questions.stability.measure import local_stability, with_bounds
