@@ -4,9 +4,57 @@ python experiments/pack_records.py experiments/speed experiments/dose
 """
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
-from semdiag_models.sweeps.runs import SCHEMA, pack
+import pandas as pd
+
+from semdiag_models import InputError
+from semdiag_models.reading import read_json
+from semdiag_models.sweeps.runs import HISTORIES, RUNS, SCHEMA, joined, packed_names, read_tables, record_in
+
+
+def pack(folder: Path, schema: str) -> int:
+    """Replace the record files of a folder by two tables, after a check that every record reads back unchanged."""
+    files = sorted(folder.glob("*.json"))
+    records = {name: joined(folder, name) for name in packed_names(folder)}
+    for file in files:
+        record = read_json(file)
+        if not isinstance(record, dict) or record.get("schema") != schema or record.get("run") != file.stem:
+            raise InputError(f"{file} is no record of a run.")
+        records[file.stem] = record
+    if not records:
+        raise InputError(f"{folder} holds no record of a run.")
+    heads = [(name, json.dumps({**record, "history": None})) for name, record in sorted(records.items())]
+    parts = [pd.DataFrame({"run": name, **record["history"]}) for name, record in sorted(records.items())]
+    written = [folder / f".{name}.tmp" for name in (RUNS, HISTORIES)]
+    try:
+        for path, table in zip(
+            written,
+            (pd.DataFrame(heads, columns=["run", "record"]), pd.concat(parts, ignore_index=True)),
+            strict=True,
+        ):
+            table.to_parquet(path, index=False, compression="zstd")
+        back = read_tables(*written)
+        wrong = [name for name, record in records.items() if not _same(record_in(back, name), record)]
+        if wrong:
+            raise InputError(
+                f"{folder}: the record {wrong[0]} would not read back unchanged. Nothing was changed."
+            )
+        for path, name in zip(written, (RUNS, HISTORIES), strict=True):
+            path.replace(folder / name)
+    finally:
+        for path in written:
+            path.unlink(missing_ok=True)
+    for file in files:
+        file.unlink()
+    return len(records)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two records are equal, entry by entry, including number types."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def main() -> None:

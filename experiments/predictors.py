@@ -1,7 +1,7 @@
 """What may predict how fast a run learns: candidates at its snapshots, and their rank correlations with speed.
 
 The studies of speed and of frozen queries and keys use it (read_speed.py, frozen_spread.py), and so does the
-earlier study of docs/study.md. Its candidates are measured again by
+earlier study of experiments/study.md. Its candidates are measured again by
 
     python experiments/predictors.py RUN... --out FOLDER    # candidates.csv
 """
@@ -30,6 +30,7 @@ from semdiag.measuring.encoders.weights import MovableEncoder, usable_samples
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.reach import shortcut
 from semdiag.measuring.survey import survey
 from semdiag.measuring.training_runs import FINISHED, STOPPED
 from semdiag.questions.bounds.measure import BoundsPlan
@@ -39,7 +40,6 @@ from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
 from semdiag_models import InputError
 from semdiag_models.tasks import ListOps, find_task
-from semdiag_models.tasks.task import shortcut
 from semdiag_models.training import find_device, with_float64
 
 SAMPLES = 50

@@ -1,4 +1,4 @@
-"""False alarms, coverage and power of the joint rank tests (docs/study.md), from simulated studies.
+"""False alarms, coverage and power of the joint rank tests (experiments/study.md), from simulated studies.
 
 A study has tasks × masks × seeds. The outcome of a run is a mask's effect that all tasks share, plus one of the
 cell task × mask, plus one of the run; a candidate is a mask's value plus a cell's. Variances are shares of the

@@ -14,7 +14,7 @@ import pandas as pd
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.heads.answer import head_table
+from semdiag.questions.heads import head_table
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "diagnostics" / "semdiag" / "presenting" / "drawing" / "reference_ranges.csv"

@@ -24,7 +24,6 @@ from t_intervals import UNKNOWN, t_interval
 from torch import Tensor
 
 from semdiag_models import ModelConfig, TrainingConfig
-from semdiag_models.step import Split, Stack
 from semdiag_models.tasks import find_task
 from semdiag_models.training import Trainer
 
@@ -78,6 +77,8 @@ def twin_sets(trainer: Trainer) -> tuple[Tensor, Tensor, Tensor]:
 
 def train(task: str, attention: str, seed: int, epochs: int | None = None, move: float = MOVE) -> pd.DataFrame:
     """Train a base run, its twins and its null twin in one stack; a row for every member and probed epoch."""
+    from semdiag_models.step import Split, Stack  # of release 0.7.2, whose trainer the registration names
+
     with torch.random.fork_rng(devices=[]):
         trainer = configured(task, attention, seed)
         tokens, labels, chosen = twin_sets(trainer)
@@ -112,7 +113,7 @@ class Recursions:
     replaced sample take the last one. ``followed`` adds 2 η L̂ at these batches, and is never below the distance.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Any) -> None:
         self.stack = stack
         self.samples = torch.tensor([1.0] * TWINS + [0.0], dtype=torch.float64)  # the null twin replaces none
         start = self.distance()
@@ -140,7 +141,7 @@ class Recursions:
         self.largest_gradient = torch.maximum(self.largest_gradient, norms)
 
 
-def probe(stack: Stack, fresh: list[Tensor], path: Recursions) -> pd.DataFrame:
+def probe(stack: Any, fresh: list[Tensor], path: Recursions) -> pd.DataFrame:
     """What the outcomes need of every member."""
     tokens, labels = fresh
     logits = torch.cat([stack.logits(part, False) for part in tokens.split(AT_ONCE, 1)], 1).double()

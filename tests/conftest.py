@@ -14,7 +14,6 @@ import torch
 from hypothesis import settings
 
 from semdiag_models import training as device
-from semdiag_models.attention import selection as products
 from semdiag_models.training import find_device
 
 pytest_plugins = ["measurements_by_hand"]
@@ -96,14 +95,6 @@ def story(tmp_path_factory):
     file = tmp_path_factory.mktemp("text") / "story.txt"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
-
-
-@pytest.fixture
-def through_onednn(monkeypatch):
-    """Large products go through oneDNN, whoever made the processor."""
-    if products._LINEAR is None:
-        pytest.skip("This torch has no oneDNN.")
-    monkeypatch.setattr(products, "_PAYS", True)
 
 
 _FLAGS = [

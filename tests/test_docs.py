@@ -39,7 +39,7 @@ PYTHON = [
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?![\w])")
 
 FAULTY = re.compile(r"^[1-9][\d,]* of .* faulty\.$|does not explain [1-9]", re.M)  # said of selections that fail
-WRITING = {*registry.summaries(), "report"}  # commands that write a page
+WRITING = {*registry.reported(), "report"}  # commands that write a page
 # Above three seconds alone. What trains prints accuracies that are the processor's, and is not compared.
 SLOW = {"bounds", "check", "convergence", "k-sweep", "landscape", "lipschitz", "mask-stability", "report", "sweep"}
 WITHOUT_NUMBERS = {"list", "info", "report", "sweep"}

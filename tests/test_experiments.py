@@ -142,7 +142,7 @@ def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_documen
     pd.testing.assert_frame_equal(
         whole.loc[registered.index, registered.columns], registered, rtol=1e-5, check_names=False
     )
-    text = (EXPERIMENTS.parent / "docs" / "study.md").read_text(encoding="utf-8")
+    text = (EXPERIMENTS / "study.md").read_text(encoding="utf-8")
     names = {symbol: name for name, symbol in speeds.CANDIDATES.items()}
     words = " ".join(text.split()).replace(" (+", ", +").replace(" (−", ", −")
     table = speeds.correlations_in_words(found, [*registered.index]).splitlines()

@@ -72,7 +72,7 @@ def printed(text):
 
 
 def rows_of_the_page():
-    text = (ROOT / "docs" / "study.md").read_text(encoding="utf-8").split('id="families"')[1]
+    text = (ROOT / "experiments" / "study.md").read_text(encoding="utf-8").split('id="families"')[1]
     return [printed(row) for row in re.findall(r"^\| [δξλ] .*", text.split("##")[0], re.MULTILINE)]
 
 

@@ -202,7 +202,7 @@ def test_the_committed_tables_are_those_of_the_records():
 
 
 def test_the_page_says_what_the_tables_say():
-    page = (EXPERIMENTS.parent / "docs" / "must-attention-learn.md").read_text(encoding="utf-8")
+    page = (EXPERIMENTS / "must-attention-learn.md").read_text(encoding="utf-8")
     tables = {name: pd.read_csv(EXPERIMENTS.parent / "reports" / "frozen" / f"{name}.csv") for name in TABLES}
 
     def said(row, name):

@@ -14,11 +14,11 @@ import speed_by_mask
 import torch
 from scipy import stats
 
+from semdiag.measuring.reach import shortcut
 from semdiag_models.sweeps.grid import read_sweep
 from semdiag_models.sweeps.runs import read_history
 from semdiag_models.tasks.expressions import CLOSER, FIRST_OPENER
 from semdiag_models.tasks.language_tasks import ListOps
-from semdiag_models.tasks.task import shortcut
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
@@ -77,14 +77,16 @@ def test_ratios_of_dispersion_are_those_of_the_findings():
 
 
 PHRASES = {
-    ("The smaller the dispersion", "docs/study.md"): "−0.47 to 0.37; −0.26 (−0.56 to 0.05)",
+    ("The smaller the dispersion", "experiments/study.md"): "−0.47 to 0.37; −0.26 (−0.56 to 0.05)",
     ("Masks are separated", "docs/findings.md"): "92, 93 and 94% (51, 55 and 56%)",
     ("The conditions of Corollary 1 hold at", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
     ("The loss has a smaller", "docs/findings.md"): "10⁴ to 10³⁹ times the gradient",
     ("The bounds are true", "docs/findings.md"): "5 of 101,000 pairs of rows",
     ("Fixed sparse masks", "docs/findings.md"): "10 of 12 pairs",
-    ("Fixed sparse masks", "docs/study.md"): "1.65 to 1.73; 0.29; 0.80",
-    ("Approximate selections", "docs/study.md"): "1.32 (0.94 to 1.87); 0.98 (0.61 to 1.58); 0.79 (0.40 to 1.55)",
+    ("Fixed sparse masks", "experiments/study.md"): "1.65 to 1.73; 0.29; 0.80",
+    ("Approximate selections", "experiments/study.md"): (
+        "1.32 (0.94 to 1.87); 0.98 (0.61 to 1.58); 0.79 (0.40 to 1.55)"
+    ),
     ("Empirical Lipschitz", "docs/findings.md"): "0 of 10 pairs",
 }
 
@@ -98,7 +100,7 @@ def test_numbers_are_those_of_the_page_that_has_their_command(start, page):
 
 
 def test_what_explains_the_speed_is_what_the_frozen_study_found():
-    source = (ROOT / "docs" / "must-attention-learn.md").read_text(encoding="utf-8")
+    source = (ROOT / "experiments" / "must-attention-learn.md").read_text(encoding="utf-8")
     for share in ("0.71 (0.61 to 0.85)", "0.20 (0.01 to 0.41)"):
         assert share in PAGE
         assert share in source

@@ -9,9 +9,9 @@ from predictors import Study, held_out_tasks, predictor_table
 
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import optional_tables
+from semdiag.measuring.reach import cannot_represent
 from semdiag.questions.convergence.answer import arrivals, over_seeds, speed_ups
 from semdiag_models import TASKS, configure
-from semdiag_models.attention.attention import cannot_represent
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "reports" / "study" / "data"

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
         mask_stability,
     )
     from semdiag.questions.k_sweep.measure import KSweepPlan
-    from semdiag.questions.landscape.measure import LandscapePlan
-    from semdiag.questions.lipschitz.measure import LipschitzPlan
+    from semdiag.questions.landscape import LandscapePlan
+    from semdiag.questions.lipschitz import LipschitzPlan
     from semdiag.questions.look.page import look
     from semdiag.questions.mask_precision.measure import PrecisionPlan
-    from semdiag.questions.mask_stability.measure import NoisePlan
+    from semdiag.questions.mask_stability import NoisePlan
     from semdiag.questions.selections.check import check_selection
     from semdiag.reporting.report import plot, report, summary
     from semdiag_models import InputError
@@ -75,12 +75,12 @@ _HOME = {
     "KSweepPlan": "semdiag.questions.k_sweep.measure",
     "k_sweep": "semdiag.questions.in_python",
     "PrecisionPlan": "semdiag.questions.mask_precision.measure",
-    "NoisePlan": "semdiag.questions.mask_stability.measure",
+    "NoisePlan": "semdiag.questions.mask_stability",
     "mask_precision": "semdiag.questions.in_python",
     "mask_stability": "semdiag.questions.in_python",
-    "LandscapePlan": "semdiag.questions.landscape.measure",
+    "LandscapePlan": "semdiag.questions.landscape",
     "landscape": "semdiag.questions.in_python",
-    "LipschitzPlan": "semdiag.questions.lipschitz.measure",
+    "LipschitzPlan": "semdiag.questions.lipschitz",
     "lipschitz": "semdiag.questions.in_python",
     "look": "semdiag.questions.look.page",
     "check_selection": "semdiag.questions.selections.check",

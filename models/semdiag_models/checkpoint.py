@@ -16,7 +16,6 @@ from torch import Tensor
 from semdiag_models.archive import CodeError, DamagedError, check_archive, code_in
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.optimization import OptimizerState
 from semdiag_models.reading import InputError, open_file, require_memory, write_bytes
 
 _DEEPEST = 50  # largest number of levels of nested containers
@@ -72,6 +71,7 @@ def _check_tensor(tensor: Tensor) -> None:
 
 
 FORMAT = "semdiag/1"
+OptimizerState = dict[str, dict[str, Tensor]]  # by parameter, then by quantity; empty for plain SGD
 
 
 @dataclass

@@ -1,21 +1,22 @@
 """The compact encoder: attention, blocks, embedding, pooling, linear head."""
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag_models.attention.dense_attention import dense_attention, dropout, selected_attention
-from semdiag_models.attention.selection import (
+from semdiag_models.attention import (
     ATTENTIONS,
+    SHORT,
+    dense_attention,
+    dropout,
     first_centroids,
-    follow,
-    hash_directions,
-    random_priorities,
-    select_keys,
+    masked_attention,
+    selected_attention,
     straight_through_attention,
 )
 from semdiag_models.config import ModelConfig
@@ -31,6 +32,17 @@ def sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tens
 
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
+
+
+class Affine(nn.Linear):
+    """A linear layer; its parameters may be those of several models (G, out, in)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b: (…, in) -> (…, out)."""
+        if self.weight.ndim == 2:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.reshape(len(self.weight), -1, x.shape[-1])
+        return torch.baddbmm(self.bias[:, None], rows, self.weight.mT).view(*x.shape[:-1], -1)
 
 
 class AttentionCore(nn.Module):
@@ -49,7 +61,10 @@ class AttentionCore(nn.Module):
             return dense_attention(q, k, v, scale, valid, p)
         if self.straight_through and self.training:
             return straight_through_attention(q, k, v, scale, valid, selected, p)
-        mixed = self.attend_selected(q, k, v, scale, selected, p)
+        if self.training and q.shape[2] <= SHORT and q.device.type == "cpu":
+            mixed = masked_attention(q, k, v, scale, selected, p)
+        else:
+            mixed = self.attend_selected(q, k, v, scale, selected, p)
         first, last = self.everywhere
         if first + last == 0:
             return mixed
@@ -72,14 +87,14 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         self.heads, self.head_width = config.heads, config.head_width
-        self.kind, self.k = config.attention, config.k
+        self.kind = config.attention
         self.draw_seed: int | None = None  # see Encoder.with_draws
         self.scale = config.inverse_temperature / math.sqrt(config.head_width)
         inner = config.heads * config.head_width
-        self.qkv = nn.Linear(config.width, 3 * inner)
+        self.qkv = Affine(config.width, 3 * inner)
         self.core = AttentionCore(config.dropout, config.everywhere, config.score_gradient == "straight-through")
         self.core.apart = not config.cls_as_key  # only the first query attends to the first token
-        self.out = nn.Linear(inner, config.width)
+        self.out = Affine(inner, config.width)
         centroids = None  # state of routing attention, not a parameter; every training step moves it
         if config.clusters is not None:
             size = (config.heads, config.clusters, config.head_width)
@@ -99,8 +114,8 @@ class Attention(nn.Module):
 
     def mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
         """Attend, and put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
-        split = qkv.view(*qkv.shape[:2], 3, self.heads, self.head_width)
-        q, k, v = split.permute(2, 0, 3, 1, 4)
+        size = *qkv.shape[:2], self.heads, self.head_width
+        q, k, v = (t.view(size).transpose(1, 2) for t in qkv.chunk(3, -1))
         return self.attend(q, k, v, valid).transpose(1, 2).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
@@ -109,28 +124,9 @@ class Attention(nn.Module):
         return mixed
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Return the positions of the keys that each query attends to, from :func:`select_keys`."""
-        core, by = self.core, self._selected_by(q)
-        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, core.everywhere, apart=core.apart, **by)
-        if self.training and self.centroids is not None:
-            follow(self.centroids, q, k, valid, self.config.centroid_decay)
-        return selected
-
-    def _selected_by(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the further arguments of :func:`select_keys`, by name."""
-        c, length = self.config, q.shape[2]
-        if self.centroids is not None:
-            return {"centroids": self.centroids}
-        if c.hash_bits is not None:
-            entries = c.head_width + (c.hashes == "asymmetric")
-            shape = (c.blocks, c.heads, c.hash_rounds, c.hash_bits, entries)
-            return {"directions": hash_directions(c.selection_seed, shape, q.device, q.dtype)[self.layer]}
-        named = None if self.training else self.draw_seed
-        seed = c.selection_seed if ATTENTIONS[self.kind].drawn else named
-        if seed is None:
-            return {}
-        orders = random_priorities(seed, c.blocks, c.heads, c.length + c.extra_tokens, q.device)
-        return {"priorities": orders[self.layer, :, :length, :length]}
+        """Return the positions of the keys that each query attends to (B, H, L, K), by the table of kinds."""
+        function = ATTENTIONS[self.kind].select
+        return None if function is None else function(q, k, valid, self)
 
 
 class Block(nn.Module):
@@ -142,8 +138,8 @@ class Block(nn.Module):
         self.attention_norm_eps = config.first_norm_eps if layer == 0 else 1e-5
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
         self.attention = Attention(config, layer)
-        self.expand = nn.Linear(config.width, config.mlp_width)
-        self.contract = nn.Linear(config.mlp_width, config.width)
+        self.expand = Affine(config.width, config.mlp_width)
+        self.contract = Affine(config.mlp_width, config.width)
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Transform the residual stream: (B, L, d) -> (B, L, d)."""
@@ -175,7 +171,7 @@ class Encoder(nn.Module):
         unfilled = torch.empty(symbols, config.width) if torch.empty(()).is_meta else None
         self.embedding = nn.Embedding(symbols, config.width, _weight=unfilled)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
-        self.head = nn.Linear(config.width, config.classes)
+        self.head = Affine(config.width, config.classes)
         longest = config.length + config.extra_tokens
         self.register_buffer("positions", sinusoids(longest, config.width), persistent=False)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
@@ -187,6 +183,14 @@ class Encoder(nn.Module):
         block = self.blocks[layer]
         assert isinstance(block, Block)
         return block.attention
+
+    @classmethod
+    def stacked(cls, encoders: Sequence["Encoder"]) -> Self:
+        """Return an encoder of the samples of several, one after the other, with parameters (G, …)."""
+        whole = copy.deepcopy(encoders[0])
+        for name, parameter in whole.named_parameters():
+            parameter.data = torch.stack([each.get_parameter(name).detach() for each in encoders])
+        return whole  # type: ignore[return-value]
 
     @torch.no_grad()
     def scale_queries_and_keys(self, factor: float) -> None:
@@ -232,9 +236,12 @@ class Encoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the scaled embedding plus sinusoidal positions: (B, L) -> (B, L + extra tokens, d)."""
-        x = self.embedding(self.sequence(tokens)) * math.sqrt(self.config.width) + self.positions_of(
-            tokens.shape[1]
-        )
+        ids, table = self.sequence(tokens), self.embedding.weight
+        if table.ndim == 3:  # the tables of several models, whose samples follow each other
+            first = torch.arange(0, table.shape[:2].numel(), table.shape[1], device=ids.device)
+            ids = (ids.view(len(table), -1) + first[:, None]).view_as(ids)
+            table = table.flatten(0, 1)
+        x = F.embedding(ids, table) * math.sqrt(self.config.width) + self.positions_of(tokens.shape[1])
         return dropout(x, self.config.dropout, self.training)
 
     def positions_of(self, length: int) -> Tensor:

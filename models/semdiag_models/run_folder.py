@@ -7,19 +7,31 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from semdiag_models.attention.selection import DRAWN
+from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.optimization import optimizer_state, restore_optimizer_state
 from semdiag_models.reading import InputError, RunLock, write_text
-from semdiag_models.step import RandomState, random_state, restore_random_state
-from semdiag_models.training import HISTORY_COLUMNS, Progress, Trainer, check_together, processor, train_together
+from semdiag_models.training import (
+    HISTORY_COLUMNS,
+    DivergedError,
+    Progress,
+    RandomState,
+    Trainer,
+    optimizer_state,
+    processor,
+    random_state,
+    restore_optimizer_state,
+    restore_random_state,
+    stackable,
+    train_seeds,
+)
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -48,7 +60,7 @@ def open_run(
         saved = _saved(last, model, training) if resume else None
         begun_so = saved is not None and saved.training.compiled  # such a run may continue
         if training.compiled and device.type == "cpu" and not begun_so:
-            raise InputError("A compiled step is 1.4 to 7 times slower on a CPU. Leave out --compile.")
+            raise InputError("A compiled step is slower on a CPU. Leave out --compile.")
         trainer = Trainer(model, training, device)
         if saved is not None:
             _restore(trainer, saved, last)
@@ -75,7 +87,7 @@ def _restore(trainer: Trainer, saved: Checkpoint, last: Path) -> None:
     trainer.encoder.load_state_dict(saved.state)
     trainer.epoch, trainer.history = saved.epoch, saved.history
     try:
-        restore_optimizer_state(trainer.optimizer, trainer.encoder, saved.optimizer_state)
+        restore_optimizer_state(trainer, saved.optimizer_state)
     except InputError as error:
         raise InputError(f"{last} cannot be resumed. {error}") from None
     try:
@@ -126,7 +138,7 @@ def start_run(
                 history=trainer.history,
                 rng=random_state(trainer.device) if resumable else {},
                 provenance=provenance,
-                optimizer_state=optimizer_state(trainer.optimizer, trainer.encoder) if resumable else {},
+                optimizer_state=optimizer_state(trainer) if resumable else {},
             )
             write_checkpoint(folder / f"{name}.pt", checkpoint)
 
@@ -153,7 +165,7 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
     if not last.exists():
         raise InputError(f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
     saved = read_checkpoint(last)
-    free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled")}
+    free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled", "exact")}
     was = replace(saved.training, **free)
     if (saved.model, was) != (model, training):
         pairs = [*_fields(saved.model, model), *_fields(was, training)]
@@ -217,7 +229,6 @@ def open_seed_runs(
     """Return a folder and a trainer for every seed, or nothing."""
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
-    check_together(training)
     drawn = model.attention in DRAWN  # every seed keeps different keys
     models = [replace(model, selection_seed=seed) if drawn else model for seed in seeds]
     configurations = [replace(training, seed=seed) for seed in seeds]
@@ -240,20 +251,29 @@ def train_seed_runs(
     after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Train all runs to their ends; each folder is as if its seed had been trained alone, up to rounding."""
-    provenance = {**provenance, "seeds_at_once": len(runs)}
-    finish: dict[int, Callable[[Progress], None]] = {}
+    """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
+    diverged: dict[int, str] = {}
     try:
-        for run in runs:
+        if stackable([run.trainer for run in runs]):
+            finish = {}
+            for run in runs:
+                restore_random_state(run.state)
+                tell = lambda progress, trainer=run.trainer: after_epoch(trainer, progress)  # noqa: E731
+                told = {**provenance, "seeds_at_once": len(runs)}
+                finish[id(run.trainer)] = start_run(run.folder, run.trainer, told, tell)
+            restore_random_state(runs[0].state)
+            train_seeds([run.trainer for run in runs], lambda t, progress: finish[id(t)](progress), after_batch)
+            return
+        for i, run in enumerate(runs):
             restore_random_state(run.state)
-            tell = lambda progress, trainer=run.trainer: after_epoch(trainer, progress)  # noqa: E731
-            finish[id(run.trainer)] = start_run(run.folder, run.trainer, provenance, tell)
-        train_together(
-            [run.trainer for run in runs],
-            [run.state for run in runs],
-            lambda trainer, progress: finish[id(trainer)](progress),
-            after_batch,
-        )
+            trainer = run.trainer
+            tell = lambda progress, trainer=trainer: after_epoch(trainer, progress)  # noqa: E731
+            try:
+                train_run(run.folder, trainer, provenance, tell, partial(after_batch, trainer))
+            except DivergedError as error:
+                diverged[i] = f"Seed {trainer.training.seed}: {error}"
     finally:
         for run in runs:
             run.trainer.release()
+    if diverged:
+        raise DivergedError(" ".join(diverged.values()), tuple(diverged))

@@ -1,162 +1,215 @@
-"""The trainer: a finite data set, epoch by epoch, as in the paper; its memory, and the devices it runs on."""
+"""The trainer: a finite data set, epoch by epoch, as in the paper; on CUDA every step is one graph."""
 
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from semdiag_models.attention.attention import SHORT
-from semdiag_models.attention.selection import ATTENTIONS
+from semdiag_models.attention import ATTENTIONS
+from semdiag_models.checkpoint import OptimizerState
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.optimization import (
-    Frozen,
-    check_precision,
-    compile_steps,
-    forward_precision,
-    frozen_rows,
-    make_optimizer,
-    product_precision,
-    set_learning_rate,
-)
 from semdiag_models.reading import LARGEST_JSON, InputError, RunLock, read_bytes, require_memory, unknown_name
-from semdiag_models.step import (
-    RandomState,
-    Split,
-    Stack,
-    draw_data,
-    draw_fresh,
-    drawing_from,
-    random_state,
-    restore_random_state,
-)
-from semdiag_models.tasks import task_of
-
-
-def train_epoch(
-    trainers: "Sequence[Trainer]", states: list[RandomState] | None, after_batch: "Callable[[Trainer], None]"
-) -> list[float]:
-    """Train an epoch of one trainer, or of several at a time."""
-    first = trainers[0]
-    stack = first.stack if states is None and first.stack else Stack([t.encoder for t in trainers], states)
-    stack.load()
-    parameters = nn.Parameter(stack.parameters)
-    parameters.grad = stack.gradients
-    optimizer = make_optimizer([parameters], first.training)
-    set_learning_rate(optimizer, first.learning_rate)
-    for i, trainer in enumerate(trainers):
-        trainer.begin_epoch()
-        set_learning_rate(trainer.optimizer, trainer.learning_rate)
-        _load_optimizer(optimizer.state[parameters], stack, i, trainer)
-    frozen_parts = frozen_rows(first.encoder, first.training).items()
-    frozen = Frozen((parameters, stack.rows(name, count)) for name, count in frozen_parts)
-    orders = []
-    for i in range(len(trainers)):
-        with drawing_from(states, i, first.device):
-            orders.append(torch.randperm(first.training.train_samples, device=first.device))
-    tokens, labels = (torch.stack(t) for t in zip(*(t.train_split for t in trainers), strict=True))
-    padded = any(trainer.padded for trainer in trainers)
-    member = torch.arange(len(trainers), device=first.device)[:, None]
-    total = torch.zeros(len(trainers), device=first.device)
-    with product_precision(first.training.precision):
-        for batch in torch.split(torch.stack(orders), first.training.batch_size, dim=1):
-            total += stack.differentiate(tokens[member, batch], labels[member, batch], padded)
-            with torch.inference_mode():  # no autograd bookkeeping
-                frozen.drop_gradients()
-                stack.clip_gradients(first.training.gradient_clip)
-                optimizer.step()
-                frozen.restore(optimizer)
-            for trainer in trainers:
-                after_batch(trainer)
-    totals: list[float] = total.tolist()
-    for i, (trainer, sum_of_losses) in enumerate(zip(trainers, totals, strict=True)):
-        if math.isfinite(sum_of_losses):  # a diverged one keeps its last good epoch
-            stack.store(i)
-            _store_optimizer(optimizer.state[parameters], stack, i, trainer)
-    return totals
-
-
-def _load_optimizer(state: dict[str, Tensor], stack: Stack, i: int, trainer: "Trainer") -> None:
-    for name, parameter in trainer.encoder.named_parameters():
-        for quantity, value in trainer.optimizer.state.get(parameter, {}).items():
-            if value.ndim == 0:  # the number of steps, the same for all
-                state[quantity] = value.clone()
-                continue
-            whole = state.setdefault(quantity, torch.zeros_like(stack.parameters))
-            dict(stack.parts(whole, i))[name].copy_(value)
-
-
-def _store_optimizer(state: dict[str, Tensor], stack: Stack, i: int, trainer: "Trainer") -> None:
-    for quantity, whole in state.items():
-        parts = dict(stack.parts(whole, i)) if whole.ndim else {}
-        for name, parameter in trainer.encoder.named_parameters():
-            trainer.optimizer.state[parameter][quantity] = parts[name].clone() if parts else whole.clone()
-
-
-_FLOAT, _INDEX = 4, 8  # bytes
-_COPIES = 2, 5  # copies of the parameters: with gradients; in hand-derived steps also buffers
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Return the number of an encoder's parameters."""
-    width, inner, mlp = model.width, model.heads * model.head_width, model.mlp_width
-    attention = width * 3 * inner + 3 * inner + inner * width + width
-    block = attention + width * mlp + mlp + mlp * width + width
-    ends = (model.vocabulary_size + model.extra_tokens) * width + width * model.classes + model.classes
-    return model.blocks * block + ends
-
-
-def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
-    """Return a lower bound of the main memory for training, in bytes."""
-    length = model.length + model.extra_tokens
-    by_hand = on_cpu and training.precision == "float32" and not training.compiled
-    copies = _COPIES[by_hand] if on_cpu else 1
-    copies += 2 * (on_cpu and training.optimizer != "sgd")
-    needed = _FLOAT * copies * parameter_count(model)
-    needed += _FLOAT * 2 * length * model.width  # positions, and their angles during construction
-    needed += _FLOAT * model.blocks * model.heads * model.head_width * (model.clusters or 0)
-    if training.text is None:  # windows of a text share memory
-        needed += _INDEX * model.length * (training.train_samples + training.holdout_samples)
-    if not on_cpu:
-        return needed
-    batch = min(training.batch_size, training.train_samples)
-    per_token = 2 * model.width + 4 * model.heads * model.head_width + model.mlp_width
-    needed += _FLOAT * batch * length * model.blocks * per_token
-    if by_hand and length <= SHORT:  # weights of every block, and scores in two orders
-        return needed + _FLOAT * batch * model.heads * length**2 * (model.blocks + 2)
-    return needed + _square(model, length)
-
-
-def _square(model: ModelConfig, length: int) -> int:
-    """Return the bytes of scores or orders between all tokens of one sample that exist at the same time."""
-    kind = ATTENTIONS[model.attention]
-    entries = {
-        "all": model.dropout > 0,  # one strip of one head
-        "fixed": model.blocks * model.heads * kind.drawn,
-        "redrawn": model.heads,
-    }.get(kind.keeps, kind.follows_scores)
-    return _FLOAT * entries * length**2
-
+from semdiag_models.tasks import Split, draw_data, draw_fresh, task_of
 
 HISTORY_COLUMNS = (
-    "epoch",
-    "learning_rate",
-    "train_loss",
-    "train_accuracy",
-    "holdout_loss",
-    "holdout_accuracy",
-    "seconds",
-)
-
-
+    "epoch", "learning_rate", "train_loss", "train_accuracy", "holdout_loss", "holdout_accuracy", "seconds",
+)  # fmt: skip
 _ENTRIES = 2**25  # largest number of elements of an activation in evaluation, 128 MB
+_WARM_UP = 3  # steps before a graph is captured: kernels are chosen and compiled in them
+
+RandomState = dict[str, Tensor]  # generator state by kind of device
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the states of the CPU's and the device's global generators."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def restore_random_state(states: RandomState) -> None:
+    """Restore the global generators of the available devices."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
+
+
+# --- steps
+
+
+@contextmanager
+def _product_precision(precision: str) -> Iterator[None]:
+    """Allow TF32 in matrix products, forward and backward, if the precision says so; restored on leaving."""
+    if precision != "tf32":  # some versions of torch warn even on reading
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Steps:
+    """Training steps of one encoder, or of several of one configuration at once, whose parameters are stacked.
+
+    Nothing in an epoch waits for the device. On CUDA a step is captured once and replayed: forward, backward,
+    clipping and update are launched together.
+    """
+
+    def __init__(self, trainers: "Sequence[Trainer]") -> None:
+        first, self._trainers = trainers[0], trainers
+        self._training, self._device, self._count = first.training, first.device, len(trainers)
+        self._padded = any(trainer.padded for trainer in trainers)
+        self._encoder = first.encoder if self._count == 1 else Encoder.stacked([t.encoder for t in trainers])
+        self._parameters: list[Tensor] = list(self._encoder.parameters())
+        self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
+        self._forward: Callable[..., Tensor] = (
+            torch.compile(self._encoder) if self._training.compiled else self._encoder
+        )
+        tokens, labels = zip(*(trainer.train_split for trainer in trainers), strict=True)
+        self._tokens, self._labels = (
+            parts[0] if self._count == 1 else torch.cat(parts) for parts in (tokens, labels)
+        )
+        dtype = self._parameters[0].dtype
+        self._rate = torch.zeros((), dtype=dtype, device=self._device)
+        self._totals = torch.zeros(2, self._count, dtype=dtype, device=self._device)  # losses, right answers
+        self._graph: torch.cuda.CUDAGraph | None = None
+        captured = (
+            ATTENTIONS[first.config.attention].keeps != "clustered"
+        )  # how many keys it keeps, only the CPU knows
+        self._captures = self._device.type == "cuda" and captured
+        c = self._encoder.config
+        self._frozen: list[
+            tuple[Tensor, Any, Tensor]
+        ] = []  # parameters with their frozen rows, and what stands there
+        for i in range(c.blocks if "qk" in self._training.frozen else 0):
+            rows, qkv = slice(2 * c.heads * c.head_width), self._encoder.attention(i).qkv
+            for parameter, at in ((qkv.weight, (..., rows, slice(None))), (qkv.bias, (..., rows))):
+                self._frozen.append((parameter, at, parameter.detach()[at].clone()))
+
+    def epoch(self, rate: float, after_batch: Callable[[], None]) -> list[tuple[float, float]]:
+        """Train an epoch; return the mean loss and the accuracy of each encoder over the epoch's steps."""
+        n, size = self._training.train_samples, self._training.batch_size
+        for trainer, tokens, labels in zip(
+            self._trainers, self._tokens.split(n), self._labels.split(n), strict=True
+        ):  # fresh samples take the place of the last ones, which a graph reads
+            if trainer.train_split.tokens.data_ptr() != tokens.data_ptr():
+                tokens.copy_(trainer.train_split.tokens)
+                labels.copy_(trainer.train_split.labels)
+        orders = [torch.randperm(n, device=self._device) + i * n for i in range(self._count)]
+        order = orders[0][None] if self._count == 1 else torch.stack(orders)
+        self._encoder.train()
+        self._rate.fill_(rate)
+        with _product_precision(self._training.precision):
+            if self._captures and self._graph is None and size <= n:
+                self._capture(size)
+            self._totals.zero_()
+            for batch in torch.split(order, size, 1):
+                if self._graph is not None and batch.shape[1] == size:
+                    self._batch.copy_(batch)
+                    self._graph.replay()
+                else:
+                    self._step(batch)
+                after_batch()
+        losses, right = self._totals.tolist()  # the only wait for the device in an epoch
+        return [(loss / n, hits / n) for loss, hits in zip(losses, right, strict=True)]
+
+    def _step(self, batch: Tensor) -> None:
+        """Make one step on samples (G, b) of the data; nothing here may wait for the device."""
+        tokens, labels = self._tokens[batch.flatten()], self._labels[batch.flatten()]
+        bf16 = self._training.precision == "bf16"
+        context: AbstractContextManager[Any] = nullcontext()
+        if bf16:  # its cache of converted weights would outlive the step in a graph
+            context = torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False)
+        with context:
+            logits = self._forward(tokens, self._padded)
+            losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
+        for parameter in self._parameters:
+            parameter.grad = None
+        losses.mean(1).sum().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            self._totals[0] += losses.detach().sum(1)
+            self._totals[1] += (logits.argmax(1) == labels).view(batch.shape).sum(1)
+            self._update()
+
+    def _update(self) -> None:
+        """Clip the gradients, and move the parameters."""
+        for parameter, at, _ in self._frozen:
+            parameter.grad[at] = 0  # type: ignore[index]  # after a backward pass there is one
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        clip = self._training.gradient_clip
+        if self._count == 1:
+            torch.nn.utils.clip_grad_norm_(self._parameters, clip, foreach=True)
+        else:
+            norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+            factor = (clip / (norms + 1e-6)).clamp(max=1)
+            for gradient in gradients:
+                gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
+        if self._optimizer is not None:
+            self._optimizer.step()
+        else:
+            if self._training.weight_decay:
+                torch._foreach_add_(gradients, self._parameters, alpha=self._training.weight_decay)
+            torch._foreach_mul_(gradients, self._rate)
+            torch._foreach_add_(self._parameters, gradients, alpha=-1)
+        for parameter, at, value in self._frozen:  # weight decay acts even without a gradient
+            parameter[at] = value
+            for memory in ({} if self._optimizer is None else self._optimizer.state[parameter]).values():
+                if memory.shape == parameter.shape:
+                    memory[at] = 0
+
+    def _capture(self, size: int) -> None:
+        """Capture a step as a graph, and leave parameters, optimiser and generators as they were."""
+        self._batch = torch.arange(size, device=self._device).expand(self._count, -1).contiguous()
+        before = [parameter.detach().clone() for parameter in self._parameters]
+        memory = {} if self._optimizer is None else {
+            parameter: {name: value.clone() for name, value in values.items()}
+            for parameter, values in self._optimizer.state.items()
+        }  # fmt: skip
+        drawn = torch.cuda.get_rng_state(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                self._step(self._batch)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, before, strict=True):
+                parameter.grad = None
+                parameter.copy_(value)
+                for name, state in ({} if self._optimizer is None else self._optimizer.state[parameter]).items():
+                    state.copy_(memory[parameter][name]) if parameter in memory else state.zero_()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._step(self._batch)
+        torch.cuda.set_rng_state(drawn, self._device)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Copy the parameters of several encoders back to their trainers."""
+        if self._count > 1:
+            for name, parameter in self._encoder.named_parameters():
+                for trainer, value in zip(self._trainers, parameter, strict=True):
+                    trainer.encoder.get_parameter(name).copy_(value)
+
+
+# --- the trainer
 
 
 class DivergedError(RuntimeError):
@@ -188,7 +241,8 @@ class Trainer:
             )
         if model.length < training.length:
             raise InputError(f"The model has {model.length} positions, too few for length {training.length}.")
-        check_precision(training.precision, device)
+        if training.precision == "tf32" and device.type != "cuda":
+            raise InputError(f"tf32 is a precision of CUDA devices, not of {device.type}. Use float32 or bf16.")
         require_memory(training_memory(model, training, device.type == "cpu"), "Training this model", largest=1)
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
@@ -197,26 +251,16 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.encoder = Encoder(model).to(device)
         self.encoder.scale_queries_and_keys(training.query_key_scale)
-        self.optimizer = make_optimizer(self.encoder.parameters(), training)
-        self._forward = compile_steps(self.encoder, device) if training.compiled else self.encoder
+        self.optimizer = make_optimizer(self.encoder, training, device)
         self.lock: RunLock | None = None  # lock of the run's folder, if it has one
         self.epoch = 0
         self.history: dict[str, list[float]] = {name: [] for name in HISTORY_COLUMNS}
+        self._steps: Steps | None = None
 
     def release(self) -> None:
         """Release the run's folder."""
         if self.lock is not None:
             self.lock.release()
-
-    @cached_property
-    def stack(self) -> Stack | None:
-        """Hand-derived steps; None where torch derives them: on accelerators, compiled, and in bf16."""
-        training, by_hand = self.training, self.device.type == "cpu"
-        return (
-            Stack([self.encoder])
-            if by_hand and training.precision == "float32" and not training.compiled
-            else None
-        )
 
     @property
     def learning_rate(self) -> float:
@@ -238,14 +282,20 @@ class Trainer:
         """Train to the configured number of epochs, or to the training accuracy at which to stop."""
         while not self.finished:
             start = time.perf_counter()
-            self.check_loss(self._train_epoch(after_batch))
-            after_epoch(self.close_epoch(start))
+            self.begin_epoch()
+            if self._steps is None:
+                self._steps = Steps([self])
+            set_learning_rate(self.optimizer, self.learning_rate)
+            ((loss, accuracy),) = self._steps.epoch(self.learning_rate, after_batch)
+            after_epoch(self.close_epoch(start, loss, accuracy))
 
     def begin_epoch(self) -> None:
         """Draw the samples of the next epoch, if every epoch has its own."""
         if self.training.fresh_samples:
             split = draw_fresh(self.training, self.epoch, self.config.length, self.config.pad_id)
-            self.padded = self._any_pads(split, self.holdout_split)
+            padded = self._any_pads(split, self.holdout_split)
+            if padded != self.padded:  # a step is made for one or the other
+                self.padded, self._steps = padded, None
             self.train_split = Split(*(t.to(self.device) for t in split))
 
     def _any_pads(self, *splits: Split) -> bool:
@@ -253,23 +303,23 @@ class Trainer:
         pad_id = self.config.pad_id
         return not self.config.pad_as_token and any(bool((s.tokens == pad_id).any()) for s in splits)
 
-    def close_epoch(self, start: float) -> Progress:
-        """Evaluate after an epoch of steps and write it into the history."""
-        train_loss, train_accuracy = self.evaluate(self.train_split)
+    def close_epoch(self, start: float, train_loss: float, train_accuracy: float) -> Progress:
+        """Evaluate after an epoch of steps and write it into the history.
+
+        Loss and accuracy on the training samples are those of the steps, unless exact ones are asked for, by
+        ``exact`` or by ``until``, or the training ends.
+        """
+        self.check_loss(train_loss)
+        training = self.training
+        if training.exact or training.until is not None or self.epoch + 1 == training.epochs:
+            train_loss, train_accuracy = self.evaluate(self.train_split)
         holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
         self.check_loss(train_loss + holdout_loss)  # the last step may have diverged
         best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
         learning_rate = self.learning_rate
         self.epoch += 1
-        values = (
-            self.epoch,
-            learning_rate,
-            train_loss,
-            train_accuracy,
-            holdout_loss,
-            holdout_accuracy,
-            time.perf_counter() - start,
-        )
+        seconds = time.perf_counter() - start
+        values = self.epoch, learning_rate, train_loss, train_accuracy, holdout_loss, holdout_accuracy, seconds
         row = dict(zip(HISTORY_COLUMNS, values, strict=True))
         for name, value in row.items():
             self.history[name].append(value)
@@ -283,96 +333,137 @@ class Trainer:
                 f"{self.learning_rate:g}. Try a smaller --learning-rate."
             )
 
-    def _train_epoch(self, after_batch: Callable[[], None]) -> float:
-        if self.stack is not None:
-            return train_epoch([self], None, lambda _: after_batch())[0]
-        self.begin_epoch()
-        self.encoder.train()
-        set_learning_rate(self.optimizer, self.learning_rate)
-        order = torch.randperm(self.training.train_samples, device=self.device)
-        total = torch.zeros((), device=self.device)
-        rows = frozen_rows(self.encoder, self.training).items()
-        frozen = Frozen((self.encoder.get_parameter(name), slice(count)) for name, count in rows)
-        with product_precision(self.training.precision):
-            for batch in torch.split(order, self.training.batch_size):
-                total += self._step(batch, frozen)
-                after_batch()
-        return float(total)  # the only wait for the device in an epoch
-
-    def _step(self, batch: Tensor, frozen: Frozen) -> Tensor:
-        parameters = list(self.encoder.parameters())
-        with forward_precision(self.training.precision, self.device):
-            logits = self._forward(self.train_split.tokens[batch], self.padded)
-            loss = F.cross_entropy(logits, self.train_split.labels[batch])
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        frozen.drop_gradients()
-        torch.nn.utils.clip_grad_norm_(parameters, self.training.gradient_clip, foreach=True)
-        self.optimizer.step()
-        frozen.restore(self.optimizer)
-        return loss.detach()
-
     @torch.no_grad()
     def evaluate(self, split: Split) -> tuple[float, float]:
         """Return the mean cross-entropy (nats) and accuracy in [0, 1] over a split, in evaluation mode."""
         self.encoder.eval()
-        if self.stack is not None:
-            self.stack.load()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         # With 5,000 tokens the calls cost little and a processor's caches hold much; 16 million logits fit memory.
-        at_once = 5_000 if self.device.type == "cpu" else 200_000
+        at_once = 5_000 if self.device.type == "cpu" else 1_000_000
         c, length = self.config, split.tokens.shape[1]
         widest = max(c.width, 3 * c.heads * c.head_width, c.mlp_width)
-        per_batch = max(1, min(at_once // length, 2**24 // c.classes, _ENTRIES // (length * widest)))
+        entries = _ENTRIES if self.device.type == "cpu" else 8 * _ENTRIES
+        per_batch = max(1, min(at_once // length, 2**24 // c.classes, entries // (length * widest)))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
-            if self.stack is not None:
-                logits = self.stack.logits(tokens[None], self.padded)[0]
-            else:
-                logits = self.encoder(tokens, self.padded)
+            logits = self.encoder(tokens, self.padded)
             loss += F.cross_entropy(logits, labels, reduction="sum")
             correct += (logits.argmax(1) == labels).sum()
         return float(loss) / len(split.labels), float(correct) / len(split.labels)
 
 
-def check_together(training: TrainingConfig) -> None:
-    """Refuse options that only a single run supports."""
-    if training.compiled or training.precision == "bf16":
-        raise InputError(
-            "Several runs at once support neither compilation nor bf16. Omit --compile and --precision bf16, or "
-            "train them one by one."
-        )
+def stackable(trainers: Sequence[Trainer]) -> bool:
+    """Return whether runs can share their steps: on CUDA, with plain SGD, and equal in all but their seeds."""
+    first = trainers[0]
+    alike = {(t.config, t.epoch, replace(t.training, seed=0, query_key_scale=1.0)) for t in trainers}
+    clustered = ATTENTIONS[first.config.attention].keeps == "clustered"
+    return len(trainers) > 1 and first.device.type == "cuda" and len(alike) == 1 and not clustered and (
+        first.optimizer is None
+    )  # fmt: skip
 
 
-def train_together(
+def train_seeds(
     trainers: Sequence[Trainer],
-    states: list[RandomState],
     after_epoch: Callable[[Trainer, Progress], None],
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
-    """Train every trainer to its end; equal to training each alone, up to rounding."""
-    for trainer in trainers:
-        check_together(trainer.training)
+    """Train runs that can share their steps to their ends; those that end or diverge leave the others."""
     diverged: dict[int, str] = {}
-    while unfinished := [i for i, trainer in enumerate(trainers) if i not in diverged and not trainer.finished]:
-        epoch = min(trainers[i].epoch for i in unfinished)
-        group = [i for i in unfinished if trainers[i].epoch == epoch]
-        start = time.perf_counter()
-        own = [states[i] for i in group]
-        totals = train_epoch([trainers[i] for i in group], own, after_batch)
-        share = (time.perf_counter() - start) / len(group)
-        for i, state, total in zip(group, own, totals, strict=True):
-            try:
-                trainers[i].check_loss(total)
-                restore_random_state(state)
-                progress = trainers[i].close_epoch(time.perf_counter() - share)
-            except DivergedError as error:
-                diverged[i] = f"Seed {trainers[i].training.seed}: {error}"
-                continue
-            states[i] = random_state(trainers[i].device)  # evaluation also draws if the attention is redrawn
-            after_epoch(trainers[i], progress)
+
+    def left() -> list[int]:
+        return [i for i, t in enumerate(trainers) if i not in diverged and not t.finished]
+
+    while group := left():
+        steps = Steps([trainers[i] for i in group])
+        while left() == group:
+            start = time.perf_counter()
+            for i in group:
+                trainers[i].begin_epoch()
+
+            def told(group: list[int] = group) -> None:
+                for i in group:
+                    after_batch(trainers[i])
+
+            found = steps.epoch(trainers[group[0]].learning_rate, told)
+            steps.store()
+            start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
+            for i, (loss, accuracy) in zip(group, found, strict=True):
+                began = time.perf_counter()
+                try:
+                    progress = trainers[i].close_epoch(start, loss, accuracy)
+                except DivergedError as error:
+                    diverged[i] = f"Seed {trainers[i].training.seed}: {error}"
+                    continue
+                after_epoch(trainers[i], progress)
+                start += time.perf_counter() - began
     if diverged:
         raise DivergedError(" ".join(diverged.values()), tuple(diverged))
+
+
+# --- optimisers, memory, devices
+
+
+def make_optimizer(
+    encoder: Encoder, training: TrainingConfig, device: torch.device
+) -> torch.optim.Optimizer | None:
+    """Return Adam or AdamW; None for plain SGD, which :class:`Steps` does itself."""
+    if training.optimizer == "sgd":
+        return None
+    options: dict[str, Any] = {"lr": training.learning_rate, "foreach": True}
+    if device.type == "cuda":  # in a graph, the step size must stand on the device
+        options |= {"lr": torch.tensor(training.learning_rate, device=device), "capturable": True}
+    if training.weight_decay is not None:
+        options["weight_decay"] = training.weight_decay
+    kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
+    return kind(encoder.parameters(), **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer | None, rate: float) -> None:
+    """Set the step size of all parameters."""
+    for group in [] if optimizer is None else optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def optimizer_state(trainer: Trainer) -> OptimizerState:
+    """Return the optimiser's state by the names of the encoder's parameters."""
+    memory = {} if trainer.optimizer is None else trainer.optimizer.state
+    return {name: dict(memory[p]) for name, p in trainer.encoder.named_parameters() if memory.get(p)}
+
+
+def restore_optimizer_state(trainer: Trainer, state: OptimizerState) -> None:
+    """Restore the optimiser's state."""
+    parameters = dict(trainer.encoder.named_parameters())
+    for name, values in state.items():
+        parameter = parameters.get(name)
+        for quantity, value in values.items():
+            fits = parameter is not None and value.shape in (parameter.shape, torch.Size([]))
+            if not fits or not value.is_floating_point() or trainer.optimizer is None:
+                raise InputError(f"The optimiser's {quantity!r} of {name!r} does not fit the model.")
+    if state and state.keys() != parameters.keys():
+        raise InputError("The optimiser's state does not cover all parameters of the model.")
+    for name, values in state.items():
+        parameter = parameters[name]
+        trainer.optimizer.state[parameter] = {  # type: ignore[union-attr]  # checked above
+            quantity: value.to(parameter.device, copy=True) if value.ndim or trainer.device.type == "cuda"
+            else value.clone()  # elsewhere the optimiser keeps the number of steps on the CPU
+            for quantity, value in values.items()
+        }  # fmt: skip
+
+
+def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
+    """Return a lower bound of the main memory for training, in bytes: data, on a CPU parameters and a batch."""
+    length, inner = model.length + model.extra_tokens, model.heads * model.head_width
+    needed = 8 * model.length * (training.train_samples + training.holdout_samples) * (training.text is None)
+    per_block = 4 * model.width * inner + 2 * model.width * model.mlp_width
+    parameters = model.blocks * per_block + (model.vocabulary_size + model.classes + 2 * length) * model.width
+    if not on_cpu:
+        return needed + 4 * parameters
+    batch = min(training.batch_size, training.train_samples)
+    per_token = 2 * model.width + 4 * inner + model.mlp_width
+    return needed + 4 * (3 * parameters + batch * length * model.blocks * per_token)
 
 
 BEST = "cuda", "mps", "cpu"  # devices in the order in which auto prefers them

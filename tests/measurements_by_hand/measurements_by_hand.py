@@ -355,7 +355,7 @@ def full_report(make_everything, tmp_path_factory):
     """Folder of a report with every section and figure. Do not write to it."""
     folder = tmp_path_factory.mktemp("deep") / "deeper" / "report"
     with quick_intervals():
-        page = write_report(Findings(make_everything()), folder, "semdiag report " + "x" * 300, ["svg"])
+        page, _ = write_report(Findings(make_everything()), folder, "semdiag report " + "x" * 300, ["svg"])
     return page.parent
 
 

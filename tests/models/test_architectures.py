@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from semdiag_models import ModelConfig
-from semdiag_models.attention.dense_attention import dropped_positions
-from semdiag_models.attention.selection import random_priorities
+from semdiag_models.attention import dropped_positions, random_priorities
 from semdiag_models.config import ACTIVATIONS
 from semdiag_models.encoder import Encoder
 
@@ -117,12 +116,7 @@ class Dense:
             return weights
         kept = torch.ones(scores.shape)
         if any(keys is not None for keys in chosen.values()):
-            columns = max(len(keys) for keys in chosen.values() if keys is not None)
-            coins = self.kept(batch, heads, length, columns)
-            for (b, h, i), keys in chosen.items():
-                for place, j in enumerate(keys or ()):
-                    if j >= 0:
-                        kept[b, h, i, j] = coins[b, h, i, place]
+            kept = self.kept(batch, heads, length, length)
         dense = sorted({i for (_, _, i), keys in chosen.items() if keys is None})
         if dense:
             kept[:, :, dense] = self.kept(batch, heads, len(dense), length)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from semdiag_models.attention import dense_attention as module
-from semdiag_models.attention.dense_attention import dropout, dropped_positions
+from semdiag_models import attention as module
+from semdiag_models.attention import dropout, dropped_positions
 
 ERRORS = 4.5  # standard errors
 
@@ -15,7 +15,7 @@ ERRORS = 4.5  # standard errors
 @pytest.fixture
 def draw_one_gap_at_a_time(monkeypatch):
     """Make the first draw one gap, so that the rare second draw becomes the rule."""
-    monkeypatch.setattr(module, "math", SimpleNamespace(sqrt=lambda x: -(x + 18.5) / 10))
+    monkeypatch.setattr(module, "math", SimpleNamespace(sqrt=lambda x: -(x + 18.5) / 8))
 
 
 def assert_law_of_three_coins(p, draws):

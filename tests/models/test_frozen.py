@@ -8,9 +8,9 @@ from semdiag_models import InputError, ModelConfig, TrainingConfig, find_task
 from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.encoder import Encoder
 from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.step import draw_data, random_state, restore_random_state
 from semdiag_models.sweeps.grid import configure, identity, name_run, read_sweep
-from semdiag_models.training import Trainer, train_together
+from semdiag_models.tasks import draw_data
+from semdiag_models.training import Trainer, random_state, restore_random_state
 
 CPU = torch.device("cpu")
 FROZEN = {"frozen": ("qk",)}
@@ -51,7 +51,7 @@ def test_queries_and_keys_stay_to_the_bit_and_all_else_moves(tiny_model, tiny_tr
     assert all(torch.equal(one, other) for one, other in zip(held, after_held, strict=True))
     assert not any(torch.equal(one, other) for one, other in zip(free, after_free, strict=True))
     for name, parameter in trainer.encoder.named_parameters():
-        for quantity, memory in trainer.optimizer.state.get(parameter, {}).items():
+        for quantity, memory in ({} if trainer.optimizer is None else trainer.optimizer.state[parameter]).items():
             if "attention.qkv" in name and quantity != "step":
                 rows = 2 * model.heads * model.head_width
                 assert not memory[:rows].any()
@@ -92,28 +92,6 @@ def test_an_epoch_is_clipped_sgd_of_the_other_parameters(tiny_model, tiny_traini
     assert clipped
     for (name, p), q in zip(naive.named_parameters(), trainer.encoder.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("fields", [{}, {"attention": "topk", "k": 3, "score_gradient": "straight-through"}])
-def test_together_is_alone(tiny_model, tiny_training, fields):
-    model = tiny_model(**fields, dropout=0.2, heads=2, blocks=2)
-    other = tiny_model(attention="topk", k=3, dropout=0.2, heads=2, blocks=2)
-    configurations = [(m, tiny_training(**FROZEN, seed=seed)) for m in (model, other) for seed in (5, 6)]
-    trainers, states, alone = [], [], []
-    for configuration in configurations:
-        for into in (trainers, alone):
-            into.append(Trainer(*configuration, CPU))
-            into[-1].encoder.double()
-        states.append(random_state(CPU))
-    for trainer, state in zip(alone, states, strict=True):
-        restore_random_state(state)
-        trainer.run(lambda _: None)
-    train_together(trainers, states, lambda *_: None)
-    for one, single in zip(trainers, alone, strict=True):
-        for p, q in zip(one.encoder.parameters(), single.encoder.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
-        held, same = parted(one.encoder)[0], parted(single.encoder)[0]
-        assert all(torch.equal(p, q) for p, q in zip(held, same, strict=True))
 
 
 def test_a_run_can_be_resumed_and_its_checkpoint_says_what_was_frozen(tiny_model, tiny_training, tmp_path):

@@ -182,16 +182,15 @@ def external(models: "pd.DataFrame") -> "pd.Series[bool]":
     return models["source"].isin(EXTERNAL_SOURCES)
 
 
-def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor | None, places: Tensor | None = None) -> str:
-    """Return the kind of a mask from the numbers of keys that its queries may attend to."""
-    counts, whole = keys.cpu().numpy(), reached.any(1).sum(-1).cpu().numpy()
-    real = np.ones((counts.shape[0], 1, counts.shape[2]), bool) if queries is None else queries.cpu().numpy()
-    real = real if real.ndim == counts.ndim else real[:, None]
+def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor, places: Tensor | None = None) -> str:
+    """Return the kind of a mask from the numbers of keys of its queries, and the keys that some head reaches."""
+    counts, whole = keys.numpy(), reached.sum(-1).numpy()
+    real = queries.numpy()
     if (~real | (counts == whole[:, None, None])).all():
         return "full"
     both = np.broadcast_to(real[..., 1:] & real[..., :-1], counts[..., 1:].shape)
     rises = np.diff(counts, axis=-1)[both]
-    steps = 1 if places is None else np.diff(places.cpu().numpy(), axis=-1)[both]
+    steps = 1 if places is None else np.diff(places.numpy(), axis=-1)[both]
     return "causal" if len(rises) and (rises == steps).all() else "masked"
 
 

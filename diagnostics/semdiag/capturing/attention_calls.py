@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from semdiag.capturing.adapters.fused import forget_last
-from semdiag.capturing.adapters.hugging_face import intercepted_interface
+from semdiag.capturing.adapters.hugging_face import attends_by_interface, intercepted_interface
 from semdiag.capturing.adapters.torch_functions import (
     MADE_OUTSIDE_MODES,
     FunctionWatch,
@@ -34,6 +34,7 @@ from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag.capturing.recording import (
     Entered,
+    Mask,
     Recorder,
     SharedChange,
     Watched,
@@ -113,7 +114,7 @@ def watch_attention(
     model: nn.Module,
     consume: Callable[[AttentionCall], None],
     *,
-    mask: Callable[[AttentionCall], Tensor | None] | None = None,
+    mask: Mask | None = None,
     inside: bool = False,
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
@@ -126,7 +127,8 @@ def watch_attention(
     both run as they were written. The watch never stops the model: if the watch itself fails, the audit says so.
     What ``consume`` raises is raised in the model.
 
-    In an unchanged encoder of semdiag_models, only the attention cores are watched. In any other model, every
+    In an unchanged encoder of semdiag_models, only the attention cores are watched, and in an unchanged model of
+    transformers whose source names no other attention, only the library's interface. In any other model, every
     softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and is not
     captured; or the audit counts it, because it is no attention. The audit also lists products that meet values
     without a softmax.
@@ -139,8 +141,8 @@ def watch_attention(
         model: any module. Only what runs inside it is seen.
         consume: called with each call while its tensors are alive; reduce them at once, keep none. It runs without
             gradient, autocast and modes.
-        mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run to its kept
-            keys, bool (B, H, Lq, Lk), or None for all keys.
+        mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run, and its
+            inputs where its function may be replaced, to its kept keys or to its output with them.
         inside: whether the model is already running, because a hook of its forward pass opens the context.
 
     Yields:
@@ -150,9 +152,10 @@ def watch_attention(
     broken = broken_parts(model)
     if broken and mask is not None:
         raise InputError(refusal(broken))
-    recorder = Recorder(Watched(model, consume, mask))
+    # then modes would see nothing more, and cost 20 µs per operation
+    hooked = hooked_alone(model) or attends_by_interface(model)
+    recorder = Recorder(Watched(model, consume, mask, traces=not hooked))
     recorder.audit.remarks.update(remarks_on(broken))
-    hooked = hooked_alone(model)  # then modes would see nothing, and cost 20 µs per operation
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)
@@ -206,6 +209,8 @@ class _Hooks:
     def before(self, module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
         """Note that a module is about to run; return its inputs if they change, else None."""
         recorder = self._recorder
+        if self._hooked and not module._modules and not isinstance(module, AttentionCore):
+            return None  # it makes no attention
         if not recorder.enter(module, inputs):
             return None
         if len(recorder.running) == 1:

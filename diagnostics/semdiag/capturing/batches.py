@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -262,15 +263,27 @@ def takes_masks(module: nn.Module) -> bool:
 
 def _parameters(module: nn.Module) -> tuple[str, ...]:
     try:
-        return tuple(inspect.signature(module.forward).parameters)
+        return tuple(_signature(module).parameters)
     except (TypeError, ValueError):
         return ()
+
+
+def _signature(module: nn.Module) -> inspect.Signature:
+    kind: Any = type(module)
+    return inspect.signature(module.forward) if "forward" in vars(module) else _of_class(kind)
+
+
+@lru_cache(maxsize=1024)
+def _of_class(kind: Any) -> inspect.Signature:
+    """Return how the modules of a class are called."""
+    signature = inspect.signature(kind.forward)
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenMasks | None:
     """Return the token masks among a module's arguments."""
     try:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        given = _signature(module).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the call itself will say what is wrong
         return None
     for several in [x for x in given.values() if isinstance(x, Mapping)]:  # a dictionary of arguments, or **kwargs

@@ -1,7 +1,8 @@
 """Rules that choose keys (top-k, top-p, windows, random), and the keys that they keep in a call."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import whole_number
-from semdiag.mathematics.score_strips import largest_scores
+from semdiag.mathematics.score_strips import largest_scores, part_of
 from semdiag_models import InputError
 
 BLOCK_SCORES = "weight", "best", "mean"
@@ -188,67 +189,307 @@ def _check(k: int | Sequence[int], sinks: int, window: int, block: int) -> None:
         raise InputError(f"A mask must keep something: k of at least 1, sinks or a window. Got k={k}.")
 
 
-_AT_ONCE = 2**22  # scores held at a time while a mask is chosen
+_AT_ONCE = 2**19  # scores held at a time on a CPU, where they stay near the processor
+_AT_ONCE_ELSEWHERE = 2**26
+_BAND = 64, 256  # least and most queries of a strip that looks at a band of keys
 _SORTED = 512  # keys up to which sorting a row is faster than partitioning it
 # Parts of module names whose keys and queries come from different sequences.
 CROSS = ("cross", "encoder_attn", "encdec", "enc_dec", "encoder_decoder", "multihead_attn")
 
 
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """Some samples, heads, queries and keys of a call."""
+
+    samples: slice
+    heads: slice
+    queries: slice
+    keys: slice | Tensor  # positions, in rising order where they are a tensor
+    banded: bool = False  # whether only keys near the queries, and sinks, are in it
+
+
+class Choice:
+    """The keys that a rule keeps in one call: strip by strip of its queries, or all at once.
+
+    Attributes:
+        rule: the rule.
+        call: the call.
+        counts: number k of keys for each head.
+        near: numbers of positions before and behind a query within which keys are always kept; None: no window.
+        sinks: first keys that are always kept, (B or 1, Lk) bool; None: none.
+        whole: whether the rule cannot drop a key.
+    """
+
+    def __init__(self, rule: Rule, call: AttentionCall, chosen: Tensor | None = None, keep: bool = False) -> None:
+        heads, length = call.q.shape[1], call.k.shape[2]
+        self.rule, self.call, self.near, self.sinks = rule, call, None, None
+        self.counts = [1] * heads if isinstance(rule, TopP) else _counts(rule, call)
+        self._block = rule.block if isinstance(rule, TopK) else 1
+        self.whole = not isinstance(rule, TopP) and min(self.counts) * self._block >= length
+        self._order: Tensor | None = None
+        self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
+        self._k = integers(*self.counts, device=call.q.device)[:, None, None]
+        # A choice that later layers use is held as a mask, (B, 1, Lq, Lk) bool.
+        self._reused, self.chosen = chosen is not None, chosen
+        if self.whole or self._reused:
+            return
+        if keep:
+            size = (len(call.q), 1, call.q.shape[2], length)
+            self.chosen = torch.zeros(size, dtype=torch.bool, device=call.q.device)
+        if not isinstance(rule, TopP) and (self._block > 1 or rule.sinks or rule.window):
+            reach = _reach(call)
+            self._order = real_first(reach.real, call) if self._block > 1 else None
+            self.sinks, self.near = _fixed(rule, call, reach)
+
+    @property
+    def by_position(self) -> bool:
+        """Whether no key is chosen for its score or by a draw."""
+        return max(self.counts) == 0 and not self._reused
+
+    @property
+    def by_threshold(self) -> bool:
+        """Whether, beside keys kept for their position, each query keeps its k largest scores."""
+        rule = self.rule
+        single = isinstance(rule, TopK) and rule.block == 1 and (rule.shared == "head" or self.by_position)
+        return single and self.chosen is None and self.call.selected is None
+
+    def strips(self, banded: bool = False) -> Iterator[Strip]:
+        """Yield strips that cover the call: rows of scores, or only the keys near their queries and sinks."""
+        call = self.call
+        batch, all_heads, queries, _ = call.q.shape
+        length, elsewhere = call.k.shape[2], call.q.device.type != "cpu"
+        most = _AT_ONCE_ELSEWHERE if elsewhere else _AT_ONCE
+        heads = 1 if isinstance(self.rule, RandomK) else all_heads  # draws follow one another, head by head
+        banded = banded and self.by_position and self.near is not None and call.selected is None
+        together = heads == 1 or getattr(self.rule, "shared", "") == "layer" or (self.by_position and not banded)
+        if not together and batch * heads * queries * length > most:
+            heads //= call.k.shape[1]
+        if banded and self.near is not None:
+            width = sum(self.near) + 1
+            rows = min(max(_BAND[0], width if call.causal else width // 2), _BAND[1])
+            size = width + rows
+        else:
+            size = length
+            rows = max(1, most // (heads * size))
+        rows = min(rows, queries)
+        samples = min(batch, max(1, most // (heads * rows * size)))
+        for head in range(0, all_heads, heads):
+            for start in range(0, queries, rows):
+                r = slice(start, min(start + rows, queries))
+                keys = self._band(r) if banded else self._seen(r)
+                for first in range(0, batch, samples):
+                    b = slice(first, min(first + samples, batch))
+                    yield Strip(b, slice(head, head + heads), r, keys, banded)
+
+    def widened(self, strip: Strip) -> Strip:
+        """Return a strip with all keys that its queries may see."""
+        return replace(strip, keys=self._seen(strip.queries), banded=False)
+
+    def _seen(self, rows: slice) -> slice:
+        call, length = self.call, self.call.k.shape[2]
+        short = call.causal and self._order is None and call.selected is None
+        return slice(0, max(1, min(length, call.first_query + rows.stop)) if short else length)
+
+    def _band(self, rows: slice) -> slice | Tensor:
+        assert self.near is not None
+        before, behind = self.near
+        stop = min(self._seen(rows).stop, self.call.first_query + rows.stop + behind)
+        start = max(0, min(stop - 1, self.call.first_query + rows.start - before))
+        if self.sinks is None or start == 0:
+            return slice(start, stop)
+        device = self.sinks.device
+        columns = self.sinks[:, :start].any(0).nonzero()[:, 0]
+        return torch.cat([columns, torch.arange(start, stop, device=device)])
+
+    def allowed(self, strip: Strip) -> Tensor:
+        """Return the keys that queries attend to without the mask, bool, broadcastable to the strip's scores."""
+        call, b, r, keys = self.call, strip.samples, strip.queries, strip.keys
+        if call.selected is not None:
+            return narrowed(allowed_keys(call.part(b, r)))[:, _heads(call.selected, strip)]
+        allowed = _strip_of(call.allowed, strip)
+        places = _places(keys, call)
+        if call.causal:
+            own = torch.arange(r.start, r.stop, device=places.device) + call.first_query
+            past = places <= own[:, None]
+            return past[None, None] if allowed is None else allowed & past
+        shape = (1, 1, r.stop - r.start, len(places))
+        true = torch.ones((), dtype=torch.bool, device=places.device)
+        return true.expand(shape) if allowed is None else allowed.expand(*allowed.shape[:2], *shape[2:])
+
+    def scores(self, strip: Strip) -> Tensor:
+        """Return a strip's scores, (b, h, r, n), those of forbidden keys included."""
+        call, b, h, r = self.call, strip.samples, strip.heads, strip.queries
+        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        q = call.q[b, h, r].to(dtype)
+        k = key_heads(call.k, strip, call).to(dtype)
+        scores = products(q, k.mT, call.scale)
+        if call.softcap is not None:
+            scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
+        bias = _strip_of(call.bias, strip)
+        return scores if bias is None else scores.add_(bias)
+
+    def fixed(self, strip: Strip) -> Tensor | None:
+        """Return the keys kept for their position alone, broadcastable to the strip's scores; None: none."""
+        fixed = None
+        if self.sinks is not None:
+            own = self.sinks if len(self.sinks) == 1 else self.sinks[strip.samples]
+            fixed = own[:, strip.keys][:, None, None]
+        if self.near is not None:
+            places = _places(strip.keys, self.call)
+            rows = torch.arange(strip.queries.start, strip.queries.stop, device=places.device)
+            back = (rows + self.call.first_query)[:, None] - places
+            near = ((back <= self.near[0]) & (back >= -self.near[1]))[None, None]
+            fixed = near if fixed is None else fixed | near
+        return fixed
+
+    def kept(self, strip: Strip, scores: Tensor | None, allowed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a strip's kept keys and their number in each row; some ``scores`` of others become -inf."""
+        fixed, b, r = self.fixed(strip), strip.samples, strip.queries
+        if self._reused:
+            assert self.chosen is not None
+            kept = allowed & self.chosen[b, :, r, strip.keys].to(allowed.device)
+        elif self.by_position:
+            assert fixed is not None
+            kept = fixed & allowed
+        else:
+            free = allowed if fixed is None else allowed & ~fixed
+            kept = self._free(strip, scores, free, fixed is not None)
+            if fixed is not None:
+                kept = kept | (fixed & allowed)
+        number = counted(kept)
+        if not (strip.banded or bool(number.all())):  # a query without any key keeps all
+            kept = kept | (allowed & (number == 0)[..., None])
+            number = counted(kept)
+        if self.chosen is not None and not self._reused:
+            self.chosen[b, :, r, strip.keys] = kept[:, :1]
+        return kept, number
+
+    def _free(self, strip: Strip, scores: Tensor | None, free: Tensor, others: bool) -> Tensor:
+        """Return the keys kept for their scores or by a draw, among those that are free."""
+        k = self._k[strip.heads]
+        if isinstance(self.rule, RandomK):
+            drawn = self._priorities(self.rule, strip)[..., strip.keys]
+            return _largest(drawn.masked_fill(~free, -torch.inf), k) & free
+        assert scores is not None
+        scores = _hide_(scores.clone() if others else scores, free)
+        if isinstance(self.rule, TopP):
+            return _heaviest(scores, self.rule.p) & free
+        order = self._order if self._order is None or len(self._order) == 1 else self._order[strip.samples]
+        kept = _ranked(self.rule, k, scores, self.call, strip, order)
+        return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
+
+    def _priorities(self, rule: RandomK, strip: Strip) -> Tensor:
+        """Return random numbers for all keys, (h, r, Lk): one sequence over all strips of heads and queries."""
+        h, r, call = strip.heads, strip.queries, self.call
+        if self._drawn[0] != (h, r):
+            if h.start == r.start == 0:
+                self._draws.manual_seed(rule.seed * 100_003 + 1009 * call.layer + call.occurrence)
+            size = (h.stop - h.start, r.stop - r.start, call.k.shape[2])
+            drawn = torch.rand(size, generator=self._draws, dtype=torch.float64, device="cpu")
+            self._drawn = (h, r), drawn.to(call.q.device, torch.float32 if call.q.device.type == "mps" else None)
+        return self._drawn[1]
+
+
 class SharedChoices:
-    """The keys that rules keep, where layers may reuse the choice of an earlier layer."""
+    """The choices of rules, where layers may reuse the choice of an earlier layer."""
 
     def __init__(self) -> None:
-        self._layer, self._chosen = 0, torch.empty(0)
+        self._layer = 0
+        self._first: Choice | None = None
 
-    def kept(self, rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-        """Return the result of :func:`kept_keys`; the choice may be an earlier layer's."""
+    def choice(self, rule: Rule, call: AttentionCall) -> Choice:
+        """Return the choice for a call; it may be an earlier layer's."""
         every = rule.every if isinstance(rule, TopK) else 1
         if every == 1:
-            return kept_keys(rule, call)
-        batch, _, queries, _ = call.q.shape
-        size = (batch, 1, queries, call.k.shape[2])
-        if 0 < call.layer - self._layer < every and self._chosen.shape == size:
-            whole = allowed_keys(call.part())
-            kept = whole & self._chosen.to(whole.device)
-            return kept | ~kept.any(-1, keepdim=True), whole
-        masks = kept_keys(rule, call)
-        chosen = torch.ones(size, dtype=torch.bool, device=call.q.device) if masks is None else masks[0][:, :1]
-        self._layer, self._chosen = call.layer, chosen
-        return masks
+            return Choice(rule, call)
+        first = self._first
+        if first is not None and 0 < call.layer - self._layer < every:
+            like = (len(call.q), call.q.shape[2], call.k.shape[2])
+            if like == (len(first.call.q), first.call.q.shape[2], first.call.k.shape[2]):
+                return Choice(rule, call, first.chosen) if not first.whole else first
+        self._layer, self._first = call.layer, Choice(rule, call, keep=True)
+        return self._first
 
 
 def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the keys that a rule keeps for each query of a call."""
-    heads, length = call.q.shape[1], call.k.shape[2]
-    if isinstance(rule, TopP):
-        counts = [1] * heads  # unused
-    else:
-        counts = _counts(rule, call)
-        block = rule.block if isinstance(rule, TopK) else 1
-        if min(counts) * block >= length:
-            return None
-    size = (len(call.q), heads, call.q.shape[2], length)
+    """Return the keys that a rule keeps for each query of a call, and those that the call allows; None: all."""
+    return all_kept(Choice(rule, call))
+
+
+def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
+    """Return the kept and the allowed keys of a whole call, (B, H, Lq, Lk) bool; None where no key is dropped."""
+    if choice.whole:
+        return None
+    call = choice.call
+    size = (*call.q.shape[:3], call.k.shape[2])
+    heads: list[list[list[Tensor]]] = []
+    for strip in choice.strips():
+        if strip.samples.start == 0:
+            if strip.queries.start == 0:
+                heads.append([])
+            heads[-1].append([])
+        allowed = choice.allowed(strip)
+        kept, _ = choice.kept(strip, None if choice.by_position else choice.scores(strip), allowed)
+        heads[-1][-1].append(F.pad(kept, (0, size[3] - kept.shape[3])))
+    kept = _cat([_cat([_cat(samples, 0) for samples in rows], 2) for rows in heads], 1)
     allowed = narrowed(allowed_keys(call.part()))
-    fixed = None if isinstance(rule, TopP) else _fixed(rule, call, allowed)
-    free = allowed if fixed is None else allowed & ~fixed
-    k = torch.tensor(counts, device=call.q.device)[:, None, None]
-    if max(counts) == 0:
-        kept = torch.zeros_like(free)
-    elif isinstance(rule, RandomK):
-        kept = _largest(_priorities(rule, call).masked_fill(~free, -torch.inf), k) & free
-    else:
-        order = real_first(allowed, call) if isinstance(rule, TopK) and rule.block > 1 else None
-        kept = _scored(rule, k, call, free, order)
-    if fixed is not None:
-        kept = kept | (fixed & allowed)
-    some = allowed.any(-1, keepdim=True)
-    number = counted(kept)[..., None]
-    if bool(((number == 0) & some).any()):  # a query without any key keeps all
-        kept = kept | (allowed & (number == 0))
     if not bool((allowed & ~kept).any()):
         return None
+    some = allowed.any(-1, keepdim=True)
     kept = kept if bool(some.all()) else kept | ~some
     return kept.expand(size), allowed.expand(size)
+
+
+def _cat(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def number_of_keys(call: AttentionCall) -> Tensor:
+    """Return how many keys each query attends to without the mask, int32, broadcastable to (B, H, Lq)."""
+    queries, length = call.q.shape[2], call.k.shape[2]
+    if call.allowed is None and call.selected is None:
+        all_keys = torch.full((1, 1, queries), length, dtype=torch.int32, device=call.q.device)
+        own = torch.arange(1, queries + 1, dtype=torch.int32, device=call.q.device) + call.first_query
+        return all_keys.minimum(own) if call.causal else all_keys
+    return _cat([counted(allowed) for allowed in _rows(call)], 2)
+
+
+def _rows(call: AttentionCall) -> Iterator[Tensor]:
+    """Yield the keys that a few queries may attend to, with one entry for samples or heads that are all alike."""
+    step = max(1, _AT_ONCE_ELSEWHERE // (call.k.shape[2] * len(call.q)))
+    for start in range(0, call.q.shape[2], step):
+        yield narrowed(allowed_keys(call.part(slice(None), slice(start, start + step))))
+
+
+def _strip_of(values: Tensor | None, strip: Strip) -> Tensor | None:
+    """Return a strip's part of a tensor broadcastable to (B, H, Lq, Lk)."""
+    part = part_of(values, strip.samples, strip.queries)
+    if part is None:
+        return None
+    part = part[:, _heads(part, strip)]
+    return part[..., strip.keys] if part.shape[3] > 1 else part
+
+
+def _heads(values: Tensor, strip: Strip) -> slice:
+    return strip.heads if values.shape[1] > 1 else slice(None)
+
+
+def _places(keys: slice | Tensor, call: AttentionCall) -> Tensor:
+    return torch.arange(keys.start, keys.stop, device=call.q.device) if isinstance(keys, slice) else keys
+
+
+def key_heads(values: Tensor, strip: Strip, call: AttentionCall) -> Tensor:
+    """Return a strip's part of keys or values, (b, hk, n, D), with one head for the query heads that share it."""
+    shared = call.q.shape[1] // call.k.shape[1]
+    return values[strip.samples, strip.heads.start // shared : -(-strip.heads.stop // shared)][:, :, strip.keys]
+
+
+def products(rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
+    """Return factor · rows @ columns, (b, h, r, m) and (b, hk, m, n), where groups of heads share columns."""
+    (batch, heads, length, width), shared = rows.shape, columns.shape[1]
+    left = rows.reshape(batch * shared, heads * length // shared, width)
+    product = torch.bmm(left if factor == 1 else left * factor, columns.flatten(0, 1))
+    return product.view(batch, heads, length, columns.shape[3])
 
 
 def narrowed(mask: Tensor) -> Tensor:
@@ -260,27 +501,6 @@ def narrowed(mask: Tensor) -> Tensor:
 def counted(kept: Tensor) -> Tensor:
     """Return the number of true entries in each row, int32; five times faster than summing bools."""
     return kept.view(torch.uint8).sum(-1, dtype=torch.int32)
-
-
-def _scored(rule: TopK | TopP, k: Tensor, call: AttentionCall, free: Tensor, order: Tensor | None) -> Tensor:
-    """Return the free keys that are kept for their scores, computed for a few samples or queries at a time."""
-    batch, heads, queries, _ = call.q.shape
-    row = heads * call.k.shape[2]
-    size, strip = max(1, _AT_ONCE // (row * queries)), max(1, _AT_ONCE // row)
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    parts = []
-    for at in range(0, batch, size):
-        samples, rows = slice(at, at + size), []
-        for first in range(0, queries, strip):
-            places = slice(first, first + strip)
-            part = call.part(samples, places)
-            own = (free if len(free) == 1 else free[samples])[:, :, places]
-            scores = _hide_(part.scores(dtype), own)
-            some = order if order is None or len(order) == 1 else order[samples]
-            kept = _heaviest(scores, rule.p) if isinstance(rule, TopP) else _ranked(rule, k, scores, call, some)
-            rows.append(kept & own)
-        parts.append(rows[0] if len(rows) == 1 else torch.cat(rows, 2))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _hide_(scores: Tensor, free: Tensor) -> Tensor:
@@ -313,12 +533,12 @@ def allowed_keys(part: AttentionCall) -> Tensor:
     return chosen.scatter_(3, places, torch.ones_like(places, dtype=torch.bool))[..., :-1] & allowed
 
 
-def real_first(allowed: Tensor, call: AttentionCall) -> Tensor | None:
+def real_first(real: Tensor, call: AttentionCall) -> Tensor | None:
     """Return an order of the keys that puts those before the first key that a query sees (padding) at the end."""
-    first = allowed.any(1).any(1).int().argmax(-1, keepdim=True)
+    first = real.int().argmax(-1, keepdim=True)
     if call.first_query or call.keys_before or not bool(first.any()):
         return None
-    length = allowed.shape[-1]
+    length = real.shape[-1]
     return (torch.arange(length, device=first.device) + first) % length
 
 
@@ -327,14 +547,16 @@ def ordered(rows: Tensor, order: Tensor | None) -> Tensor:
     return rows if order is None else rows.gather(-1, order[:, None, None].expand_as(rows))
 
 
-def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, order: Tensor | None) -> Tensor:
+def _ranked(
+    rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, strip: Strip, order: Tensor | None
+) -> Tensor:
     """Return the k largest scores, or blocks, of each head or of heads that share a choice."""
     heads, length = scores.shape[1], scores.shape[3]
-    sets = {"head": heads, "group": call.k.shape[1], "layer": 1}[rule.shared]
+    sets = {"head": heads, "group": heads * call.k.shape[1] // call.q.shape[1], "layer": 1}[rule.shared]
     if sets < heads:
         several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
         if call.sinks is not None:
-            sinks = call.sinks.to(several.dtype).view(1, sets, -1, 1, 1)
+            sinks = call.sinks[strip.heads].to(several.dtype).view(1, sets, -1, 1, 1)
             weights = (several - torch.logaddexp(several.logsumexp(-1, keepdim=True), sinks)).exp()
         else:
             weights = several.softmax(-1)
@@ -346,7 +568,7 @@ def _ranked(rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, order: T
     if rule.block > 1:
         back = None if order is None else order.argsort(-1)
         kept = ordered(kept.repeat_interleave(rule.block, -1)[..., :length], back)
-    return kept if sets in (1, heads) else kept.repeat_interleave(heads // sets, 1)
+    return kept.repeat_interleave(heads // sets, 1) if rule.shared == "group" else kept
 
 
 def _heaviest(scores: Tensor, p: float) -> Tensor:
@@ -405,44 +627,58 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
     return (blocks.nan_to_num(torch.nan, torch.inf, 0).sum(-1) / seen).masked_fill(seen == 0, -torch.inf)
 
 
-def _priorities(rule: RandomK, call: AttentionCall) -> Tensor:
-    size = (call.q.shape[1], call.q.shape[2], call.k.shape[2])
-    generator = torch.Generator().manual_seed(rule.seed * 100_003 + 1009 * call.layer + call.occurrence)
-    drawn = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
-    return drawn.to(call.q.device, torch.float32 if call.q.device.type == "mps" else None)
+@lru_cache(maxsize=64)
+def integers(*numbers: int, device: torch.device) -> Tensor:
+    """Return integers on a device; a tensor made from numbers would wait for the device each time."""
+    return torch.tensor(numbers, device=device)
 
 
-def _fixed(rule: TopK | RandomK, call: AttentionCall, allowed: Tensor) -> Tensor | None:
-    """Return the keys kept for their position alone, broadcastable to (B, H, Lq, Lk); None if there are none."""
-    fixed = None
-    if rule.sinks:
-        real = allowed.any(1).any(1)  # (B, Lk): a key that some query sees is not padding
-        if call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
+@dataclass(frozen=True, eq=False)
+class _Reach:
+    """What the queries of a call see."""
+
+    real: Tensor  # keys that some query sees, (B or 1, Lk) bool
+    in_step: bool  # whether the last key that query i sees in any sample is the token at first_query + i
+    later: bool  # whether a query sees a key behind its own position
+
+
+def _reach(call: AttentionCall) -> _Reach:
+    queries, length, device, first = call.q.shape[2], call.k.shape[2], call.q.device, call.first_query
+    if call.allowed is None and call.selected is None:
+        seen = min(length, first + queries) if call.causal else length
+        in_step = first + queries <= length and (call.causal or (queries == 1 and first == length - 1))
+        return _Reach(
+            (torch.arange(length, device=device) < seen)[None], in_step, first < seen - 1 and not call.causal
+        )
+    parts = [(allowed.any(1).any(1), allowed.any(0).any(0)) for allowed in _rows(call)]
+    last = (_cat([seen for _, seen in parts], 0) * torch.arange(1, length + 1, device=device)).amax(-1) - 1
+    places = torch.arange(first, first + queries, device=device)
+    real = torch.stack([real for real, _ in parts]).any(0)
+    return _Reach(real, torch.equal(last, places), bool((last > places).any()))
+
+
+def _fixed(
+    rule: TopK | RandomK, call: AttentionCall, reach: _Reach
+) -> tuple[Tensor | None, tuple[int, int] | None]:
+    """Return the first keys, and how far before and behind a query keys are kept, for their position alone."""
+    sinks = near = None
+    if rule.sinks:  # a key that some query sees is not padding
+        real, whole = reach.real, call.allowed is None and call.selected is None
+        if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
             raise _unknown(
                 call, "sinks", "its first keys are hidden: by padding or by a window of the model's own"
             )
-        fixed = (real & (real.cumsum(-1) <= rule.sinks))[:, None, None]
+        sinks = real & (real.cumsum(-1) <= rule.sinks)
     if rule.window:
-        places = torch.arange(call.q.shape[2], device=call.q.device) + call.first_query
-        if not _in_step(call, allowed, places):
+        square = call.q.shape[2] == call.k.shape[2] and not any(word in call.module.lower() for word in CROSS)
+        if not (reach.in_step or square):  # then query i is not the token at first_query + i
             raise _unknown(
                 call, "a window", "its queries and keys are different tokens, or the queries follow a cache"
             )
-        back = places[:, None] - torch.arange(call.k.shape[2], device=call.q.device)
-        near = back.abs() < rule.window
-        if isinstance(rule, TopK) and rule.centred and bool((allowed & (back < 0)).any()):
-            near = (back <= rule.window // 2) & (back > rule.window // 2 - rule.window)
-        fixed = near[None, None] if fixed is None else fixed | near
-    return fixed
-
-
-def _in_step(call: AttentionCall, allowed: Tensor, places: Tensor) -> bool:
-    """Return whether query i is the token at ``first_query + i``: by a causal rule, or as self-attention."""
-    last = (allowed * torch.arange(1, allowed.shape[-1] + 1, device=allowed.device)).amax((0, 1, 3)) - 1
-    if torch.equal(last, places):
-        return True
-    square = call.q.shape[2] == call.k.shape[2]
-    return square and not any(word in call.module.lower() for word in CROSS)
+        near = (rule.window - 1, rule.window - 1)
+        if isinstance(rule, TopK) and rule.centred and reach.later:
+            near = (rule.window // 2, rule.window - 1 - rule.window // 2)
+    return sinks, near
 
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:

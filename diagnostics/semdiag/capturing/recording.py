@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,18 @@ PADDED_WINDOWS = (
     "are windows padded to a common size, the padding counts as queries and keys"
 )
 TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors have no values of their own"
+Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values with their gradients
+
+
+class Mixed(NamedTuple):
+    """What a mask's own attention returned in place of a fused function's."""
+
+    output: Tensor  # (B, H, Lq, Dv)
+
+
+# From a call that is about to run, and its inputs if its function may be replaced, to its kept keys, bool
+# (B, H, Lq, Lk), or to the output with these keys; None: all keys.
+Mask = Callable[[AttentionCall, Inputs | None], Tensor | Mixed | None]
 # recorders of this thread or async task
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
 
@@ -55,8 +67,10 @@ class Watched:
         self,
         model: nn.Module,
         consume: Callable[[AttentionCall], None],
-        mask: Callable[[AttentionCall], Tensor | None] | None = None,
+        mask: "Mask | None" = None,
+        traces: bool = True,
     ) -> None:
+        self.traces = traces  # whether operations are traced by modes
         named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
         self.model, self.consume, self.mask = model, consume, mask
         self.modules = dict(named)
@@ -64,7 +78,8 @@ class Watched:
         self.names = {id(module): name for name, module in named}
         self.parameters: set[int] = set()  # addresses, of buffers too
         self.trained: set[int] = set()  # addresses of parameters alone
-        self._held = [value for module in model.modules() for value in vars(module).values() if is_plain(value)]
+        parts = model.modules() if traces else ()
+        self._held = [value for module in parts for value in vars(module).values() if is_plain(value)]
         self.constants: dict[int, Any] = {}  # storages of tensors that are no parameters, by their addresses
         self.find_parameters()
         self.ran: set[str] = set()
@@ -77,6 +92,8 @@ class Watched:
 
         Constants are buffers, tensors that modules hold, and the only square input: it may be a graph's edges.
         """
+        if not self.traces:
+            return
         trained, buffers = (
             {t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided}
             for own in (self.model.parameters(), self.model.buffers())
@@ -259,10 +276,16 @@ class Recorder(threading.local):
 
     def kept(self, call: AttentionCall) -> Tensor | None:
         """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
+        kept = self.masked(call, None)
+        assert not isinstance(kept, Mixed)
+        return kept
+
+    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:
+        """Return the keys that the mask keeps, or the output with them where the function may be replaced."""
         if self._watched.mask is None or _unusable(call):  # unusable calls are noted after they have run
             return None
         module = call.module or self.module
-        return self._watched.mask(self._placed(call, module, self._mask_calls))
+        return self._watched.mask(self._placed(call, module, self._mask_calls), inputs)
 
     def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
         """Return a call with its place, and count it; keys of width 0 become zeros of width 1."""

@@ -14,24 +14,34 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
-from semdiag.capturing.audit import Audit, Skipped
+from semdiag.capturing.audit import Audit, Remark, Skipped
 from semdiag.capturing.kept_keys import (
+    Choice,
     Keep,
     RandomK,
     SharedChoices,
     TopK,
     TopP,
     Window,
-    allowed_keys,
+    all_kept,
     check_keep,
     counted,
     narrowed,
+    number_of_keys,
     rule_for,
+)
+from semdiag.capturing.masked_attention import (
+    FAILED,
+    as_computed,
+    attended,
+    check_memory,
+    out_of_memory,
+    why_dense,
 )
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
-from semdiag.capturing.recording import is_followed, outside_all_modes
+from semdiag.capturing.recording import Inputs, Mixed, is_followed, outside_all_modes
 from semdiag_models import InputError
 
 _ELSEWHERE = "the forward pass runs it in another thread, where no mask can reach it"
@@ -59,6 +69,7 @@ class Masked:
     audit: Audit = field(default_factory=Audit)
     padded: set[int] = field(default_factory=set)  # numbers of queries of calls with padding
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
+    _close: list[Tensor] = field(default_factory=list)  # numbers of rows whose choice rounding could change
 
     @property
     def calls(self) -> int:
@@ -92,7 +103,8 @@ class Masked:
     def kept(self) -> pd.DataFrame:
         """One row per module, occurrence and head: queries with a key; least, most, mean kept keys; mean keys."""
         rows = []
-        for (module, occurrence), c in self._counts.items():
+        for (module, occurrence), held in self._counts.items():
+            c = _Counts(held.layer, held.calls, *(x.cpu() for x in vars(held).values() if isinstance(x, Tensor)))
             for head in range(len(c.queries)):
                 queries = int(c.queries[head])
                 rows.append(
@@ -110,22 +122,15 @@ class Masked:
                 )
         return pd.DataFrame(rows)
 
-    def _add(self, call: AttentionCall, kept: Tensor, allowed: Tensor) -> None:
+    def _add(self, call: AttentionCall, kept: Tensor, keys: Tensor) -> None:
+        """Add the numbers of kept and of all keys of each query; they stay on their device until they are read."""
         if call.queries is not None and not bool(call.queries.all()):
             self.padded.add(call.q.shape[2])
-        keys = counted(narrowed(allowed))
         some = call.counted & (keys > 0)
-        keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, counted(kept)))  # (H, B · Lq)
+        keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, kept))  # (H, B · Lq)
         some = some.movedim(1, 0).flatten(1)
-        new = _Counts(
-            call.layer,
-            1,
-            some.sum(1).cpu(),
-            kept.sum(1).cpu(),
-            keys.sum(1).cpu(),
-            kept.where(some, torch.iinfo(kept.dtype).max).amin(1).cpu(),
-            kept.amax(1).cpu(),
-        )
+        least = kept.where(some, torch.iinfo(kept.dtype).max).amin(1)
+        new = _Counts(call.layer, 1, some.sum(1), kept.sum(1), keys.sum(1), least, kept.amax(1))
         place = call.module, call.occurrence
         old = self._counts.get(place)
         if old is not None:
@@ -153,7 +158,12 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     which tokens are padding are removed. :func:`semdiag.capture` and :class:`semdiag.Monitor`, opened around or
     inside this context, see what the masked model attends to.
 
-    Cost: each call computes its scores once more and holds a mask of B · H · Lq · Lk bytes.
+    Cost: fused attention is replaced by one that holds no mask: strips of rows, whose scores are computed once; a
+    window computes only the keys near it. On a GPU, from 512 queries, top-k masks, windows and sinks run in
+    torch's FlexAttention with a threshold for each row, halfway between the last kept and the first dropped score;
+    where the two are within rounding, the other may be kept: the audit counts such rows. Where another watch has
+    to see the mask, weights are dropped at random, or attention is written by hand, the mask is a tensor of
+    B · H · Lq · Lk bytes.
 
     Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.
@@ -173,7 +183,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             cannot be masked, or a mask was put on a softmax of products whose weights met no values (a pointer's);
             if there is no attention; if it runs in another thread; under activation checkpointing, or with a
             gradient in an ``autograd.Function``, whose backward passes know no mask; if a window or sinks need
-            positions that are unknown; or if ``keep`` is no rule or does not fit the model.
+            positions that are unknown; if ``keep`` is no rule or does not fit the model; or if memory runs out.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -187,7 +197,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     masked, own, padding, choices = Masked(), threading.get_ident(), Padding(model), SharedChoices()
     parts = {id(module): name for name, module in model.named_modules()}
 
-    def mask(call: AttentionCall) -> Tensor | None:
+    def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:
         if checkpointed():
             raise InputError(
                 f"{call.module} runs under activation checkpointing, which would run it again in the backward "
@@ -203,10 +213,25 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         if threading.get_ident() != own:
             masked.audit.skipped[Skipped(call.module, call.mechanism, _ELSEWHERE)] += 1
             return None
+        reason = None if inputs is None else why_dense(call)
+        if inputs is not None and reason is None:
+            call, inputs = as_computed(call, inputs)
         with outside_all_modes(call.q.device.type):
-            chosen = choices.kept(rule_for(keep, call), call)
-            masked._add(padding.marked(call, Audit()), *_kept_and_allowed(chosen, call))
-        return None if chosen is None else chosen[0]
+            choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
+        output: Tensor | Mixed | None
+        number: Tensor | None
+        if inputs is not None and reason is None and not choice.whole:
+            output, number, close = attended(choice, inputs)
+            masked._close += [] if close is None else [close]
+        else:
+            if reason is not None and not choice.whole:
+                masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1
+            output, number = _masked_densely(choice)
+        with outside_all_modes(call.q.device.type):
+            masked._add(padding.marked(call, Audit()), keys if number is None else number, keys)
+            if number is None or (call.q.device.type == "cpu" and not bool((number < keys).any())):
+                return None  # no key is dropped: the model runs as it is
+        return output
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
         if id(module) in parts and threading.get_ident() != own and not is_followed():
@@ -227,16 +252,36 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         register_module_forward_pre_hook(before)
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
         register_module_forward_hook(after)
-        yield masked
+        try:
+            yield masked
+        except torch.OutOfMemoryError as error:
+            raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
+        finally:
+            _note_rounding(masked)
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
 
 
-def _kept_and_allowed(chosen: tuple[Tensor, Tensor] | None, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    if chosen is not None:
-        return chosen
-    allowed = allowed_keys(call.part())
-    return allowed, allowed
+def _masked_densely(choice: Choice) -> tuple[Tensor | None, Tensor | None]:
+    """Return the kept keys as a mask, and their number for each query; None where no key is dropped."""
+    if not choice.whole:
+        check_memory(choice.call)
+    with outside_all_modes(choice.call.q.device.type):
+        chosen = all_kept(choice)
+        return (None, None) if chosen is None else (chosen[0], counted(narrowed(chosen[0])))
+
+
+def _note_rounding(masked: Masked) -> None:
+    """Note how many rows have a last kept and a first dropped score within rounding, and why no kernel ran."""
+    close = sum(int(number) for number in masked._close)
+    if close:
+        text = (
+            f"in {close:,} rows, the last kept and the first dropped score are within rounding of each other: "
+            "there, the threshold may have kept the other one"
+        )
+        masked.audit.remarks[Remark("", text)] += 1
+    for reason in FAILED[1:]:
+        masked.audit.remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
 
 
 def _check(masked: Masked, partial: bool) -> None:

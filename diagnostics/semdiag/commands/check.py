@@ -8,58 +8,55 @@ import typer
 
 from semdiag.commands.measuring import FORMATS
 from semdiag.presenting import options
-from semdiag.presenting.question import Shared, command
+from semdiag.presenting.question import Asked, Question
 from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
 _JUDGED = "What is judged"
 
 
-@command(leave_out=("seed", "min_keys", "out", "per_query", "figures"))
-def check(
+def _check(
     models: options.Models = None,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
-            help='What every model must satisfy, like "dispersion.p95 < 10". Repeatable. First a quantity: '
+        options.option(
+            'What every model must satisfy, like "dispersion.p95 < 10". Repeatable. First a quantity: '
             "dispersion, separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention "
             "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and "
             "layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
-            rich_help_panel=_JUDGED,
+            panel=_JUDGED,
             autocompletion=options.names(options.RULES),
         ),
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
-            rich_help_panel=_JUDGED,
+        options.option(
+            "JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
+            panel=_JUDGED,
         ),
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(
-            help="With --baseline: how far a number may move, as a share of it.", rich_help_panel=_JUDGED
-        ),
+        options.option("With --baseline: how far a number may move, as a share of it.", panel=_JUDGED),
     ] = 0.05,
     every_layer: Annotated[
         bool,
-        typer.Option(
-            "--every-layer",
-            help="Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not "
+        options.option(
+            "Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not "
             "hold in half of the layers or more.",
-            rich_help_panel=_JUDGED,
+            "--every-layer",
+            panel=_JUDGED,
         ),
     ] = False,
     junit: Annotated[
         Path | None,
-        typer.Option(help="Also write the verdicts to this file, as JUnit XML.", rich_help_panel=_JUDGED),
+        options.option("Also write the verdicts to this file, as JUnit XML.", panel=_JUDGED),
     ] = None,
     exit_zero: Annotated[
         bool,
-        typer.Option("--exit-zero", help="Report failures, but exit with code 0.", rich_help_panel=_JUDGED),
+        options.option("Report failures, but exit with code 0.", "--exit-zero", panel=_JUDGED),
     ] = False,
     *,
-    shared: Shared,
+    shared: Asked,
 ) -> None:
     """Check that top-k attention has the smaller dispersion: δ_h < δ_s. Made for CI.
 
@@ -73,7 +70,7 @@ def check(
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
     from semdiag.commands.printing import conclusion, print_check
-    from semdiag.questions.mask_stability.measure import NoisePlan
+    from semdiag.questions.mask_stability import NoisePlan
     from semdiag.reporting.gate import PROBED, Expectations, junit_xml, parse_rule, read_baseline, verify
     from semdiag_models import InputError
     from semdiag_models.reading import write_text
@@ -90,7 +87,8 @@ def check(
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     paired = not expected.rules and known is None  # which applies to encoders only
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
-    result = verify(shared.measured(models, conditions), expected)
+    findings, _ = shared.measured(models, conditions)
+    result = verify(findings, expected)
     if junit is not None:
         write_text(junit, junit_xml(result))
     if not shared.values["quiet"]:
@@ -105,6 +103,9 @@ def check(
             say(conclusion(result))
     if result.failures and not exit_zero:
         raise typer.Exit(1)
+
+
+CHECK = Question("check", __name__, ask=_check, leave_out=("seed", "min_keys", "out", "per_query", "figures"))
 
 
 def list_names(
@@ -154,9 +155,9 @@ def list_names(
 
 def _out_of_reach() -> str:
     """Return which tasks local attention cannot represent, at the recipes' lengths and blocks."""
+    from semdiag.measuring.reach import cannot_represent
     from semdiag_models import TASKS, configure
-    from semdiag_models.attention.attention import cannot_represent
-    from semdiag_models.attention.selection import LOCAL
+    from semdiag_models.attention import LOCAL
 
     limits = []
     for kind in LOCAL:

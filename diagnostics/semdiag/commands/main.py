@@ -16,12 +16,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from semdiag.commands.check import check, info, list_names, monitor
-from semdiag.commands.measuring import with_options
+from semdiag.commands.check import CHECK, info, list_names, monitor
+from semdiag.commands.measuring import adapted, command_line, figure_formats, output_folder, with_options
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
-from semdiag.presenting.question import ANSWERS, Shared, command
+from semdiag.presenting.question import SAMPLING, Asked, Question
 from semdiag.presenting.terminal import beside_json, say, speak_any_language, tell
 from semdiag.questions.registry import QUESTIONS
 
@@ -30,11 +30,10 @@ _PROBE_SAMPLES = 100  # for questions with a command of their own: enough for a 
 _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # raised by damaged measurements
 
 
-@command(sampling=True)
-def report(
+def _report(
     models: options.Models = None,
     k: options.Counterfactual = "5",
-    noise: options.Noise = "0.01",
+    noise: Annotated[str, options.NOISE] = "0.01",
     redraw: Annotated[
         Path | None,
         typer.Option(
@@ -50,78 +49,60 @@ def report(
     ] = False,
     thorough: Annotated[
         bool,
-        typer.Option(
+        options.option(
+            "Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
             "--thorough",
-            help="Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
-            rich_help_panel=options.MEASURE,
         ),
     ] = False,
     minutes: Annotated[
         float,
-        typer.Option(
-            "--rerun-minutes",
-            min=0,
-            help="Also run an external model with sparse attention, on as many samples as fit into about "
+        options.option(
+            "Also run an external model with sparse attention, on as many samples as fit into about "
             "this many minutes. 0: not at all.",
-            rich_help_panel=options.MEASURE,
+            "--rerun-minutes", min=0,
         ),
     ] = 2,
-    show: Annotated[
-        bool, typer.Option("--open", help="Open the page in the browser.", rich_help_panel=options.OUTPUT)
-    ] = False,
+    show: Annotated[bool, options.option("Open the page in the browser.", "--open", panel=options.OUTPUT)] = False,
     *,
-    shared: Shared,
-) -> None:
+    shared: Asked,
+) -> None:  # fmt: skip
     """Measure everything and write one report: a page with the verdict, figures, tables and caveats.
 
     The page opens from disk in any browser. Without a MODEL, [bold]semdiag report[/] reports on every run in
     ./checkpoints.
     """
-    from semdiag.commands import measuring
-    from semdiag.commands.measuring import output_folder
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
     from semdiag.measuring.probe import ReportOptions, probes
-    from semdiag.presenting.options import positive_numbers, whole_numbers
+    from semdiag.presenting.answer import MOST
     from semdiag.presenting.progress import Stages
-    from semdiag.presenting.section import say_sentences
+    from semdiag.presenting.tables import say_sentences
     from semdiag.reporting.report import kept_page, one_text_page, write_report
     from semdiag_models import InputError
-    from semdiag_models.reading import read_json
 
-    formats = measuring.figure_formats(shared.values["figures"])
+    values = shared.values
+    formats = figure_formats(values["figures"])
     if redraw is not None:
         _check_redrawing(models, shared.typed)
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not just its data folder
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
         look = kept_page(redraw)
     else:
-        ks = whole_numbers(k, "--k")
-        options = ReportOptions(
-            noise=positive_numbers(noise, "--noise"),
-            seed=shared.values["seed"],
-            k=min((each for each in ks if each > 0), default=None),  # smaller ones are refused with the inputs
-            thorough=thorough,
-            rerun_seconds=60 * minutes or None,
-        )
-        plans = (probe.reported(options) for probe in probes().values())
-        conditions = shared.conditions(
-            keep_queries,
-            k=ks,
-            k_lowers="k" not in shared.typed,
-            plans=tuple(plan for plan in plans if plan is not None),
-            probe_samples=_PROBE_SAMPLES,
-        )
-        pages: list[str | None] = []
-        findings = shared.measured(
-            models, conditions, then=lambda loaded: pages.append(one_text_page(loaded, conditions))
-        )
-        (look,) = pages
-    folder = output_folder("report", findings.measurements, shared.values["out"])
+        ks = options.whole_numbers(k, "--k")
+        smallest = min((each for each in ks if each > 0), default=None)  # smaller ones are refused with the inputs
+        levels = options.positive_numbers(noise, "--noise")
+        asked = ReportOptions(levels, values["seed"], smallest, thorough, 60 * minutes or None)
+        plans = tuple(plan for probe in probes().values() if (plan := probe.reported(asked)) is not None)
+        few = {"probe_samples": _PROBE_SAMPLES, "k_lowers": "k" not in shared.typed}
+        conditions = shared.conditions(keep_queries, k=ks, plans=plans, **few)
+        findings, loaded = shared.measured(models, conditions)
+        look = one_text_page(loaded, conditions)
+    folder = output_folder("report", findings.measurements, values["out"])
     try:
-        with Stages("drawing", 1, shared.values["quiet"]) as bar:
-            command_line = measuring.command_line()
-            page = write_report(findings, folder, command_line, formats, keep_queries, progress=bar, look=look)
+        with Stages("drawing", 1, values["quiet"]) as bar:
+            page, content = write_report(
+                findings, folder, command_line(), formats, keep_queries, progress=bar, look=look
+            )
     except Exception as error:
         if redraw is None and keep_queries and not isinstance(error, InputError):
             saved = Path(tempfile.mkdtemp(prefix=f"{folder.name}-measurements-", dir=folder.parent))
@@ -133,15 +114,17 @@ def report(
         raise InputError(
             f"{redraw} cannot be drawn: its files do not fit together ({type(error).__name__}: {said})."
         ) from error
-    whole = read_json(folder / "summary.json")
-    if shared.values["as_json"]:
-        typer.echo(json.dumps(whole))
-    if not shared.values["quiet"]:
-        with beside_json(shared.values["as_json"]):
-            say_sentences(whole["verdict"][:ANSWERS])
+    if values["as_json"]:
+        typer.echo(json.dumps(content))
+    if not values["quiet"]:
+        with beside_json(values["as_json"]):
+            say_sentences(content["verdict"][:MOST])
             say(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())
+
+
+REPORT = Question("report", __name__, ask=_report, takes=SAMPLING)
 
 
 def _check_redrawing(models: object, typed: frozenset[str]) -> None:
@@ -223,6 +206,11 @@ def _add(name: str, command: Callable[..., None], panel: str) -> None:
     app.command(name, cls=RepeatedOptions, help=help_text, rich_help_panel=panel)(command)
 
 
+def add(question: Question, panel: str = "Attention, quantity by quantity") -> None:
+    """Add the command of a question."""
+    _add(question.name, with_options(question), panel)
+
+
 # The groups of --help, in this order; any other question is one about a quantity.
 _PANELS = {
     "Your model: from Hugging Face, or built by a function of yours": (
@@ -232,8 +220,9 @@ _PANELS = {
     "Training": ("train", "sweep", "monitor", "convergence"),
     "Checkpoints": ("info", "check", "list"),
 }  # fmt: skip
-_commands = {name: with_options(each.command) for name, each in QUESTIONS.items() if each.command is not None}
-_commands |= {"report": with_options(report), "check": with_options(check), "train": train, "sweep": sweep}
+_commands = {name: with_options(each) for name, each in QUESTIONS.items() if each.help or each.ask}
+_commands |= {"k-sweep": with_options(adapted(QUESTIONS["k-sweep"]))}
+_commands |= {"report": with_options(REPORT), "check": with_options(CHECK), "train": train, "sweep": sweep}
 _commands |= {"info": info, "monitor": monitor, "list": list_names}
 _named = {name for names in _PANELS.values() for name in names}
 for title, names in _PANELS.items():

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Command
+from semdiag.presenting.question import SAMPLING, Question
 
 if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
@@ -59,73 +59,6 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise InputError(f"--config {path} must hold a JSON object. Got {type(content).__name__}.")
     return content
-
-
-def measured(
-    models: Sequence[Path] | None,
-    conditions: "Conditions",
-    quiet: bool,
-    run: Callable[..., "Measurements"] | None = None,
-    more_stages: int = 0,
-    against: Path | None = None,
-    typed: Collection[str] = (),
-    then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
-) -> "Findings":
-    """Find the checkpoints and measure them, with progress on stderr."""
-    from semdiag.capturing.attention_call import DENSE, external
-    from semdiag.capturing.audit import WARNING
-    from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
-    from semdiag.measuring.findings.findings import Findings, unlearned_sentences
-    from semdiag.measuring.survey import survey
-    from semdiag.measuring.words import counted
-    from semdiag.presenting.progress import Stages
-    from semdiag.presenting.terminal import tell
-    from semdiag.reporting.page import diverged_sentences
-    from semdiag_models import InputError
-
-    named, other_files = without_other_files(list(models or ()))
-    if other_files and not quiet:
-        tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
-    paths = find_checkpoints(named or None)
-    if against is not None:
-        paths = _with_reference(paths, against)
-    stages_each = 1 + len(conditions.plans) + more_stages
-    with Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar:
-        loaded = load_all(paths, conditions.config, conditions.head)
-        encoders = [model for model in loaded if not model.external and model.sha256]
-        dense = [model.encoder.config.attention in DENSE for model in encoders]
-        if "k" in typed and dense == [False] * len(paths):
-            raise InputError(
-                f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
-            )
-        held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
-        fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
-        if fewer:
-            conditions = replace(conditions, samples=held_out)
-        elif "samples" in typed:
-            conditions = replace(conditions, first=conditions.samples)
-        measurements = (run or partial(survey, own=True, expect=bar.expect))(
-            loaded, conditions, bar.announce, bar.advance
-        )
-        then(loaded)
-    for remark in () if quiet else measurements.remarks.to_dict("records"):
-        if remark["severity"] == WARNING:
-            tell(f"semdiag: {remark['model']}: {remark['text']}.")
-    if fewer and not quiet:
-        run_of = "one of the runs" if len(paths) > 1 else "the run"
-        tell(f"semdiag: measured on {counted(held_out, 'sample')}: {run_of} held out no more.")
-    described = measurements.models
-    masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
-    if "k" in typed and len(masked) and not quiet:
-        tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
-    if against is not None:  # before the first question: answers are remembered
-        measurements.provenance["against"] = str(paths[-1])
-    findings = Findings(measurements)
-    for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
-        tell(f"semdiag: {sentence}")
-    measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
-    measurements.provenance["date"] = _today()
-    return findings
 
 
 def _held_out(model: "LoadedModel") -> int:
@@ -184,46 +117,6 @@ def write_per_query(path: Path, measurements: "Measurements") -> None:
             file.unlink(missing_ok=True)
 
 
-def deliver(
-    command: str,
-    findings: "Findings",
-    show: Callable[["Findings"], None],
-    options: Mapping[str, Any],
-    sections: Sequence[str] | None = None,
-    answered: bool = False,
-) -> None:
-    """Deliver what a command measured: a page with figures, and answer and tables or one JSON object on stdout."""
-    import typer
-
-    from semdiag.measuring.findings.estimates import partial_sentences
-    from semdiag.presenting.progress import Stages
-    from semdiag.presenting.question import ANSWERS
-    from semdiag.presenting.section import say_sentences
-    from semdiag.presenting.terminal import beside_json, say, tell
-    from semdiag.questions.registry import all_sections, summaries
-    from semdiag.reporting.report import answers, write_report
-
-    quiet, as_json, per_query = options["quiet"], options["as_json"], options.get("per_query")
-    formats = figure_formats(options["figures"])
-    folder = output_folder(command, findings.measurements, options["out"])
-    sections = sections or (command,)
-    with Stages("drawing", 1, quiet) as bar:
-        page = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
-    if per_query is not None:
-        write_per_query(per_query, findings.measurements)
-        for sentence in () if quiet else partial_sentences(findings):
-            tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
-    if as_json:
-        typer.echo(json.dumps(findings(summaries()[command]), allow_nan=False))
-    if not quiet:
-        with beside_json(as_json):
-            if not answered:
-                shown = [all_sections()[name] for name in sections]
-                say_sentences(answers(findings, shown, otherwise=ANSWERS)[:ANSWERS])
-            show(findings)
-            say(f"Figures and tables: {page}")
-
-
 def _today() -> str:
     """Return the date of the measurement; SOURCE_DATE_EPOCH fixes it, as in other programs that write files."""
     fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
@@ -233,6 +126,10 @@ def _today() -> str:
 
 # Name, type with help, default; in the order of the help.
 _SHARED: dict[str, tuple[Any, Any]] = {
+    "models": (options.Models, None),
+    "against": (options.Against, None),
+    "k": (options.Counterfactual, ""),
+    "every": (options.Every, False),
     "inputs": (options.Inputs, None),
     "max_length": (options.MaxLength, None),
     "tokenizer": (options.Tokenizer, None),
@@ -255,72 +152,152 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "figures": (options.Figures, "png,svg"),
     "quiet": (options.Quiet, False),
 }
+_OF_SOME = ("models", "against", "k", "every", *SAMPLING)  # taken on request
 _OF_TEXTS = ("max_length", "tokenizer", "labels")
-_SAMPLING = ("queries", "max_queries")
-_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *_SAMPLING)
+_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *SAMPLING)
 
 
 @dataclass(frozen=True)
-class Shared:
-    """The shared options: implements :class:`semdiag.presenting.question.Shared`."""
+class Asked:
+    """What the user typed: implements :class:`semdiag.presenting.question.Asked`."""
 
+    question: Question
     values: dict[str, Any]
     typed: frozenset[str]
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
         """Return the conditions of the measurement; every option is checked first."""
         from semdiag.capturing.inputs import TextOptions
-        from semdiag.commands import measuring
         from semdiag.measuring.measure import Conditions
 
-        measuring.figure_formats(self.values.get("figures", ""))
-        measuring.check_per_query(self.values.get("per_query"))
-        measuring.check_out(self.values.get("out"), keep_queries)
+        figure_formats(self.values.get("figures", ""))
+        check_per_query(self.values.get("per_query"))
+        check_out(self.values.get("out"), keep_queries)
         values = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
+        values |= {"k": options.whole_numbers(self.values["k"], "--k")} if "k" in self.values else {}
         texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
-        return Conditions(**values, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
+        more = {"config": read_config(self.values.get("config")), **self.question.conditions, **more}
+        return Conditions(**{**values, "texts": texts, **more})
 
     def measured(
         self,
         models: Sequence[Path] | None,
         conditions: "Conditions",
-        run: Callable[..., Any] | None = None,
+        run: Callable[..., "Measurements"] | None = None,
         more_stages: int = 0,
         against: Path | None = None,
-        then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
-    ) -> "Findings":
-        """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
-        from semdiag.commands import measuring
+    ) -> "tuple[Findings, Sequence[LoadedModel]]":
+        """Find the checkpoints, load and measure them, with progress on stderr."""
+        from semdiag.capturing.attention_call import DENSE, external
+        from semdiag.capturing.audit import WARNING
+        from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
+        from semdiag.measuring.findings.findings import Findings, unlearned_sentences
+        from semdiag.measuring.survey import survey
+        from semdiag.measuring.words import counted
+        from semdiag.presenting.progress import Stages
+        from semdiag.presenting.terminal import tell
+        from semdiag.reporting.page import diverged_sentences
+        from semdiag_models import InputError
 
-        quiet = self.values["quiet"]
+        quiet, typed = self.values["quiet"], self.typed
         run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
-        return measuring.measured(models, conditions, quiet, run, more_stages, against, self.typed, then)
+        named, other_files = without_other_files(list(models or ()))
+        if other_files and not quiet:
+            tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
+        paths = find_checkpoints(named or None)
+        if against is not None:
+            paths = _with_reference(paths, against)
+        stages_each = 1 + len(conditions.plans) + more_stages
+        with Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar:
+            loaded = load_all(paths, conditions.config, conditions.head)
+            encoders = [model for model in loaded if not model.external and model.sha256]
+            dense = [model.encoder.config.attention in DENSE for model in encoders]
+            if "k" in typed and dense == [False] * len(paths):
+                raise InputError(
+                    f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
+                )
+            held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
+            fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
+            if fewer:
+                conditions = replace(conditions, samples=held_out)
+            elif "samples" in typed:
+                conditions = replace(conditions, first=conditions.samples)
+            say = (lambda text: None) if quiet else (lambda text: tell(f"semdiag: {text}"))
+            measurements = (run or partial(survey, own=True, expect=bar.expect, say=say))(
+                loaded, conditions, bar.announce, bar.advance
+            )
+        for remark in () if quiet else measurements.remarks.to_dict("records"):
+            if remark["severity"] == WARNING:
+                tell(f"semdiag: {remark['model']}: {remark['text']}.")
+        if fewer and not quiet:
+            run_of = "one of the runs" if len(paths) > 1 else "the run"
+            tell(f"semdiag: measured on {counted(held_out, 'sample')}: {run_of} held out no more.")
+        described = measurements.models
+        masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
+        if "k" in typed and len(masked) and not quiet:
+            tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
+        if against is not None:  # before the first question: answers are remembered
+            measurements.provenance["against"] = str(paths[-1])
+        findings = Findings(measurements)
+        for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
+            tell(f"semdiag: {sentence}")
+        measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
+        measurements.provenance["date"] = _today()
+        return findings, loaded
 
-    def deliver(
-        self,
-        command: str,
-        findings: "Findings",
-        show: Callable[["Findings"], None],
-        sections: Sequence[str] | None = None,
-        answered: bool = False,
-    ) -> None:
-        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`."""
-        from semdiag.commands import measuring
+    def deliver(self, findings: "Findings", sections: Sequence[str] | None = None, show_old: Any = None) -> None:
+        """Write the page with its figures; print answer and tables, or one JSON object."""
+        from semdiag.measuring.findings.estimates import partial_sentences
+        from semdiag.presenting.answer import opening_of, show
+        from semdiag.presenting.progress import Stages
+        from semdiag.presenting.tables import say_sentences
+        from semdiag.presenting.terminal import beside_json, say, tell
+        from semdiag.questions.registry import QUESTIONS
+        from semdiag.reporting.report import write_report
 
-        measuring.deliver(command, findings, show, self.values, sections, answered)
+        question, values = self.question, self.values
+        quiet, as_json, per_query = values["quiet"], values["as_json"], values.get("per_query")
+        formats = figure_formats(values["figures"])
+        folder = output_folder(question.name, findings.measurements, values["out"])
+        also = [name for name in question.beside if QUESTIONS[name].applies(findings)]
+        sections = sections or [question.name, *also]
+        with Stages("drawing", 1, quiet) as bar:
+            page, _ = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
+        if per_query is not None:
+            write_per_query(per_query, findings.measurements)
+            for sentence in () if quiet else partial_sentences(findings):
+                tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
+        if as_json:
+            typer.echo(json.dumps(findings(question.json), allow_nan=False))
+        if not quiet:
+            with beside_json(as_json):
+                if show_old:  # of k_sweep, until it is converted
+                    show_old(findings)
+                else:
+                    say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
+                    show(question.answered(findings), values.get("every", False))
+                say(f"Figures and tables: {page}")
 
 
-def with_options(command: Command) -> Callable[..., None]:
-    """Give a command the shared options; it receives them as its argument ``shared``."""
-    names = [
-        name
-        for name in _SHARED
-        if name not in command.leave_out
-        and (command.sampling or name not in _SAMPLING)
-        and not (name in _OF_TEXTS and "inputs" in command.leave_out)
-    ]
+def _measure_and_show(plan: Any, shared: Asked) -> None:
+    """Measure the models with a plan, and show the answer."""
+    from semdiag.measuring.findings.estimates import check_supposed_k
 
-    def with_shared(context: typer.Context, **given: Any) -> None:
+    conditions = shared.conditions(plans=() if plan is None else (plan,))
+    findings, _ = shared.measured(shared.values["models"], conditions, against=shared.values.get("against"))
+    if plan is not None and "k" in shared.typed:
+        check_supposed_k(findings, plan.k)
+    shared.deliver(findings)
+
+
+def with_options(question: Question) -> Callable[..., None]:
+    """Return the command of a question: its own options, those of its plan's fields, and the shared ones."""
+    ask = question.ask or _measure_and_show
+    own = [p.replace(kind=_KIND) for p in inspect.signature(ask).parameters.values() if p.name not in _GIVEN]
+    of_plan = options.of_plan(question.plan)
+    shared_names = [name for name in _SHARED if _is_taken(name, question)]
+
+    def command(context: typer.Context, **given: Any) -> None:
         sources = {name: context.get_parameter_source(name) for name in given}
         # Before click 8.2, an omitted argument counts as given on the command line, as None.
         typed = frozenset(
@@ -328,30 +305,45 @@ def with_options(command: Command) -> Callable[..., None]:
             for name, source in sources.items()
             if source and source.name == "COMMANDLINE" and given[name] is not None
         )
-        shared = Shared({name: given.pop(name) for name in names}, typed)
-        command.run(**given, shared=shared)
-
-    own_parameters = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
-    shared_parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=command.defaults.get(name, _SHARED[name][1]),
-            annotation=_SHARED[name][0],
+        values = {name: given.pop(name) for name in shared_names}
+        asked = {name: given.pop(name) for name in of_plan}
+        plan = None if question.plan is None else options.plan_from(question.plan, asked, values)
+        ask(
+            **given,
+            **({} if question.ask and plan is None else {"plan": plan}),
+            shared=Asked(question, values, typed),
         )
-        for name in names
-    ]
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *own_parameters, *shared_parameters]
-    with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
-    with_shared.__doc__, with_shared.__name__ = command.run.__doc__, command.run.__name__
-    return with_shared
+
+    parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context), *own]
+    for name, (annotation, default) in of_plan.items():
+        default = question.defaults.get(name, default)
+        parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
+    for name in shared_names:
+        annotation, default = _SHARED[name]
+        default = question.defaults.get(name, default)
+        parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = question.help or ask.__doc__
+    return command
+
+
+_KIND = inspect.Parameter.KEYWORD_ONLY
+_GIVEN = ("plan", "shared")  # arguments of a command that are no options
+
+
+def _is_taken(name: str, question: Question) -> bool:
+    """Return whether a question takes a shared option."""
+    if name == "models" and question.ask is None:
+        return True
+    if name in _OF_TEXTS and "inputs" in question.leave_out:
+        return False
+    return name in question.takes if name in _OF_SOME else name not in question.leave_out
 
 
 def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
     """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
-    from semdiag.presenting.section import file_safe
+    from semdiag.presenting.answer import file_safe
     from semdiag.presenting.terminal import tell
 
     models = [str(model) for model in measurements.models["model"]]
@@ -432,3 +424,30 @@ def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
     from semdiag_models.sweeps.workers import LocalWorkers, RayWorkers
 
     return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)
+
+
+def adapted(question: Question) -> Question:
+    """Return k_sweep with its old command as one that asks, until it is converted."""
+    old = question.old(question.asked_by)
+
+    class Shared:
+        def __init__(self, asked: Asked) -> None:
+            self.values, self.typed, self.conditions, self._asked = (
+                asked.values,
+                asked.typed,
+                asked.conditions,
+                asked,
+            )
+
+        def measured(self, models: Any, conditions: "Conditions") -> "Findings":
+            return self._asked.measured(models, conditions)[0]
+
+        def deliver(self, command: str, findings: "Findings", show: Any, answered: bool) -> None:
+            self._asked.deliver(findings, show_old=show)
+
+    def ask(shared: Asked, **given: Any) -> None:
+        old.run(**given, shared=Shared(shared))
+
+    parameters = [p for p in inspect.signature(old.run).parameters.values() if p.name != "shared"]
+    ask.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return replace(question, ask=ask, takes=old.takes, help=old.run.__doc__ or "")

@@ -9,31 +9,20 @@ import typer
 
 from semdiag.commands.measuring import command_line
 from semdiag.commands.train import TimedBar
-from semdiag.measuring.words import counted, percent
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
-    count,
-    four_digits,
-    plain,
-    text,
-    three_digits,
-    two_decimals,
-    wide_console,
-)
-from semdiag.presenting.terminal import minutes, say, tell
+from semdiag.measuring.words import count, counted, four_digits, percent, plain, text, three_digits
+from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
+from semdiag.presenting.terminal import say, tell
 from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
 from semdiag.reporting.gate import LayerGate, Verification
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.grid import SweepRun
-    from semdiag_models.sweeps.runs import Estimate, RunResult
+    from semdiag_models.sweeps.runs import RunResult
 
 _ROWS = 100  # printed; the files hold all
-_ESTIMATES = (
+_PLAN = (
     Column("task", form=text), Column("attention", form=text), Column("runs", drop=2), Column("left"),
-    Column("epochs_left"), Column("s/epoch", form=two_decimals), Column("hours", form=two_decimals),
+    Column("epochs_left"),
 )  # fmt: skip
 _RESULTS = (
     Column("run", form=text), Column("status", form=text), Column("epochs"),
@@ -43,56 +32,36 @@ _RESULTS = (
 )  # fmt: skip
 
 
-def print_estimates(
-    runs: "list[SweepRun]", estimates: "list[Estimate]", jobs: int, as_json: bool, quiet: bool
-) -> None:
-    """Print runs and hours by task and attention, and all runs in JSON."""
-    groups: dict[tuple[str, str], list[tuple[SweepRun, Estimate]]] = {}
-    for run, left in zip(runs, estimates, strict=True):
-        groups.setdefault((run.training.task_label, run.model.attention_label), []).append((run, left))
-    hours = sum(left.hours for left in estimates)
-    if not quiet:
-        from semdiag.presenting.section import NumberTable, wide_console
+def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_json: bool, quiet: bool) -> None:
+    """Print runs and the epochs that are left by task and attention, and all runs in JSON."""
+    from semdiag_models.sweeps.runs import epochs_left
 
-        rows = []
-        for (task, attention), members in groups.items():
-            left_over = [left for _, left in members if left.epochs]
-            epochs, total = sum(left.epochs for left in left_over), sum(left.hours for _, left in members)
-            rows.append(
-                {
-                    "task": task, "attention": attention, "runs": len(members), "left": len(left_over),
-                    "epochs_left": epochs, "s/epoch": total * 3600 / epochs if epochs else None, "hours": total,
-                }
-            )  # fmt: skip
-        wide_console().print(NumberTable(_ESTIMATES, rows, "Runs"))
-        if any(left.epochs for left in estimates):
-            say("Measured: a few steps, timed just now on one thread.")
+    left = [epochs_left(folder / run.name, run, records) for run in runs]
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for run, epochs in zip(runs, left, strict=True):
+        task, attention = run.training.task_label, run.model.attention_label
+        empty = {"task": task, "attention": attention, "runs": 0, "left": 0, "epochs_left": 0}
+        row = rows.setdefault((task, attention), empty)
+        row["runs"], row["left"], row["epochs_left"] = (
+            row["runs"] + 1,
+            row["left"] + (epochs > 0),
+            row["epochs_left"] + epochs,
+        )
+    if not quiet:
+        wide_console().print(NumberTable(_PLAN, list(rows.values()), "Runs"))
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
-        unfinished = sum(e.epochs > 0 for e in estimates)
-        in_all = counted(sum(e.epochs for e in estimates), "epoch")
-        say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{in_all}.")
-        alone, together = (minutes(3600 * hours / many) for many in (1, jobs))
-        say(f"{bound}{alone} on one core, {together} with {jobs} at once.")
+        unfinished = sum(epochs > 0 for epochs in left)
+        say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{counted(sum(left), 'epoch')}.")
     if as_json:
-        _echo_json(
+        results = [
             {
-                "schema": "semdiag.sweep-estimate/1",
-                "provenance": {"command": command_line()},
-                "hours": hours,
-                "jobs": jobs,
-                "results": [
-                    {
-                        "run": run.name,
-                        "task": run.training.task_label,
-                        "attention": run.model.attention,
-                        "k": run.model.k,
-                        "seed": run.training.seed,
-                        "epochs": e.epochs,
-                        "epoch_seconds": e.epoch_seconds,
-                    }
-                    for run, e in zip(runs, estimates, strict=True)
-                ],
+                "run": run.name, "task": run.training.task_label, "attention": run.model.attention, "k": run.model.k,
+                "seed": run.training.seed, "epochs": epochs,
             }
+            for run, epochs in zip(runs, left, strict=True)
+        ]  # fmt: skip
+        _echo_json(
+            {"schema": "semdiag.sweep-plan/1", "provenance": {"command": command_line()}, "results": results}
         )
 
 
@@ -110,8 +79,6 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
-    from semdiag.presenting.section import NumberTable, wide_console
-
     shown = [asdict(row) for row in rows if len(rows) <= _ROWS or row.status != "done"]
     if shown:
         wide_console().print(NumberTable(_RESULTS, shown, "Results", unit=f"{target:.0%}"))

@@ -28,58 +28,52 @@ def sweep(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check the file, list the runs and estimate the hours they take; train nothing."
+            "--dry-run", help="Check the file, and list the runs with the epochs that are left; train nothing."
         ),
     ] = False,
     retries: Annotated[int, typer.Option(help="How often to retry a run whose process died or met an error.")] = 2,
     jobs: Annotated[
         int | None,
-        typer.Option(
-            help="Processes at the same time, each with one CPU thread.",
-            show_default="cores",
-            rich_help_panel=options.WHERE,
+        options.option(
+            "Processes at the same time, each with one CPU thread.", panel=options.WHERE, show_default="cores"
         ),
     ] = None,
     in_a_step: Annotated[
         int,
-        typer.Option(
+        options.option(
+            "On CUDA: how many runs that differ only in their seed to train in the same steps. Small models then "
+            "take a fraction of the time each.",
             "--in-a-step",
-            help="How many runs that differ only in seed and attention to train in the same steps. Small models "
-            "then take half the time each, and end as they would alone, up to rounding.",
-            rich_help_panel=options.WHERE,
+            panel=options.WHERE,
         ),
     ] = 1,
     device: Annotated[
         str,
-        typer.Option(
-            help="cpu, cuda, mps or auto.",
-            show_default="cpu; cuda with --gpus-per-run",
-            rich_help_panel=options.WHERE,
+        options.option(
+            "cpu, cuda, mps or auto.", panel=options.WHERE, show_default="cpu; cuda with --gpus-per-run"
         ),
     ] = "",
     ray: options.Ray = "",
     gpus_per_run: Annotated[
         float,
-        typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=options.WHERE),
+        options.option("With --ray: share of a GPU for each run, like 0.25.", panel=options.WHERE),
     ] = 0.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the runs.", show_default="runs/CONFIG", rich_help_panel=options.OUTPUT),
+        options.option("Folder of the runs.", panel=options.OUTPUT, show_default="runs/CONFIG"),
     ] = None,
     records: Annotated[
         Path | None,
-        typer.Option(
-            help="Keep a small file for every finished run in this folder: configuration, history and the hash of "
+        options.option(
+            "Keep a small file for every finished run in this folder: configuration, history and the hash of "
             "the weights. A run with such a record counts as done, even if its own folder is gone.",
+            panel=options.OUTPUT,
             show_default=False,
-            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     target: Annotated[
         float,
-        typer.Option(
-            help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=options.OUTPUT
-        ),
+        options.option("Training accuracy to reach: results count the epochs up to it.", panel=options.OUTPUT),
     ] = 0.95,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -102,10 +96,9 @@ def sweep(
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """
-    from semdiag.commands.printing import print_estimates, print_results
+    from semdiag.commands.printing import print_plan, print_results
     from semdiag_models import InputError
     from semdiag_models.sweeps.grid import SweepError, read_sweep
-    from semdiag_models.sweeps.runs import estimate
     from semdiag_models.training import find_device
 
     if jobs is not None and jobs < 1:
@@ -130,11 +123,8 @@ def sweep(
         find_device(where)
     folder = out if out is not None else Path("runs") / config.stem
     if dry_run:
-        estimates = estimate(runs, folder, where, lambda line: None if quiet else tell(line), records)
         with beside_json(as_json):
-            alone = [(run,) for run in runs]
-            at_once = jobs if ray and jobs else _workers("", 0, jobs, alone, where).capacity
-            print_estimates(runs, estimates, at_once, as_json, quiet)
+            print_plan(runs, folder, records, as_json, quiet)
         return
     ways = _Ways(where, target, retries, in_a_step, records, quiet)
     rows = _train(runs, folder, ways, lambda left: _workers(ray, gpus_per_run, jobs, left, where))

@@ -1,15 +1,16 @@
 """``semdiag train``."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from semdiag.commands import training_options
 from semdiag.commands.measuring import command_line
 from semdiag.measuring.words import counted
+from semdiag.presenting import options
 from semdiag.presenting.terminal import Minutes, say, tell, terminal
 
 if TYPE_CHECKING:
@@ -179,57 +180,120 @@ def introduction(training: "TrainingConfig") -> str:
     )
 
 
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give the command an option for every field of the configurations that says what it means."""
+    from semdiag_models.config import options as configured  # quick: it needs no torch
+
+    parameters = {name: p for name, p in inspect.signature(command).parameters.items() if name != "chosen"}
+    for field in configured():
+        said = field.metadata
+        flag = _plain(field.type) == "bool"
+        flags = said.get("flags", f"--{field.name.replace('_', '-')}").split()
+        shown = said.get("shown", field.default if field.default not in (None, (), False) else "")
+        kind = (
+            str
+            if "metavar" in said
+            else {"bool": bool, "int": int, "float": float, "str": str}[_plain(field.type)]
+        )
+        completed = options.ATTENTIONS if field.name == "attention" else tuple(said["known"])
+        option = typer.Option(
+            *flags,
+            help=said["help"],
+            metavar=said.get("metavar"),
+            show_default=str(shown) if shown != "" else False,
+            rich_help_panel=said["panel"],
+            autocompletion=options.names(completed) if completed else None,
+        )
+        annotation: Any = Annotated[bool if flag else kind | None, option]
+        parameters[field.name] = inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=False if flag else None, annotation=annotation
+        )
+    own = [name for name in parameters if name not in {field.name for field in configured()}]
+    order = [own[0], *(field.name for field in configured()), *own[1:]]
+    ordered = [parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in order]
+
+    def with_options(**given: Any) -> None:
+        command(**given)
+
+    with_options.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {p.name: p.annotation for p in ordered}
+    with_options.__doc__, with_options.__name__ = command.__doc__, command.__name__
+    return with_options
+
+
+def _plain(annotation: object) -> str:
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return name.removesuffix(" | None")
+
+
+_TEXT, _RUN = "Text", "Run"  # headings of the help
+
+
+@_options
 def train(
-    task: training_options.Task,
-    attention: training_options.Attention = "full",
-    k: training_options.K = None,
-    hash_rounds: training_options.HashRounds = 1,
-    hash_bits: training_options.HashBits = None,
-    hashes: training_options.Hashes = "shared",
-    clusters: training_options.Clusters = None,
-    centroid_decay: training_options.CentroidDecay = 0.999,
-    score_gradient: training_options.ScoreGradient = "exact",
-    global_tokens: training_options.GlobalTokens = 0,
-    blocks: training_options.Blocks = None,
-    width: training_options.Width = None,
-    mlp_width: training_options.MlpWidth = None,
-    heads: training_options.Heads = 1,
-    head_width: training_options.HeadWidth = None,
-    norm: training_options.Norm = "pre",
-    pooling: training_options.Pooling = "mean",
-    activation: training_options.Activation = "relu",
-    dropout: training_options.Dropout = 0.01,
-    inverse_temperature: training_options.InverseTemperature = 1.0,
-    pad_as_token: training_options.PadAsToken = False,
-    length: training_options.Length = None,
-    train_samples: training_options.TrainSamples = None,
-    holdout_samples: training_options.HoldoutSamples = None,
-    seed: training_options.Seed = None,
-    seeds: training_options.Seeds = "",
-    text: training_options.Text = None,
-    holdout_text: training_options.HoldoutText = None,
-    tokenizer: training_options.Tokenizer = None,
-    vocabulary: training_options.Vocabulary = None,
-    epochs: training_options.Epochs = None,
-    until: training_options.Until = None,
-    batch_size: training_options.BatchSize = None,
-    optimizer: training_options.Optimizer = "sgd",
-    learning_rate: training_options.LearningRate = None,
-    weight_decay: training_options.WeightDecay = None,
-    learning_rate_decay: training_options.LearningRateDecay = None,
-    gradient_clip: training_options.GradientClip = 0.5,
-    precision: training_options.Precision = "float32",
-    compiled: training_options.Compiled = False,
-    query_key_scale: training_options.QueryKeyScale = None,
-    frozen: training_options.Frozen = "",
-    fresh_samples: training_options.FreshSamples = False,
-    snapshots: training_options.Snapshots = "",
-    out: training_options.Out = None,
-    resume: training_options.Resume = False,
-    overwrite: training_options.Overwrite = False,
-    device: training_options.Device = "auto",
-    threads: training_options.Threads = None,
-    quiet: training_options.Quiet = False,
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="Task to learn; see [bold]semdiag list tasks[/].", autocompletion=options.names(options.TASKS)
+        ),
+    ],
+    seeds: Annotated[
+        str,
+        typer.Option(
+            metavar="SEED,SEED",
+            help="Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one "
+            "after the other.",
+            rich_help_panel="Data",
+        ),
+    ] = "",
+    text: Annotated[
+        Path | None, typer.Option(help="For the task text: the UTF-8 file to learn.", rich_help_panel=_TEXT)
+    ] = None,
+    holdout_text: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of held-out text. Default: the last tenth of the lines of --text.", rich_help_panel=_TEXT
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="How SentencePiece cuts the text into pieces: unigram or bpe.",
+            show_default="unigram",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Number of different pieces.", show_default="4096", rich_help_panel=_TEXT)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that "
+            "holds such folders.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue after the last saved epoch.", rich_help_panel=_RUN)
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Start anew in a folder that holds a run already.", rich_help_panel=_RUN),
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "auto",
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads. The same number is needed to repeat a run exactly.", rich_help_panel=_RUN),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.", rich_help_panel=_RUN)] = False,
+    **chosen: Any,
 ) -> None:
     """Train an encoder and keep its checkpoints.
 
@@ -243,7 +307,6 @@ def train(
 
     [bold]semdiag train text --text FILE --attention topk --k 5[/]
     """
-    chosen = dict(locals())  # options have the names of the configurations' fields
     import torch
 
     from semdiag.presenting.options import length_range, listed_names, listed_numbers
@@ -260,9 +323,9 @@ def train(
 
     if resume and overwrite:
         raise InputError("--resume and --overwrite cannot be used together.")
-    if seeds and seed is not None:
+    if seeds and chosen["seed"] is not None:
         raise InputError("--seeds names every seed: leave out --seed.")
-    least_length, longest = length_range(length)
+    least_length, longest = length_range(chosen["length"])
     classification: Classification
     if task == Text.name:
         classification = text_task(text, holdout_text, tokenizer, vocabulary, longest, quiet)
@@ -270,8 +333,8 @@ def train(
         classification = find_task(task)
     else:
         raise InputError("--text and its options apply only to the task text: semdiag train text --text FILE.")
-    chosen |= {"length": longest, "least_length": least_length, "frozen": listed_names(frozen)}
-    chosen["snapshots"] = listed_numbers(snapshots, "--snapshots takes epochs", "1,5,20")
+    chosen |= {"length": longest, "least_length": least_length, "frozen": listed_names(chosen["frozen"] or "")}
+    chosen["snapshots"] = listed_numbers(chosen["snapshots"] or "", "--snapshots takes epochs", "1,5,20")
     model, training = configure(classification, chosen)
     where = find_device(device)
     if threads is not None:

@@ -130,6 +130,8 @@ def _not_below(log_paper: Tensor, log_sound: Tensor) -> Assumption:
 
 
 _MOST = 2**19  # numbers of truncated outputs held at a time, to fit the CPU cache
+_LARGER = 64  # times as many on a device, where starting an operation takes long
+_SCORES = 2**27  # scores held at a time there, twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +196,10 @@ def truncations(
     change, others = log_sum_exp.new_empty(*log_sum_exp.shape, len(ks)), torch.empty_like(log_sum_exp)
     size, projected = torch.empty_like(others), None if projection is None else torch.empty_like(change)
     shared = scores.q.shape[1] // scores.k.shape[1]
-    for strip in scores.strips(max(1, _MOST // (len(ks) * values.shape[3])) * scores.k.shape[2]):
+    most = max(1, _MOST // (len(ks) * values.shape[3])) * scores.k.shape[2]
+    if values.device.type != "cpu":
+        most = max(most, min(_LARGER * most, _SCORES))
+    for strip in scores.strips(most):
         b, h, r = strip.samples, strip.heads, strip.queries
         own = values[b, h.start // shared : h.stop // shared]
         log_sum, score = log_sum_exp[b, h, r], torch.full_like(log_sum_exp[b, h, r], -torch.inf)

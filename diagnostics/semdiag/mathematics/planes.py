@@ -123,4 +123,5 @@ def unraveled(flat: Tensor, shape: Sequence[int], device: torch.device) -> tuple
         >>> unraveled(torch.tensor([0, 5]), (2, 3), torch.device("cpu"))
         (tensor([0, 1]), tensor([0, 2]))
     """
-    return tuple(torch.from_numpy(places).to(device) for places in np.unravel_index(flat.numpy(), tuple(shape)))
+    places = np.unravel_index(flat.numpy(), tuple(shape))
+    return tuple(torch.from_numpy(each).to(device, non_blocking=True) for each in places)

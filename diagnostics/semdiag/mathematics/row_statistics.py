@@ -1,14 +1,22 @@
 """Statistics of every query's scores in one pass: range, gap, mass, heavy hitters, key loads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, ScoreStrip, add_ranks_, largest_scores, rows_of
 
 
-def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor) -> dict[str, Tensor]:
+def strip_statistics(
+    strip: ScoreStrip,
+    selected: Tensor | None,
+    top: int,
+    load: Tensor,
+    received: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Compute a strip's statistics; this overwrites its scores.
 
     Args:
@@ -16,6 +24,8 @@ def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load:
         selected: (b, H, r, S) int64, positions of the keys in S_i; None means S_i = A_i.
         top: K, number of largest scores.
         load: (b, H, n) int64, key loads, added to in place.
+        received: (b, H, n), weights that the keys receive, added to in place; None means they are not wanted.
+        sinks: (H,) scores of the sinks in nats, for ``received``.
 
     Returns:
         Per query, for :func:`finished`: ``keys``; ``top``, for K = 0 just the largest score; ``minimum``, NaN if
@@ -34,17 +44,31 @@ def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load:
     largest = weights.gather(-1, order[..., :1]) if top else weights.amax(-1, keepdim=True)
     found["largest_weight"] = largest.squeeze(-1)
     if selected is not None:
-        found |= _selected(strip, selected, found["top"][..., 0], load)
+        found |= _selected(strip, selected, found["top"][..., 0], load, received, sinks)
     # The largest finite number replaces infinity: 0 · z must be 0 for a weight of 0.
     strip.forbid_(torch.finfo(scores.dtype).max)
     found["minimum"] = scores.amin(-1)
     finite = found["top"][..., 0].isfinite() & found["minimum"].isfinite()  # a NaN would also be the minimum
-    if not bool((finite | (keys == 0)).all()):
+    clean = not scores.is_cuda and bool(finite.all())  # an accelerator is not waited for
+    if not clean and (scores.is_cuda or not bool((finite | (keys == 0)).all())):
         found["non_finite"] = (~scores.isfinite()).sum(-1)
     if selected is None:
         load += strip.load()
+        if received is not None:
+            log_sum_exp = found["top"][..., 0] - found["largest_weight"].log()
+            share = _share(strip, log_sum_exp, sinks)[..., None, :]
+            received += (share @ (weights if clean else weights.nan_to_num(0))).squeeze(-2)
         found["mean"] = weights.mul_(scores).sum(-1)
     return found
+
+
+def _share(strip: ScoreStrip, log_sum_exp: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the share of each row's softmax that its keys hold, not a sink, (b, H, r); 0 if it does not count."""
+    share = log_sum_exp.isfinite()
+    share = share if strip.counted is None else share & strip.counted.squeeze(-1)
+    if sinks is None:
+        return share.to(log_sum_exp.dtype)
+    return torch.where(share, (log_sum_exp - sinks[strip.heads, None].to(log_sum_exp.dtype)).sigmoid(), 0)
 
 
 def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]:
@@ -67,19 +91,28 @@ def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]
     rows |= {"minimum": minimum, "maximum": maximum, "log_sum_exp": log_sum_exp}
     rows.setdefault("non_finite", torch.zeros_like(keys))
     if "mean" in rows:
+        rows["entropy"] = log_sum_exp - rows.pop("mean")
+    if "kept" not in rows:
         rows |= {
             "kept": keys,
             "kept_maximum": maximum,
             "kept_minimum": minimum,
             "kept_log_sum_exp": log_sum_exp,
             "dropped_maximum": torch.full_like(maximum, -torch.inf),
-            "entropy": nan_where(none, (log_sum_exp - rows.pop("mean")).clamp(min=0)),
+            "entropy": nan_where(none, rows["entropy"].clamp(min=0)),
         }
     return rows if sinks is None else _with_sinks(rows, sinks)
 
 
-def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor) -> dict[str, Tensor]:
-    """Return the statistics over S_i, (b, H, r, S); add to the key loads (b, H, n)."""
+def _selected(
+    strip: ScoreStrip,
+    selected: Tensor,
+    maximum: Tensor,
+    load: Tensor,
+    received: Tensor | None,
+    sinks: Tensor | None,
+) -> dict[str, Tensor]:
+    """Return the statistics over S_i, (b, H, r, S); add to the key loads and the weights received (b, H, n)."""
     scores, present = strip.scores, selected >= 0
     counted = present if strip.counted is None else present & strip.counted
     places = selected.clamp(min=0).flatten(2)
@@ -91,7 +124,11 @@ def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor
     chosen = scores.gather(-1, index)
     each = chosen.masked_fill(~present, -torch.inf)
     log_sum_exp = each.logsumexp(-1)
-    mean = torch.where(present, each.softmax(-1) * chosen, 0.0).sum(-1)
+    weights = each.softmax(-1)
+    if received is not None:
+        share = _share(strip, log_sum_exp, sinks)[..., None]
+        received.scatter_add_(-1, places, torch.where(counted & (share > 0), weights * share, 0.0).flatten(2))
+    mean = torch.where(present, weights * chosen, 0.0).sum(-1)
     return {
         "kept": present.sum(-1),
         "kept_maximum": torch.where(some, chosen.amax(-1), -torch.inf),
@@ -147,6 +184,8 @@ class RowStatistics:
         dropped_maximum: largest score over A_i \ S_i; -inf if S_i = A_i.
         entropy: -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys.
         load: (B, H, Lk) int64, number of queries that attend to the key.
+        received: (B, H, Lk), weight that the key receives, Σ_i p_ij over the queries that count and whose scores
+            are finite; (B, H, 0) unless asked for.
         top: (B, H, Lq, K+1), the largest scores over A_i in descending order, -inf if there are fewer.
         top_keys: (B, H, Lq, K) int32, positions of the keys of the K largest, -1 if there are fewer.
         top_load: (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores.
@@ -167,6 +206,7 @@ class RowStatistics:
     top: Tensor
     top_keys: Tensor
     top_load: Tensor
+    received: Tensor
 
     def dispersion(self, k: int | None = None) -> Tensor:
         """Return the semantic dispersion δ: the range of the scores that a query attends to.
@@ -282,6 +322,7 @@ def row_statistics(
     causal: bool = False,
     first_query: int = 0,
     places: Tensor | None = None,
+    received: bool = False,
 ) -> RowStatistics:
     """Return the statistics of every query's scores z, in one pass and in strips of two million scores.
 
@@ -308,6 +349,7 @@ def row_statistics(
         first_query: position of query 0 among the keys.
         places: (B, H, R) int64, positions of the queries to look at in every head, -1 for none; the statistics
             then have R queries, and loads count only these. None means all queries, in order.
+        received: whether to sum the weight that each key receives.
 
     Returns:
         The statistics, in float64 if q is in float64, else in float32.
@@ -325,38 +367,57 @@ def row_statistics(
     """
     _check_shapes(q, k, top)
     (batch, heads), k_length = q.shape[:2], k.shape[2]
-    load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
+    scores = Scores(q, k, scale, allowed, bias, softcap, causal, first_query, queries, places)
+    if q.is_cuda and kernels.refusal(q, selected, top) is None:
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            rows, load, weights = kernels.kernel_rows(scores, top, sinks, received)
+    else:
+        rows, load, weights = _strip_rows(scores, selected, top, sinks, received)
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int32, device=q.device)
-    length = q.shape[2] if places is None else places.shape[2]
+    with torch.no_grad():
+        if top:
+            _count_ranks_(ranks, rows["order"], rows["top"], scores.counted())
+            rows["order"].masked_fill_(rows["top"][..., :top] == -torch.inf, -1)
+        order = rows.pop("order", ranks.new_zeros(*rows["keys"].shape, 0))
+        rows = finished(rows, sinks)
+    if q.is_cuda:
+        ranks.cumsum_(2)  # one operation
+    for rank in range(1, 0 if q.is_cuda else top):  # in place: the ranks are the largest tensor here, K × Lk
+        ranks[:, :, rank] += ranks[:, :, rank - 1]
+    return RowStatistics(**rows, load=load, top_keys=order, top_load=ranks.movedim(2, 0), received=weights)
+
+
+def _strip_rows(
+    scores: Scores, selected: Tensor | None, top: int, sinks: Tensor | None, received: bool
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Return the statistics of all rows, key loads and the weights received, from strips of scores."""
+    q, k, allowed, places = scores.q, scores.k, scores.allowed, scores.places
+    (batch, heads, length), k_length = q.shape[:3] if places is None else places.shape, k.shape[2]
+    load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
     rows: dict[str, Tensor] = {}
     # Inference mode saves a fifth of a strip's overhead; the results are ordinary tensors.
     with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
-        if allowed is not None and bool(allowed.all()):
+        with torch.inference_mode(False):
+            weights = torch.zeros(batch, heads, k_length * received, dtype=q.dtype, device=q.device)
+        if allowed is not None and not q.is_cuda and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding
-        scores = Scores(q, k.contiguous(), scale, allowed, bias, softcap, causal, first_query, queries, places)
+        scores = replace(scores, q=q, k=k.contiguous(), allowed=allowed)
         for strip in scores.strips(_STRIP if q.device.type == "cpu" else _STRIP * _LARGER):
             b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
             own = None
             if selected is not None:
                 own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
-            for name, values in strip_statistics(strip, own, top, load[b, h, :seen]).items():
+            part = weights[b, h, :seen] if received else None
+            for name, values in strip_statistics(strip, own, top, load[b, h, :seen], part, sinks).items():
                 # One tensor for all strips: thousands of small ones would fragment memory.
                 if name not in rows:
                     with torch.inference_mode(False):
                         shape = batch, heads, length, *values.shape[3:]
                         rows[name] = torch.zeros(shape, dtype=values.dtype, device=values.device)
                 rows[name][b, h, r] = values
-    with torch.no_grad():
-        if top:
-            _count_ranks_(ranks, rows["order"], rows["top"], scores.counted())
-            rows["order"].masked_fill_(rows["top"][..., :top] == -torch.inf, -1)
-        order = rows.pop("order", ranks.new_zeros(batch, heads, length, 0))
-        rows = finished(rows, sinks)
-    for rank in range(1, top):  # in place: the ranks are the largest tensor here, K × Lk
-        ranks[:, :, rank] += ranks[:, :, rank - 1]
-    return RowStatistics(**rows, load=load, top_keys=order, top_load=ranks.movedim(2, 0))
+    return rows, load, weights
 
 
 def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | None) -> None:

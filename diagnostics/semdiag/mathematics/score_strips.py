@@ -19,7 +19,6 @@ from semdiag.mathematics.softmax_stability import (
     positive_separation,
 )
 from semdiag.mathematics.spectral_norms import Real, broadcast
-from semdiag_models.attention import selection as products
 
 _CAUSAL_STRIPS = 8  # strips per sample in long causal calls, where a strip skips the keys after its last query
 _LONG = 256  # queries from which this pays
@@ -127,7 +126,8 @@ class Scores:
 
     def _strip(self, b: slice, h: slice, r: slice, memory: Tensor) -> ScoreStrip:
         places = None if self.places is None else self.places[b, h, r]
-        last = r.stop if places is None else int(places.max()) + 1
+        drawn = places is not None and self.causal and not places.is_cuda  # an accelerator is not waited for
+        last = int(places.max()) + 1 if drawn else r.stop if places is None else self.k.shape[2]
         seen = min(self.k.shape[2], max(1, self.first_query + last)) if self.causal else self.k.shape[2]
         shape = b.stop - b.start, h.stop - h.start, r.stop - r.start, seen
         scores, spare = (part[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape) for part in memory)
@@ -167,11 +167,7 @@ class Scores:
 
 def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
     """Compute scale · q kᵀ into ``out``: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
-    if products.takes(q[0], k[0]):
-        for rows, keys, scores in zip(q * scale, k, out, strict=True):
-            scores.copy_(products.linear(rows, keys))
-    else:
-        torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
+    torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:

@@ -34,11 +34,11 @@ from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.encoders.traces import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Watcher, probes
+from semdiag.measuring.reach import cannot_represent
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS, typed
 from semdiag.measuring.training_runs import setting_in_words
 from semdiag.measuring.words import counted
 from semdiag_models import TASKS, Encoder, InputError
-from semdiag_models.attention.attention import cannot_represent
 from semdiag_models.training import find_device
 
 
@@ -155,6 +155,7 @@ def measure(
             if logits is not None:  # an external model's output is unknown
                 answers.append(predicted_classes(logits).cpu())
             after_batch(batching.samples_of(batch))
+    collected.arrivals.settle()
     _check_samples(collected.samples, labels)
     _check_real(real, collected.samples, samples)
     _check_found(loaded, collected, run.audit)

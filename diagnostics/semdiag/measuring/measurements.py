@@ -202,7 +202,7 @@ class Measurements:
             separation (+inf if nothing is dropped), largest_weight (of its attention weights); for models with
             hashes or clusters recall (of the k largest scores); and dispersion_kK, separation_kK, mass_kK (share
             of the weight on the K largest) for each counterfactual K.
-        loads: one row per key: sample, layer, head, key, load, and load_kK.
+        loads: one row per key: sample, layer, head, key, load, load_kK, and the weight received, Σ_i p_ij.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.

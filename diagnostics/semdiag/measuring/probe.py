@@ -1,7 +1,7 @@
 """Probes and their subjects; percentiles of tables, and rows without a size limit as totals and a sample."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import pandas as pd
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
@@ -141,78 +141,44 @@ def plan_of(kind: type[P], plan: P | None) -> P:
 
 
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
-_LONG = 2**14  # length of a row up to which sorting is as fast as partitioning
-_SHARES = np.array(PERCENTILES) / 100
+COLUMNS = ("queries", "mean", *(f"p{p}" for p in PERCENTILES), "undefined", "not_positive")
 
 
 def percentiles(values: ArrayLike) -> dict[str, float | int]:
     """Return count, mean and percentiles of the finite values, linearly interpolated."""
-    columns = percentile_columns([np.asarray(values, dtype=np.float64).reshape(1, -1)])
-    return {name: column[0].item() for name, column in columns.items()}
+    numbers = summaries(torch.from_numpy(np.array(values, dtype=np.float64).reshape(1, -1)))[0].tolist()
+    counts = ("queries", "undefined", "not_positive")
+    return {n: int(x) if n in counts else x for n, x in zip(COLUMNS, numbers, strict=True)}
 
 
-def percentile_columns(tables: Iterable[NDArray[np.float64]], pooled: bool = False) -> dict[str, NDArray[Any]]:
-    """Return :func:`percentiles` of each row of tables (rows, n): by name, (rows,) int64 or float64."""
-    parts = [part for values in tables for part in _finite(values)]
-    ordered = [_ordered(values) for values, _ in parts]
-    blocks = [_columns(*part, inside) for part, inside in zip(parts, ordered, strict=True)]
-    if pooled:
-        size = sum(len(values) * size for values, size in parts)
-        # Values that are in order row by row are soon in order.
-        blocks.append(_columns(_joined(v for v, _ in parts), size, _ordered(_joined(ordered))))
-    return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-
-
-def _joined(tables: Iterable[NDArray[np.float64]]) -> NDArray[np.float64]:
-    return np.concatenate([values.ravel() for values in tables])[None]
-
-
-def _finite(values: NDArray[np.float64]) -> Iterator[tuple[NDArray[np.float64], int]]:
-    """Yield the finite values of rows, and the number of values of a row; row by row if rows differ in them."""
-    finite = np.isfinite(values)
-    if len(values) > 1 and not (finite == finite[:1]).all():
-        for row in values:
-            yield from _finite(row[None])
+def summaries(values: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Return the COLUMNS of each row of (rows, n), float64, of which the first ``sizes`` count; None: all."""
+    rows, length = values.shape
+    finite = values.isfinite()
+    if sizes is None:
+        sizes = torch.full((rows,), length, device=values.device)
     else:
-        yield values if finite.all() else np.compress(finite[0], values, 1), values.shape[1]
+        finite &= torch.arange(length, device=values.device) < sizes[:, None]
+    known = finite.sum(1)
+    ordered = values.where(finite, math.inf) if length else values.new_full((rows, 1), math.inf)
+    if values.device.type == "cpu":  # many times faster there
+        ordered = torch.from_numpy(np.sort(ordered.numpy(), 1))
+    else:
+        ordered = ordered.sort(1).values
+    last = (known - 1).clamp(min=0)[:, None]
+    place = torch.tensor([p / 100 for p in PERCENTILES], dtype=torch.float64, device=values.device) * last
+    below = place.floor().long()
+    low, high, part = ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last)), place - below
+    # Interpolate from the nearer end: bit for bit as numpy.percentile does.
+    cuts = torch.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
+    mean = values.where(finite, 0).sum(1) / known
+    ends = torch.stack([sizes - known, (finite & (values <= 0)).sum(1)], 1)
+    return torch.cat([torch.stack([sizes, mean], 1), cuts.masked_fill(known[:, None] == 0, math.nan), ends], 1)
 
 
-def _columns(values: NDArray[np.float64], size: int, ordered: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
-    """Return the columns of rows of finite values, out of ``size`` in each."""
-    known = values.shape[1]
-    nothing = np.full((len(values), len(PERCENTILES)), np.nan)
-    cuts = _cuts(ordered) if known else nothing
-    return {
-        "queries": np.full(len(values), size),
-        "mean": values.mean(1) if known else nothing[:, 0],
-        **{f"p{p}": cuts[:, at] for at, p in enumerate(PERCENTILES)},
-        "undefined": np.full(len(values), size - known),
-        "not_positive": (values <= 0).sum(1),
-    }
-
-
-def _places(size: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
-    """Return the neighbours of each percentile in ``size`` ordered values, and its distance from the lower one."""
-    place = _SHARES * (size - 1)
-    below = np.floor(place).astype(np.intp)
-    return below, np.minimum(below + 1, size - 1), place - below
-
-
-def _ordered(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return rows (rows, n) in order, or long ones with the neighbours of the percentiles in their places."""
-    if values.shape[1] < _LONG:
-        return np.sort(values)
-    below, above, _ = _places(values.shape[1])
-    return np.partition(values, np.unique((below, above)))
-
-
-def _cuts(ordered: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the percentiles of ordered rows (rows, n), bit for bit those of ``numpy.percentile``."""
-    below, above, part = _places(ordered.shape[1])
-    low, high = ordered[:, below], ordered[:, above]
-    # Interpolate from the nearer end, as numpy does.
-    cuts: NDArray[np.float64] = np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
-    return cuts
+def rank_error(drawn: int) -> float:
+    """Return by how much the ranks of percentiles of a sample may be off, all at once, with 99% confidence."""
+    return min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * drawn)))  # Dvoretzky, Kiefer, Wolfowitz and Massart
 
 
 def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
@@ -278,8 +244,7 @@ class _Totals:
         """Return exact totals and extremes, percentiles of a sample of the numbers, and their error in rank."""
         cuts, error = [math.nan] * (len(PERCENTILES) - 2), 1.0
         if len(drawn):
-            # Dvoretzky, Kiefer, Wolfowitz and Massart: all ranks at once, with 99% confidence.
-            error = min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * len(drawn))))
+            error = rank_error(len(drawn))
             cuts = np.percentile(drawn, PERCENTILES[1:-1]).tolist()
         ends = (self._least, self._greatest) if self._finite else (math.nan, math.nan)
         cuts = [ends[0], *cuts, ends[1]]

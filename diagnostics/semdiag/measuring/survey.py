@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from semdiag.capturing.batches import Batch, each, first_samples, longest, sampl
 from semdiag.capturing.inputs import AS_THEY_ARE, SUFFIXES, cut_texts, read_batches, read_inputs, tokeniser_of
 from semdiag.capturing.loading import LoadedModel, load_all
 from semdiag.measuring.calls.collector import NotAvailableError
+from semdiag.measuring.calls.memory import demand, fitting_batch, halving
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
@@ -47,6 +48,7 @@ class Progress(NamedTuple):
     after_batch: Callable[[int], None] = lambda samples: None  # called with the number of finished steps
     # called with the number of steps of the current stage, if it becomes known later
     expect: Callable[[int], None] = lambda steps: None
+    say: Callable[[str], None] = lambda text: None  # called with what a long run will take
 
 
 def survey(
@@ -57,6 +59,7 @@ def survey(
     *,
     own: bool = False,
     expect: Callable[[int], None] = lambda steps: None,
+    say: Callable[[str], None] = lambda text: None,
     given: Inputs | None = None,
     elsewhere: Callable[[list[str], Conditions], list[Measurements]] | None = None,
 ) -> Measurements:
@@ -74,7 +77,7 @@ def survey(
     for model in loaded:
         for (probe, plan), known in zip(probes, prepared, strict=True):
             probe.check(model, plan, known)
-    progress = Progress(announce, after_batch, expect)
+    progress = Progress(announce, after_batch, expect, say)
     if elsewhere is not None:
         parts = elsewhere([model.path for model in loaded], conditions)
     else:
@@ -123,11 +126,38 @@ def _surveyed(
     ours: bool,
     progress: Progress,
 ) -> Measurements:
-    """Measure one model."""
-    batches, labels, source, whose = inputs
-    progress.announce(model.path, sum(map(samples_of, batches)))
+    """Measure one model, in batches that fit in memory."""
     if model.external and ours:
         placed(model.module, device, DTYPES[conditions.dtype])  # in place: it may be large
+    batches, size = inputs.batches, conditions.batch_size
+    if (wanted := demand(model, batches, device, DTYPES[conditions.dtype])) is not None:
+        masks = max((getattr(plan, "masks", 0) for plan in conditions.plans), default=0)
+        most = max((getattr(plan, "largest_k", 0) for plan in conditions.plans), default=0)
+        fits, text = fitting_batch(
+            wanted, model.path, batches, device, most or max(conditions.k, default=1), masks
+        )
+        progress.say(f"{model.path}: {text}.")
+        if fits < max(map(samples_of, batches)):
+            batches, size = [part for batch in batches for part in each(batch, fits)], fits
+
+    def run(cut: list[Batch], at_once: int) -> Measurements:
+        now = replace(conditions, batch_size=at_once)
+        return _measured(model, inputs._replace(batches=cut), now, device, prepared, progress)
+
+    return halving(run, batches, size, lambda text: progress.say(f"{model.path}: {text}."))
+
+
+def _measured(
+    model: LoadedModel,
+    inputs: Inputs,
+    conditions: Conditions,
+    device: torch.device,
+    prepared: Sequence[Any],
+    progress: Progress,
+) -> Measurements:
+    """Measure one model in batches that may be too large."""
+    batches, labels, source, whose = inputs
+    progress.announce(model.path, sum(map(samples_of, batches)))
     subject = Subject(
         model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
         conditions.queries, conditions.probe_samples, progress.after_batch, progress.expect,

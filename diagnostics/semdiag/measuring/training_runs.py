@@ -191,3 +191,11 @@ def setting_labels(settings: Sequence[str]) -> dict[str, str]:
 def _in_words(value: Any) -> str:
     """Return a setting's value as a user types it; ``none`` for an empty list or an unset value."""
     return "none" if value in (None, []) else "+".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
+    """Return the first epoch whose training accuracy reaches the target."""
+    if "train_accuracy" not in history:
+        return None
+    at_target = history[history["train_accuracy"] >= target]
+    return None if at_target.empty else int(at_target["epoch"].iloc[0])

@@ -1,9 +1,10 @@
-"""Numbers in words: counts, shares, ratios, and intervals with their ends."""
+"""Numbers in words: counts, shares, ratios, intervals with their ends, and cells of tables."""
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 FEWEST = 5  # fewest sequences or planes for an interval
 UNKNOWN = "–"
@@ -106,3 +107,56 @@ def interval_words(
 def limit_of_share(high: float) -> str:
     """Return the one-sided 95% limit of a share of unseen inputs, marked as one."""
     return f"up to {strict_percent(high) if high < 1 else '100%'} of inputs may (one-sided 95%)"
+
+
+def count_of(some: int, every: int, thing: str) -> str:
+    """Return a count with its denominator, like ``3 of 4 pairs``."""
+    return f"{some:,} of {every:,} {thing}{'s' * (every != 1)}"
+
+
+def span_words(values: list[float], form: str | Callable[[float], str]) -> str:
+    """Return one number, or the range of several, all finite."""
+    words_of = form.format if isinstance(form, str) else form
+    low, high = (re.sub("^-", "−", words_of(end)) for end in (min(values), max(values)))
+    signed = any(end.startswith(("−", "<", ">")) for end in (low, high))  # −3 to 98, 85 to > 99.9
+    return low if low == high else f"{low} to {high}" if signed else f"{low}–{high}"
+
+
+def percent_span(shares: Iterable[float]) -> str:
+    """Return one share in per cent, or the range of several, like ``50–98%``."""
+    return span_words(list(shares), partial(whole_percent, sign="")) + "%"
+
+
+def text(*values: Any) -> str:
+    """Join the words of a name."""
+    return " ".join(map(plain, values))
+
+
+def plain(value: Any) -> str:
+    """Return a layer, a head, a seed or a word unchanged."""
+    return UNKNOWN if value is None else str(value)
+
+
+def finite(value: Value) -> str:
+    """Return a number; a dash for an infinity."""
+    numeric = number_from_json(value)
+    return number(numeric if math.isfinite(numeric) else None)
+
+
+def _as(form: str) -> Callable[[Value], str]:
+    """Return a function that formats numbers."""
+
+    def format_value(value: Value) -> str:
+        numeric = number_from_json(value)
+        return UNKNOWN if math.isnan(numeric) else f"{numeric:{form}}"
+
+    return format_value
+
+
+count = _as(",.0f")
+two_decimals, three_decimals, four_decimals = _as(".2f"), _as(".3f"), _as(".4f")
+three_digits, four_digits = _as(".3g"), _as(".4g")
+fine_percent, rough_percent = partial(percent, form=".2f"), partial(percent, form=".3g")
+
+
+percent_interval = partial(interval, factor=100)

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -42,6 +43,12 @@ def models(incomplete: str) -> list[str]:
 
 MEASURE, WHERE, OUTPUT = "What is measured", "Where it runs", "Output"  # headings of the help
 
+
+def option(help: str, *names: str, panel: str = MEASURE, **more: Any) -> Any:
+    """Return the declaration of an option, for the ``Annotated`` type of a plan's field."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
 Models = Annotated[
     list[Path] | None,
     typer.Argument(
@@ -55,194 +62,164 @@ Models = Annotated[
 ]
 Against = Annotated[
     Path | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Compare every model with this one. Default: each full-attention model is compared with the models "
+    option(
+        "Compare every model with this one. Default: each full-attention model is compared with the models "
         "of the same task, seed, size and snapshot.",
-        rich_help_panel=MEASURE,
+        metavar="MODEL",
         autocompletion=models,
     ),
 ]
 Inputs = Annotated[
     Path | None,
-    typer.Option(
-        help="File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
+    option(
+        "File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
         "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
         "models of text that semdiag trained take a .txt, from which "
         "--samples windows are drawn; Hugging Face models and your own also take a .pt with a dictionary of the "
         "model's arguments. Default: the samples that the run held out; for the paper's code, fresh samples of "
-        "the task.",
-        rich_help_panel=MEASURE,
+        "the task."
     ),
 ]
 MaxLength = Annotated[
     int | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="Cut texts of --inputs to this many tokens. Default: as many as the model takes.",
-        rich_help_panel=MEASURE,
-    ),
+    option("Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS"),
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of the tokenizer for texts of --inputs. Default: the model's own.",
-        rich_help_panel=MEASURE,
-    ),
+    option("Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR"),
 ]
 Labels = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "File with the class of each text of --inputs, a number or a name a line, for models that tell classes.",
         metavar="FILE",
-        help="File with the class of each text of --inputs, a number or a name a line, for models that tell "
-        "classes.",
-        rich_help_panel=MEASURE,
     ),
 ]
 Every = Annotated[
     bool,
-    typer.Option("--all", help="Show every head, also of large models.", rich_help_panel=OUTPUT),
+    option("Show every head, also of large models.", "--all", panel=OUTPUT),
 ]
 Samples = Annotated[
     int,
-    typer.Option(
-        help="How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
-        "asking for more than it held out is an error. With --inputs the default is all.",
-        rich_help_panel=MEASURE,
+    option(
+        "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
+        "asking for more than it held out is an error. With --inputs the default is all."
     ),
 ]
-BatchSize = Annotated[int, typer.Option(help="Samples in one forward pass.", rich_help_panel=MEASURE)]
+BatchSize = Annotated[int, option("Samples in one forward pass.")]
 Device = Annotated[
     str,
-    typer.Option(
-        help="cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
-        rich_help_panel=MEASURE,
+    option(
+        "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
         autocompletion=names(("auto", "cpu", "cuda", "mps")),
     ),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(
-        help="Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
+    option(
+        "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
         "models, whose scores are then read in float32. auto: float64 if all models are "
         "semdiag's or the paper's encoders, so that numbers are the same on every processor; float32 if any other "
-        "model is among them, or on mps.",
-        rich_help_panel=MEASURE,
+        "model is among them, or on mps."
     ),
 ]
 Seed = Annotated[
     int,
-    typer.Option(
-        help="Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
-        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).",
-        rich_help_panel=MEASURE,
+    option(
+        "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
+        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape)."
     ),
 ]
 MinKeys = Annotated[
     int,
-    typer.Option(
-        help="Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them.",
-        rich_help_panel=MEASURE,
-    ),
+    option("Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them."),
 ]
 Queries = Annotated[
     int | None,
-    typer.Option(
-        help="For long sequences: measure only this many random queries per sample and head of the longest "
+    option(
+        "For long sequences: measure only this many random queries per sample and head of the longest "
         "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
         "that need every query are not given. Default: every query.",
-        rich_help_panel=MEASURE,
         show_default=False,
     ),
 ]
 MaxQueries = Annotated[
     int,
-    typer.Option(
-        help="How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
-        "stay exact and percentiles come from a random sample, with their error stated.",
-        rich_help_panel=MEASURE,
+    option(
+        "How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
+        "stay exact and percentiles come from a random sample, with their error stated."
     ),
 ]
 Counterfactual = Annotated[
     str,
-    typer.Option(
+    option(
+        "For full-attention models: also show what the quantity would be if each query kept its k largest "
+        "scores. One k or several, like 5 or 4,8,16.",
         "--k",
         metavar="K,K",
-        help="For full-attention models: also show what the quantity would be if each query kept its k largest "
-        "scores. One k or several, like 5 or 4,8,16.",
-        rich_help_panel=MEASURE,
     ),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(
-        help="For a checkpoint of the paper's code whose file name does not state its configuration: a JSON file "
-        "with mask_type, mask_size, n_heads …",
-        rich_help_panel=MEASURE,
+    option(
+        "For a checkpoint of the paper's code whose file name does not state its configuration: a JSON file "
+        "with mask_type, mask_size, n_heads …"
     ),
 ]
 Head = Annotated[
     str,
-    typer.Option(
-        metavar="auto|none",
-        help="Of Hugging Face models: auto loads the class that the configuration names, with its head, so that "
+    option(
+        "Of Hugging Face models: auto loads the class that the configuration names, with its head, so that "
         "losses and predictions are the model's own. none loads the body alone.",
-        rich_help_panel=MEASURE,
+        metavar="auto|none",
     ),
 ]
-Noise = Annotated[
-    str,
-    typer.Option(
-        metavar="LEVEL,LEVEL",
-        help="Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
-        "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
-        rich_help_panel=MEASURE,
-    ),
-]
+NOISE = option(
+    "Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
+    "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
+    "--noise",
+    metavar="LEVEL,LEVEL",
+)
 Jobs = Annotated[
     int | None,
-    typer.Option(
-        help="Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
+    option(
+        "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
         "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
         "process.",
+        panel=WHERE,
         show_default=False,
-        rich_help_panel=WHERE,
     ),
 ]
 Ray = Annotated[
     str,
-    typer.Option(
+    option(
+        "Run on a Ray cluster: its address, or auto for the one on this machine, which is started if needed.",
+        panel=WHERE,
         metavar="auto|ADDRESS",
-        help="Run on a Ray cluster: its address, or auto for the one on this machine, which is started if needed.",
-        rich_help_panel=WHERE,
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.",
-        rich_help_panel=OUTPUT,
-    ),
+    option("Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.", panel=OUTPUT),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, option("Print one JSON object on stdout.", "--json", panel=OUTPUT)]
 PerQuery = Annotated[
     Path | None,
-    typer.Option(
-        help="Write one row per query to this .parquet file, and the key loads to another beside it. With "
+    option(
+        "Write one row per query to this .parquet file, and the key loads to another beside it. With "
         "--queries only the drawn queries; beyond --max-queries a random sample.",
-        rich_help_panel=OUTPUT,
+        panel=OUTPUT,
     ),
 ]
 Figures = Annotated[
     str,
-    typer.Option(
+    option(
+        "Figure formats: any of png, svg, pdf, separated by commas; or none.",
+        panel=OUTPUT,
         metavar="FORMAT,FORMAT",
-        help="Figure formats: any of png, svg, pdf, separated by commas; or none.",
-        rich_help_panel=OUTPUT,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, option("Show no progress and no tables.", "--quiet", panel=OUTPUT)]
 
 
 def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
@@ -311,3 +288,36 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
 def listed_names(text: str) -> tuple[str, ...]:
     """Read ``"bf16,fp16"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+SHARED = "the value of the shared option with the field's name"  # marks fields of plans
+
+
+def of_plan(plan: type | None) -> dict[str, tuple[Any, Any]]:
+    """Return type with help and default of the options that a plan's fields declare, by field.
+
+    A field whose value is read from a text, as a list is, names the function that reads it.
+    """
+    declared = {}
+    for field in fields(plan) if plan is not None else ():
+        kind, *extra = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+        if extra and extra[0] != SHARED:
+            info, *read = extra
+            default: Any = field.default
+            text = ",".join(map(str, default)) if read and default else ""
+            declared[field.name] = (Annotated[str, info], text) if read else (Annotated[kind, info], default)
+    return declared
+
+
+def plan_from(plan: type, typed: dict[str, Any], shared: dict[str, Any]) -> Any:
+    """Return a plan with what the user typed, read from texts, and with values of shared options."""
+    values = {}
+    for field in fields(plan):
+        _, *extra = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
+        if extra and extra[0] == SHARED:
+            values[field.name] = shared[field.name]
+        elif field.name in typed:
+            info, *read = extra
+            name = next(iter(info.param_decls or ()), f"--{field.name.replace('_', '-')}")
+            values[field.name] = read[0](typed[field.name], name) if read else typed[field.name]
+    return plan(**values)

@@ -1,6 +1,6 @@
 """One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,16 +12,17 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch, whole_number
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import NotAvailableError
+from semdiag.measuring.calls.memory import halving
 from semdiag.measuring.calls.running import converted, home_of, refuse_masked, unnamed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject, probes
-from semdiag.questions.compare.measure import TOP, ComparePlan
+from semdiag.questions.compare import ComparePlan
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag.questions.landscape.measure import LandscapePlan
-from semdiag.questions.lipschitz.measure import LipschitzPlan
+from semdiag.questions.landscape import LandscapePlan
+from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
-from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.mask_stability import NoisePlan
 from semdiag_models import Encoder, InputError
 
 Model = LoadedModel | nn.Module
@@ -45,8 +46,7 @@ def k_sweep(
             model's), ``seed`` (0), ``queries`` (None: all; else how many are drawn per sample and head).
 
     Returns:
-        Measurements with the table ``sweep``, described at
-        :func:`semdiag.questions.k_sweep.measure.k_sweep`.
+        Measurements with the table ``sweep``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -77,8 +77,7 @@ def mask_stability(
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``masks`` and ``noise_effects``, described at
-        :func:`semdiag.questions.mask_stability.measure.mask_stability`.
+        Measurements with the tables ``masks`` and ``noise_effects``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -99,8 +98,7 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``rounded_masks`` and ``lost_weights``, described at
-        :func:`semdiag.questions.mask_precision.measure.mask_precision`.
+        Measurements with the tables ``rounded_masks`` and ``lost_weights``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -115,7 +113,9 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
     return _asked(model, batches, None, _plan(PrecisionPlan, plan, how), **how)
 
 
-def compare(base: Model, model: Model, batches: Batches, *, top: int = TOP, **how: Any) -> Measurements:
+def compare(
+    base: Model, model: Model, batches: Batches, *, top: int = ComparePlan.top, **how: Any
+) -> Measurements:
     """Run two models on the same inputs and compare their attention, head by head, and their outputs.
 
     Source: docs/commands/compare.md. Deviation: not in the paper.
@@ -128,8 +128,7 @@ def compare(base: Model, model: Model, batches: Batches, *, top: int = TOP, **ho
         how: Keywords, like those of :func:`k_sweep`. The base runs in a precision of its own.
 
     Returns:
-        Measurements of the model, with the tables ``compared`` and ``compared_outputs``, described at
-        :func:`semdiag.questions.compare.measure.compare`.
+        Measurements of the model, with the tables ``compared`` and ``compared_outputs``.
 
     Raises:
         InputError: if the two cannot be compared, or not on these inputs.
@@ -164,8 +163,7 @@ def landscape(
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the table ``landscape``, described at
-        :func:`semdiag.questions.landscape.measure.landscape`.
+        Measurements with the table ``landscape``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -193,8 +191,7 @@ def lipschitz(
         how: Keywords, like those of :func:`k_sweep`.
 
     Returns:
-        Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``,
-        described at :func:`semdiag.questions.lipschitz.measure.lipschitz`.
+        Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -255,15 +252,19 @@ def _asked(
         how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
         raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.{how}")
     own_labels = None if loaded.external else labels
-    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own, queries)
-    if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
-        subject.watch(probe, plan, None)
-    measured = measure(
-        loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype, queries=queries,
-        seed=seed, watchers=[*subject.watchers.values()],
-    )  # fmt: skip
+
+    def run(cut: list[Batch], size: int) -> tuple[Measurements, Subject, Mapping[str, pd.DataFrame]]:
+        subject = Subject(loaded, cut, labels, seed, size, place, dtype or own, queries)
+        if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
+            subject.watch(probe, plan, None)
+        measured = measure(
+            loaded, cut, labels=own_labels, batch_size=size, device=device, dtype=dtype, queries=queries,
+            seed=seed, watchers=[*subject.watchers.values()],
+        )  # fmt: skip
+        return measured, subject, probe.measure(subject, plan, None)
+
     try:
-        tables = probe.measure(subject, plan, None)
+        measured, subject, tables = halving(run, list(cut), batch_size)
     except NotAvailableError as reason:
         raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
     samples = int(measured.models["samples"].max())

@@ -1,6 +1,7 @@
-"""All questions, in the order of a report. A new one is a folder beside this file and a line here."""
+"""All questions, in the order of a report. A new one is a folder or a file beside this file, and a line here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -10,16 +11,16 @@ from semdiag.presenting.question import Question
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from semdiag.measuring.findings.findings import Findings, Summary
+    from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.probe import Probe
-    from semdiag.presenting.section import Section
 
-_FOLDERS = (
+# A folder, whose ``__init__.py`` holds the record; or, of a question without a command, a file with its parts.
+_PLACES: tuple[str | Question, ...] = (
     "dispersion",
-    "heads",
-    "counterfactual",
+    Question("heads", f"{__package__}.heads"),
+    Question("within", f"{__package__}.counterfactual"),
     "separation",
-    "learning",
+    Question("learning", f"{__package__}.learning", external=False),
     "stability",
     "bounds",
     "mask_stability",
@@ -34,8 +35,11 @@ _FOLDERS = (
     "convergence",
 )
 
-_EACH: tuple[Question, ...] = tuple(import_module(f"semdiag.questions.{folder}").QUESTION for folder in _FOLDERS)
+_EACH = [
+    place if isinstance(place, Question) else import_module(f"{__package__}.{place}").QUESTION for place in _PLACES
+]
 QUESTIONS: dict[str, Question] = {question.name: question for question in _EACH}
+QUESTIONS["k-sweep"] = replace(QUESTIONS["k-sweep"], needs=("sweep",))  # until it is converted
 
 
 def probes() -> "list[Probe]":
@@ -44,19 +48,15 @@ def probes() -> "list[Probe]":
 
 
 @cache
-def all_sections() -> "dict[str, Section]":
-    """Return the sections of a report by name."""
-    return {name: question.section for name, question in QUESTIONS.items() if question.section is not None}
+def reported() -> dict[str, Question]:
+    """Return the questions that measurements answer, by name: each has its part of a report."""
+    return {name: question for name, question in QUESTIONS.items() if question.answer is not None}
 
 
 @cache
 def figures() -> "dict[str, Callable[[Findings], Figure]]":
-    """Return the figures of all sections by name."""
-    headings = [heading for s in all_sections().values() for heading in (*s.headings, *s.external)]
-    return {shown.figure: shown.draw for heading in headings for shown in heading.figures}
-
-
-@cache
-def summaries() -> "dict[str, Callable[[Findings], Summary]]":
-    """Return what prints the JSON of each command, by name."""
-    return {name: question.summary for name, question in QUESTIONS.items() if question.summary is not None}
+    """Return the figures of all questions by name."""
+    headings = [
+        heading for q in reported().values() for external in (False, True) for heading in q.headings_for(external)
+    ]
+    return {figure.name: figure for heading in reversed(headings) for figure in heading.figures}

@@ -10,9 +10,10 @@ from markupsafe import Markup
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
 from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
-from semdiag.measuring.words import layer_name, number_words, percent
-from semdiag.presenting.section import Column, Heading, count, page_environment, page_style, plain, text
-from semdiag.questions.registry import all_sections
+from semdiag.measuring.words import count, layer_name, number_words, percent, plain, text
+from semdiag.presenting.answer import Heading, page_environment, page_style
+from semdiag.presenting.tables import Column
+from semdiag.questions.registry import QUESTIONS
 
 
 def capture_sentences(findings: Findings) -> list[str]:
@@ -150,7 +151,7 @@ def render_page(
     rows = content["results"]
     glances = content["glances"]
     places = [(name, heading) for name, headings in parts for heading in headings]
-    best = next((s for _, heading in places for s in heading.figures if not pictures[s.figure]["missing"]), None)
+    best = next((s for _, heading in places for s in heading.figures if not pictures[s.name]["missing"]), None)
     tiles = [(_glanced(name, headings), glances[name]) for name, headings in parts if headings and name in glances]
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
@@ -195,7 +196,7 @@ def render_page(
 
 def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
     """Return the heading that a section's answer at a glance is about."""
-    anchor = all_sections()[name].glanced
+    anchor = QUESTIONS[name].glanced
     return next((heading for heading in headings if heading.anchor == anchor), headings[0])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -29,17 +29,18 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
+from semdiag.measuring.training_runs import epochs_to
 from semdiag.measuring.words import layer_name
+from semdiag.presenting.answer import Answer, first_sentences, percentile_csv, verdict_table
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
-from semdiag.presenting.drawing.style import save_figure, stacked
-from semdiag.presenting.section import Section, Shown, percentile_csv, verdict_table
-from semdiag.questions.convergence.answer import epochs_to
-from semdiag.questions.dispersion.answer import dispersion_summary, pair_comparisons
-from semdiag.questions.heads.answer import outlying_heads
+from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
+from semdiag.presenting.progress import Stages
+from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
+from semdiag.questions.heads import outlying_heads
 from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
-from semdiag.questions.registry import all_sections, figures
-from semdiag.questions.separation.answer import separation_summary
+from semdiag.questions.registry import figures, reported
+from semdiag.questions.separation.answer import separation_results
 from semdiag.reporting.page import Picture, capture_sentences, diverged_sentences, render_page, weights_sentences
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json, unknown_name, visible_json
@@ -49,11 +50,11 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
     """Return one row per model: its facts and what was measured."""
     measurements = findings.measurements
     answers = {pair.gate.pair.other: pair.answer for pair in findings(pair_comparisons)}
-    parts = {"dispersion": findings(dispersion_summary)["results"]}
+    parts = {"dispersion": findings(dispersion_results)}
     if "separation" in sections:
-        parts["separation"] = findings(separation_summary)["results"]
+        parts["separation"] = findings(separation_results)
     rows = []
-    for place, model in enumerate(measurements.models.to_dict("records")):
+    for model in measurements.models.to_dict("records"):
         history = measurements.history[measurements.history["model"] == model["model"]]
         k = None if pd.isna(model["k"]) else int(model["k"])
         row = {
@@ -66,10 +67,9 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
         norms = measurements.projections[measurements.projections["model"] == model["model"]].groupby("layer")
         largest = norms[["gamma", "upsilon"]].max().join(norms["reason"].first()).reset_index()
         layers = layers.merge(largest, on="layer", how="left")
-        row["capture"] = {**parts["dispersion"][place]["capture"], "layers": layers.to_dict("records")}
+        row["capture"] = {**parts["dispersion"][model["model"]]["capture"], "layers": layers.to_dict("records")}
         for name, results in parts.items():
-            known = (*model, "capture")
-            row[name] = {key: results[place][key] for key in results[place] if key not in known}
+            row[name] = {key: value for key, value in results[model["model"]].items() if key != "capture"}
         rows.append(row)
     return json_ready(rows)
 
@@ -78,38 +78,24 @@ def report_content(
     findings: Findings,
     command: str,
     verdict: list[str],
-    sections: Sequence[Section],
+    answers: Mapping[str, Answer],
     figures: dict[str, list[str]],
 ) -> dict[str, Any]:
-    """Return the report as plain values.
-
-    Args:
-        findings: Findings on any number of models.
-        command: that made the report.
-        verdict: the verdict in words.
-        sections: Sections of the report.
-        figures: files by figure, relative to the report.
-
-    Returns:
-        A dictionary for JSON, without NaN or infinity; it has the key ``findings`` only if a section judges
-        claims.
-    """
+    """Return a report as plain values, from the answers to its questions."""
     content: dict[str, Any] = {
         "schema": schema("report"),
         "command": command,
         "provenance": json_ready(findings.measurements.provenance),
         "verdict": verdict,
-        "glances": {
-            section.name: findings(section.glance).to_dict() for section in sections if section.glance is not None
-        },
+        "glances": {name: answer.glance.to_dict() for name, answer in answers.items() if answer.glance},
         "pairs": json_ready([comparison.to_dict() for comparison in findings(pair_comparisons)]),
-        "results": model_rows(findings, [section.name for section in sections]),
+        "results": model_rows(findings, [*answers]),
         "figures": figures,
     }
-    judged = {section.name: verdict_table(findings(section.verdicts)) for section in sections if section.verdicts}
+    judged = {name: verdict_table(answer.claims) for name, answer in answers.items() if answer.claims is not None}
     if judged:
         content["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})
-    content["details"] = {section.name: section.details(findings) for section in sections if section.details}
+    content["details"] = {name: answer.details for name, answer in answers.items() if answer.details is not None}
     return content
 
 
@@ -223,16 +209,6 @@ _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
 
 
-class Progress(Protocol):
-    """Receives the progress of a report."""
-
-    def announce(self, stage: str, steps: int) -> None:
-        """Start a stage with a number of steps."""
-
-    def advance(self, steps: int) -> None:
-        """Count finished steps."""
-
-
 _NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
 
 
@@ -243,28 +219,30 @@ def write_report(
     formats: Sequence[str] = ("png", "svg"),
     keep_queries: bool = False,
     sections: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    progress: Stages | None = None,
     look: str | None = None,
-) -> Path:
-    """Write the report into a folder; an older report there is replaced only when the new one is complete."""
+) -> tuple[Path, dict[str, Any]]:
+    """Write the report into a folder, and return its page and its content as plain values.
+
+    An older report there is replaced only when the new one is complete.
+    """
     if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
-    sections = measured_sections(findings) if sections is None else sections
-    unknown = [name for name in sections if name not in all_sections()]
+    names = measured_questions(findings) if sections is None else sections
+    unknown = [name for name in names if name not in reported()]
     if unknown:
-        raise ValueError(f"Sections of a report are {', '.join(all_sections())}. Got {unknown[0]!r}.")
+        raise ValueError(f"Sections of a report are {', '.join(reported())}. Got {unknown[0]!r}.")
     check_folder(folder, keep_queries)
+    answers = {name: reported()[name].answered(findings) for name in names}
     with replacing(folder) as building:
-        _write(findings, building, command, formats, keep_queries, sections, progress, look)
-    return folder / "index.html"
+        content = _write(findings, building, command, formats, keep_queries, answers, progress, look)
+    return folder / "index.html", content
 
 
-def measured_sections(findings: Findings) -> list[str]:
-    """Return the sections for which something was measured."""
-    names = [name for name, section in all_sections().items() if section.applies(findings)]
-    first = (
-        "k-sweep" if external(findings.measurements.models).all() else None
-    )  # the main question about a user's own model
+def measured_questions(findings: Findings) -> list[str]:
+    """Return the questions to which the measurements give an answer, as a report has them."""
+    names = [name for name, question in reported().items() if question.applies(findings)]
+    first = "k-sweep" if external(findings.measurements.models).all() else None  # about a user's own model
     return sorted(names, key=lambda name: name != first)
 
 
@@ -274,74 +252,71 @@ def _write(
     command: str,
     formats: Sequence[str],
     keep_queries: bool,
-    names: Sequence[str],
-    progress: Progress | None,
+    answers: Mapping[str, Answer],
+    progress: Stages | None,
     look: str | None,
-) -> None:
-    sections = [all_sections()[name] for name in names]
-    tables = _tables(findings, sections)
+) -> dict[str, Any]:
+    measurements = findings.measurements
+    tables = _tables(findings, answers)
     _write_tables(tables, folder / "data")
     if keep_queries:
-        findings.measurements.save(folder / "data")
-    parts = [(section.name, section.applicable_headings(findings)) for section in sections]
-    figures = [shown for _, headings in parts for heading in headings for shown in heading.figures]
+        measurements.save(folder / "data")
+    elsewhere = bool(external(measurements.models).all())
+    parts = [(name, reported()[name].headings_for(elsewhere)) for name in answers]
+    figures = [figure for _, headings in parts for heading in headings for figure in heading.figures]
     if progress is not None:
         progress.announce("figures", len(figures))
     pictures = {}
-    for shown in figures:
-        pictures[shown.figure] = _picture(shown, findings, folder, formats)
+    for figure in figures:
+        pictures[figure.name] = _picture(figure, findings, folder, formats)
         if progress is not None:
             progress.advance(1)
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
-    content = report_content(findings, command, in_short(findings, sections), sections, paths)
+    content = report_content(findings, command, in_short(findings, answers), answers, paths)
     content["cautions"] = [
         *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
         *diverged_sentences(findings),
     ]  # fmt: skip
-    text = visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
-    non_finite = findings.measurements.non_finite
+    _write_page(
+        folder / "summary.json", visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    )
     if look is not None:
-        (folder / LOOK).write_text(look, encoding="utf-8", errors="backslashreplace")
-    modules = findings(modules_by_layer, findings.measurements.models["model"].iloc[0])
+        _write_page(folder / LOOK, look)
+    modules = findings(modules_by_layer, measurements.models["model"].iloc[0])
     heads = [
         (f"head {head} of layer {layer_name(layer, modules)}", f"{LOOK}#{layer}.{head}" if look else None, words)
         for layer, head, words in findings(outlying_heads)
     ]
-    page = render_page(content, parts, pictures, non_finite, keep_queries, others, heads)
-    (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
+    others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
+    page = render_page(content, parts, pictures, measurements.non_finite, keep_queries, others, heads)
+    _write_page(folder / "index.html", page)
+    return content
 
 
-def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
-    """Return the sentences of the first screen: from every section, on the capture, and warnings."""
-    sentences = answers(findings, sections, otherwise=1)
-    metrics = [section.name for section in sections if section.name in ("dispersion", "separation")]
-    sampled = sampling_sentences(findings, metrics or ("dispersion",))
+def _write_page(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def in_short(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
+    """Return the sentences of the first screen: from every question, on the capture, and warnings."""
+    metrics = [name for name in answers if name in ("dispersion", "separation")]
     return [
         *weights_sentences(findings),
         *unlearned_sentences(findings),
-        *sentences,
-        *sampled,
+        *first_sentences([*answers.values()], otherwise=1),
+        *sampling_sentences(findings, metrics or ("dispersion",)),
         *capture_sentences(findings),
         *diverged_sentences(findings),
     ]
 
 
-def answers(findings: Findings, sections: Sequence[Section], otherwise: int) -> list[str]:
-    """Return the answers of sections in short; where none has one, so many of their other sentences."""
-    sentences = [sentence for section in sections for sentence in section.in_short(findings)]
-    details = [section.details for section in sections if section.details]
-    return sentences or [sentence for words in details for sentence in words(findings)][:otherwise]
-
-
-def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
+def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.DataFrame]:
     """Return the tables to write as CSV; percentiles of δ are in every report."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if len(findings.measurements.projections):
         tables["projections"] = findings.measurements.projections
-    for section in sections:
-        tables |= section.tables(findings, len(sections) == 1)
+    for answer in answers.values():
+        tables |= {**answer.tables, **(answer.tables_alone if len(answers) == 1 else {})}
     estimates = findings(estimate_table), findings.measurements.sweep_estimates, findings.measurements.sketches
     named = zip(("estimates", "sweep_estimates", "sketches"), estimates, strict=True)
     return tables | {name: table for name, table in named if len(table)}
@@ -354,28 +329,23 @@ def _write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
         (folder / f"{name}.csv").write_bytes(text)
 
 
-def _picture(
-    shown: Shown,
-    findings: Findings,
-    folder: Path,
-    formats: Sequence[str],
-) -> Picture:
+def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequence[str]) -> Picture:
     """Draw and save a figure; return its picture, or why there is nothing to show."""
     if not formats:
         return _missing("no figure format was chosen.")
     try:
-        figure = shown.draw(findings)
+        figure = drawing(findings)
         with stacked():
-            narrow = shown.draw(findings) if set(formats) & set(_ON_SCREEN) else None
+            narrow = drawing(findings) if set(formats) & set(_ON_SCREEN) else None
     except NothingToDrawError as reason:
         return _missing(str(reason))
     files = folder / "figures"
-    saved = save_figure(figure, files / shown.figure, formats)
+    saved = save_figure(figure, files / drawing.name, formats)
     paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
     telephone = None
     if narrow is not None:
         kind = "svg" if "svg" in formats else "png"
-        (file,) = save_figure(narrow, files / f"{shown.figure}-narrow", [kind])
+        (file,) = save_figure(narrow, files / f"{drawing.name}-narrow", [kind])
         telephone = file.relative_to(folder).as_posix()
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
     return {
@@ -422,8 +392,8 @@ def summary(found: Measurements | Findings) -> Summary:
         'cannot tell'
     """
     findings = _findings(found)
-    shown = [all_sections()[name] for name in measured_sections(findings)]
-    return Summary(report_content(findings, "", in_short(findings, shown), shown, {}))
+    answers = {name: reported()[name].answered(findings) for name in measured_questions(findings)}
+    return Summary(report_content(findings, "", in_short(findings, answers), answers, {}))
 
 
 def report(found: Measurements | Findings, folder: Path | str, keep_queries: bool = False) -> Path:
@@ -441,7 +411,8 @@ def report(found: Measurements | Findings, folder: Path | str, keep_queries: boo
         InputError: if the folder contains anything but a report, or cannot be written.
     """
     command = f"semdiag.report(found, {str(folder)!r})"
-    return write_report(_findings(found), Path(folder), command, keep_queries=keep_queries)
+    page, _ = write_report(_findings(found), Path(folder), command, keep_queries=keep_queries)
+    return page
 
 
 def plot(found: Measurements | Findings, figure: str) -> Figure:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from semdiag_models.attention.selection import ATTENTIONS, DRAWN
+from semdiag_models.attention import ATTENTIONS, DRAWN
 from semdiag_models.config import ListOpsTrees, ModelConfig, TrainingConfig
 from semdiag_models.reading import InputError, read_toml, unknown_name
 from semdiag_models.run_folder import run_name

@@ -1,17 +1,13 @@
-"""One run of a sweep: its record and progress, its training in a process of its own, and estimates of its time."""
+"""One run of a sweep: its record and progress, and its training in a process of its own."""
 
 import csv
 import io
 import json
 import math
 import shlex
-import statistics
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,64 +26,31 @@ from semdiag_models.reading import (
     write_text,
 )
 from semdiag_models.run_folder import SeedRun, open_run, train_run, train_seed_runs
-from semdiag_models.step import random_state, restore_random_state
 from semdiag_models.sweeps.grid import SweepRun, identity
-from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, find_device, training_memory
+from semdiag_models.training import (
+    HISTORY_COLUMNS,
+    DivergedError,
+    find_device,
+    random_state,
+)
 
 RUNS, HISTORIES = "runs.parquet", "histories.parquet"
 _LARGEST = 64 * MEBIBYTE
 
 
-def pack(folder: Path, schema: str) -> int:
-    """Replace the record files of a folder by two tables, after a check that every record reads back unchanged."""
-    import pandas as pd
-
-    files = sorted(folder.glob("*.json"))
-    records = {name: _joined(folder, name) for name in _content(folder)}
-    for file in files:
-        record = read_json(file)
-        if not isinstance(record, dict) or record.get("schema") != schema or record.get("run") != file.stem:
-            raise InputError(f"{file} is no record of a run.")
-        records[file.stem] = record
-    if not records:
-        raise InputError(f"{folder} holds no record of a run.")
-    heads = [(name, json.dumps({**record, "history": None})) for name, record in sorted(records.items())]
-    parts = [pd.DataFrame({"run": name, **record["history"]}) for name, record in sorted(records.items())]
-    written = [folder / f".{name}.tmp" for name in (RUNS, HISTORIES)]
-    try:
-        for path, table in zip(
-            written,
-            (pd.DataFrame(heads, columns=["run", "record"]), pd.concat(parts, ignore_index=True)),
-            strict=True,
-        ):
-            table.to_parquet(path, index=False, compression="zstd")
-        back = _read(*written)
-        wrong = [name for name, record in records.items() if not _same(_record(back, name), record)]
-        if wrong:
-            raise InputError(
-                f"{folder}: the record {wrong[0]} would not read back unchanged. Nothing was changed."
-            )
-        for path, name in zip(written, (RUNS, HISTORIES), strict=True):
-            path.replace(folder / name)
-    finally:
-        for path in written:
-            path.unlink(missing_ok=True)
-    for file in files:
-        file.unlink()
-    return len(records)
-
-
 def read_packed(folder: Path, name: str) -> dict[str, Any] | None:
     """Read a record from the tables of a folder."""
-    return _joined(folder, name) if name in _content(folder) else None
+    return joined(folder, name) if name in packed_names(folder) else None
 
 
-def _content(folder: Path) -> dict[str, str]:
+def packed_names(folder: Path) -> dict[str, str]:
+    """Return the records in a folder's tables, without their histories, by run."""
     return _tables(folder)[0]
 
 
-def _joined(folder: Path, name: str) -> dict[str, Any]:
-    return _record(_tables(folder), name)
+def joined(folder: Path, name: str) -> dict[str, Any]:
+    """Return a run's record in a folder's tables."""
+    return record_in(_tables(folder), name)
 
 
 _Tables = tuple[dict[str, str], dict[str, dict[str, list[float]]]]
@@ -104,10 +67,11 @@ def _tables(folder: Path) -> _Tables:
 
 @lru_cache(maxsize=4)
 def _kept(paths: tuple[Path, Path], stamps: tuple[int, ...]) -> _Tables:
-    return _read(*paths)
+    return read_tables(*paths)
 
 
-def _read(runs: Path, histories: Path) -> _Tables:
+def read_tables(runs: Path, histories: Path) -> _Tables:
+    """Read the tables of records and of histories."""
     import pandas as pd
 
     tables = []
@@ -132,17 +96,13 @@ def _read(runs: Path, histories: Path) -> _Tables:
     return heads, found
 
 
-def _record(tables: _Tables, name: str) -> dict[str, Any]:
+def record_in(tables: _Tables, name: str) -> dict[str, Any]:
+    """Return a run's record with its history."""
     heads, histories = tables
     try:
         return {**json.loads(heads[name]), "history": histories[name]}
     except (KeyError, ValueError, TypeError):
         raise InputError(f"The record of {name} is damaged.") from None
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two records are equal, entry by entry, including number types."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 SCHEMA = "semdiag.run/1"
@@ -384,53 +344,8 @@ def _write_finished_record(
         write_record(records, run, saved)
 
 
-STEPS = 3  # number of timed steps, after an untimed one
-_COSTLY = (
-    "train_samples", "holdout_samples", "batch_size", "optimizer", "precision", "compiled", "listops",
-)  # fmt: skip
-_HELD_OUT = 25  # number of further samples to evaluate
-_COLD = 20.0  # seconds: anything faster is timed again, without warm-up costs
-_WHOLE, _LARGEST_BLOCK = 2**28, 2**30  # bytes up to which a whole model, or one block of it, is timed
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The remaining work of one run."""
-
-    epochs: int  # number of epochs left to train; fewer if the target accuracy is reached before
-    epoch_seconds: float  # seconds per epoch, including evaluation
-
-    @property
-    def hours(self) -> float:
-        """Upper limit in hours, on one thread."""
-        return self.epochs * self.epoch_seconds / 3600
-
-
-def estimate(
-    runs: list[SweepRun],
-    folder: Path,
-    device: str,
-    tell: Callable[[str], None] = lambda line: None,
-    records: Path | None = None,
-) -> list[Estimate]:
-    """Estimate every run by timing a few steps."""
-    known: dict[tuple[tuple[str, object], ...], float] = {}
-    estimates = []
-    first: dict[str, tuple[tuple[str, object], ...]] = {}
-    for run in runs:
-        left, cost = _epochs_left(folder / run.name, run, records), _cost(run)
-        label = f"{run.training.task_label}, {run.model.attention_label}, length {run.model.length}"
-        usual = first.setdefault(label, cost)
-        if cost not in known and left:
-            other = (f", {name.replace('_', ' ')} {value}" for name, value in cost if (name, value) not in usual)
-            tell(f"Timing {label}{''.join(other)}")
-            known[cost] = time_epoch(run, device)
-        estimates.append(Estimate(left, known.get(cost, 0.0)))
-    return estimates
-
-
-def _epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
-    """Return the number of epochs that are left to train."""
+def epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
+    """Return the number of epochs that a run has left to train, at most."""
     recorded = None if records is None else read_history(records, run)
     if recorded is not None and at_its_end(recorded, run.training):
         return 0
@@ -439,58 +354,6 @@ def _epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
     except InputError:
         return 0
     return 0 if status == "done" else max(0, run.training.epochs - (0 if saved is None else saved.epoch))
-
-
-def _cost(run: SweepRun) -> tuple[tuple[str, object], ...]:
-    """Return what determines an epoch's cost up to a few per cent: equal across seeds and tasks of a length."""
-    model = replace(run.model, activation="relu", selection_seed=0)
-    if run.training.text is None:  # a small vocabulary costs nothing
-        model = replace(model, vocabulary_size=2, classes=2)
-    return (*vars(model).items(), *((name, getattr(run.training, name)) for name in _COSTLY))
-
-
-def _timed(trainer: Trainer) -> tuple[float, float]:
-    """Return the seconds of a step, and of evaluating a sample, in a short training."""
-    moments: list[float] = []
-    trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
-    evaluated = trainer.training.train_samples + trainer.training.holdout_samples
-    sample = (time.perf_counter() - moments[-1]) / evaluated
-    return statistics.median(later - sooner for sooner, later in pairwise(moments)), sample
-
-
-def time_epoch(run: SweepRun, device: str) -> float:
-    """Return the seconds of one epoch of a run on one thread, extrapolated from a few steps and evaluations."""
-    training, where, threads = run.training, find_device(device), torch.get_num_threads()
-    batch = min(training.batch_size, training.train_samples)
-    few = replace(
-        training,
-        epochs=1,
-        until=None,
-        snapshots=(),
-        train_samples=(STEPS + 1) * batch,
-        holdout_samples=_HELD_OUT,
-    )
-    model, times, on_cpu = run.model, 1, where.type == "cpu"
-    if training_memory(model, few, on_cpu) > _WHOLE:
-        model, times = replace(model, blocks=1), model.blocks
-    if (needed := training_memory(model, few, on_cpu)) > _LARGEST_BLOCK:
-        raise InputError(
-            f"{run.name} cannot be timed: one block in training takes more than {needed / 2**30:,.1f} GiB of "
-            f"memory, and a dry run takes up to {_LARGEST_BLOCK / 2**30:.0f}. Make it smaller, or train it "
-            "without --dry-run."
-        )
-    before = random_state(where)
-    try:
-        torch.set_num_threads(1)
-        began = time.perf_counter()
-        step, sample = _timed(Trainer(model, few, where))
-        if time.perf_counter() - began < _COLD:  # it may have included the compilation of kernels
-            step, sample = _timed(Trainer(model, few, where))
-    finally:
-        torch.set_num_threads(threads)
-        restore_random_state(before)
-    steps = -(-training.train_samples // training.batch_size)
-    return times * (steps * step + (training.train_samples + training.holdout_samples) * sample)
 
 
 RESULTS_SCHEMA = "semdiag.sweep/1"

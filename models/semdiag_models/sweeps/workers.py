@@ -16,7 +16,6 @@ from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import BrokenProcessPool
 
 from semdiag_models.reading import MEMORY_SHARE, InputError, memory_share
-from semdiag_models.step import ALIKE
 from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 
@@ -145,11 +144,10 @@ def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[t
 
 
 def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
-    """Group runs that can share their training steps, in order."""
+    """Group runs that differ only in their seed, in order."""
     alike: dict[Any, list[SweepRun]] = {}
     for run in runs:
-        sizes = tuple(getattr(run.model, name) for name in ALIKE)
-        alike.setdefault((sizes, replace(run.training, seed=0, query_key_scale=1.0)), []).append(run)
+        alike.setdefault((run.model, replace(run.training, seed=0, query_key_scale=1.0)), []).append(run)
     return [tuple(group[i : i + most]) for group in alike.values() for i in range(0, len(group), most)]
 
 

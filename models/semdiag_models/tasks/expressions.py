@@ -130,14 +130,8 @@ def _apply(operator: Integers, arguments: Integers, present: NDArray[np.bool_]) 
     return np.choose(operator, [table[:, 0], table[everyone, count - 1], (low + high) // 2, total % 10])
 
 
-Frame = list[str | tuple[int, bool]]
-
 MODULUS = 5
 LONGEST_LEAF = 4  # d, -d, (d) and (-d) have one to four characters
-REFUSAL = (
-    "is not a bracketed expression: a digit, a signed digit, one of these in brackets, "
-    "or two expressions with an operator between them in brackets."
-)
 
 
 def draw_expressions(
@@ -192,54 +186,6 @@ def _apply_arithmetic(operator: Integers, left: Integers, right: Integers, symbo
     """Return values of ``left operator right`` modulo 5, elementwise; operators other than + and - multiply."""
     plus, minus = operator == symbols.index("+"), operator == symbols.index("-")
     return np.where(plus, left + right, np.where(minus, left - right, left * right)) % MODULUS
-
-
-def evaluate(text: str) -> int:
-    """Return the value modulo 5 of one expression."""
-    # One frame per open bracket: operators as text, operands as (value, whether it is a plain signed digit).
-    frames: list[Frame] = [[]]
-    for character in text:
-        if character == "(":
-            frames.append([])
-        elif character == ")":
-            value = _value_in_brackets(frames.pop())
-            if not frames or value is None:
-                raise InputError(f"{text} {REFUSAL}")
-            frames[-1].append((value, False))
-        elif character in "+-*":
-            frames[-1].append(character)
-        elif character in "01234":
-            _append_digit(frames[-1], int(character))
-        else:
-            raise InputError(f"{text} {REFUSAL}")
-    match frames:
-        case [[(int(value), _)]]:
-            return value % MODULUS
-        case _:
-            raise InputError(f"{text} {REFUSAL}")
-
-
-def _append_digit(frame: Frame, digit: int) -> None:
-    """Append an operand; a minus before it is its sign unless another operand stands before that minus."""
-    signed = frame[-1:] == ["-"] and (len(frame) == 1 or isinstance(frame[-2], str))
-    if signed:
-        frame.pop()
-    frame.append((-digit if signed else digit, True))
-
-
-def _value_in_brackets(inner: Frame) -> int | None:
-    """Return the value of the content of a pair of brackets; None if it cannot stand there."""
-    match inner:
-        case [(int(value), True)]:
-            return value
-        case [(int(left), _), "+", (int(right), _)]:
-            return (left + right) % MODULUS
-        case [(int(left), _), "-", (int(right), _)]:
-            return (left - right) % MODULUS
-        case [(int(left), _), "*", (int(right), _)]:
-            return (left * right) % MODULUS
-        case _:
-            return None
 
 
 TOKENIZERS = {

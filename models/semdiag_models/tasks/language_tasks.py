@@ -1,22 +1,17 @@
 """Tasks from formal languages: stacks, strings, cycles, pairs, parity, ListOps, equations, modular arithmetic."""
 
-from itertools import pairwise
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from semdiag_models.reading import InputError
 from semdiag_models.tasks.expressions import (
-    CLOSER,
-    FIRST_OPENER,
     MODULUS,
     SYMBOLS,
     Integers,
     TreeLaw,
     TreeWriter,
     draw_expressions,
-    evaluate,
 )
 from semdiag_models.tasks.task import Recipe, Task
 
@@ -50,23 +45,6 @@ class StackManipulation(Task):
         top = torch.where(top >= PUSH_0, top - PUSH_0, top)
         return tokens, torch.where(unmatched.any(1), top, EMPTY)
 
-    def label(self, tokens: list[int]) -> int:
-        """Run the stack machine; see :meth:`Task.label`."""
-        self.require_symbols(tokens)
-        if tokens[0] >= POP:
-            raise InputError(f"{self.name} starts with a bit of the stack. Got the action {tokens[0]}.")
-        stack: list[int] = []
-        acting = False
-        for token in tokens:
-            if token < POP and acting:
-                raise InputError(f"{self.name} has all bits before the first action. Got {token} after one.")
-            acting = token >= POP
-            if token != POP:
-                stack.append(token - PUSH_0 if acting else token)
-            elif stack:
-                stack.pop()
-        return stack[-1] if stack else EMPTY
-
 
 class MissingDuplicate(Task):
     """The bit that a placeholder hides in a doubled string."""
@@ -90,23 +68,6 @@ class MissingDuplicate(Task):
         tokens[:, : 2 * half] = bits.repeat(1, 2).scatter(1, hidden, 2)
         return tokens, bits.gather(1, hidden % half).squeeze(1)
 
-    def label(self, tokens: list[int]) -> int:
-        """Find the placeholder and read its twin; see :meth:`Task.label`. The PAD of odd lengths may stay."""
-        if len(tokens) % 2 == 1 and tokens[-1] == self.pad_id:
-            tokens = tokens[:-1]
-        self.require_symbols(tokens)
-        if len(tokens) % 2 == 1:
-            raise InputError(f"{self.name} needs two halves of equal length. Got {len(tokens)} tokens.")
-        if tokens.count(2) != 1:
-            raise InputError(f"{self.name} needs exactly one placeholder 2. Got {tokens.count(2)}.")
-        half = len(tokens) // 2
-        for i, (first, second) in enumerate(zip(tokens[:half], tokens[half:], strict=True)):
-            if 2 not in {first, second} and first != second:
-                raise InputError(
-                    f"{self.name} needs two equal halves. Position {i + 1} holds {first}, its twin {second}."
-                )
-        return tokens[(tokens.index(2) + half) % len(tokens)]
-
 
 class CycleNavigation(Task):
     """The last position of a walk on a cycle of five places."""
@@ -125,14 +86,6 @@ class CycleNavigation(Task):
         self.require_length(length, 1)
         tokens = torch.randint(3, (n, length), generator=generator)
         return tokens, (tokens.sum(1) - length) % 5
-
-    def label(self, tokens: list[int]) -> int:
-        """Walk step by step; see :meth:`Task.label`."""
-        self.require_symbols(tokens)
-        place = 0
-        for token in tokens:
-            place = (place + token - 1) % 5
-        return place
 
 
 class EvenPairs(Task):
@@ -153,11 +106,6 @@ class EvenPairs(Task):
         tokens = torch.randint(2, (n, length), generator=generator)
         return tokens, tokens[:, 0] ^ tokens[:, -1]
 
-    def label(self, tokens: list[int]) -> int:
-        """Walk over the neighbours; see :meth:`Task.label`."""
-        self.require_symbols(tokens)
-        return sum(a != b for a, b in pairwise(tokens)) % 2
-
 
 class Parity(Task):
     """The number of ones, modulo 2."""
@@ -176,11 +124,6 @@ class Parity(Task):
         self.require_length(length, 1)
         tokens = torch.randint(2, (n, length), generator=generator)
         return tokens, tokens.sum(1) % 2
-
-    def label(self, tokens: list[int]) -> int:
-        """Count the ones; see :meth:`Task.label`."""
-        self.require_symbols(tokens)
-        return tokens.count(1) % 2
 
 
 def numpy_generator(generator: torch.Generator) -> np.random.Generator:
@@ -243,43 +186,6 @@ class ListOps(Task):
             tokens, labels = together[new], np.concatenate([labels, values])[new]
         return torch.from_numpy(tokens[:n]), torch.from_numpy(labels[:n])
 
-    def label(self, tokens: list[int]) -> int:
-        """Evaluate innermost lists first; see :meth:`Task.label`."""
-        self.require_symbols(tokens)
-        # Each open list holds its opener and the values so far; the outermost has no opener.
-        open_lists: list[list[int]] = [[]]
-        for token in tokens:
-            if token >= FIRST_OPENER and token != CLOSER:
-                open_lists.append([token])
-                continue
-            value = token
-            if token == CLOSER:
-                if len(open_lists) == 1:
-                    raise InputError(f"{self.name} got a closer without an opener.")
-                opener, *arguments = open_lists.pop()
-                value = self._value(self.symbols[opener], arguments)
-            open_lists[-1].append(value)
-        if len(open_lists) > 1:
-            raise InputError(f"{self.name} got {len(open_lists) - 1} openers without a closer.")
-        if len(open_lists[0]) != 1:
-            raise InputError(f"{self.name} needs one tree. Got {len(open_lists[0])} side by side.")
-        return open_lists[0][0]
-
-    def _value(self, opener: str, arguments: list[int]) -> int:
-        """Return the value of one operator on its arguments."""
-        k = len(arguments)
-        if not self.law.min_arity <= k <= self.law.max_arity:
-            allowed = f"{self.law.min_arity} to {self.law.max_arity} arguments"
-            raise InputError(f"{self.name} operators take {allowed}. Got {opener} with {k}.")
-        ascending = sorted(arguments)
-        results = {
-            "[MIN": ascending[0],
-            "[MAX": ascending[-1],
-            "[MED": ascending[k // 2] if k % 2 else (ascending[k // 2 - 1] + ascending[k // 2]) // 2,
-            "[SM": sum(arguments) % 10,
-        }
-        return results[opener]
-
     def _described(self) -> str:
         law = self.law
         return (
@@ -321,18 +227,6 @@ class SolveEquation(Task):
         tokens = np.concatenate([expressions, equals[:, None], values[:, None]], 1)
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
-    def label(self, tokens: list[int]) -> int:
-        """Try all five values of x; see :meth:`Task.label`."""
-        self.require_symbols(tokens)
-        text = "".join(self.symbols[token] for token in tokens)
-        left, equals, right = text.partition("=")
-        if not equals or right not in set("01234"):
-            raise InputError(f"{self.name} needs an expression, then = and one digit. Got {text}.")
-        if left.count("x") != 1:
-            raise InputError(f"{self.name} needs exactly one x. Got {left.count('x')} in {text}.")
-        solutions = [x for x in range(MODULUS) if evaluate(left.replace("x", str(x))) == int(right)]
-        return solutions[0]
-
 
 def _next_digit(tokens: Integers, position: Integers) -> Integers:
     """Return the position of the first digit at or after a position, cyclically, row by row."""
@@ -363,11 +257,3 @@ class ModularArithmetic(Task):
         self.require_length(length, 1)
         tokens, values = draw_expressions(n, length, self.symbols, "+-*", numpy_generator(generator))
         return torch.from_numpy(tokens), torch.from_numpy(values)
-
-    def label(self, tokens: list[int]) -> int:
-        """Parse and evaluate; see :meth:`Task.label`."""
-        self.require_symbols(tokens)
-        text = "".join(self.symbols[token] for token in tokens)
-        if "x" in text:
-            raise InputError(f"{self.name} has no unknown: x is declared but never used. Got {text}.")
-        return evaluate(text)

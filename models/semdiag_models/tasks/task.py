@@ -1,13 +1,10 @@
-"""What a task is to the trainer, the contract of formal-language tasks, and shortcuts that do not solve them."""
+"""What a task is to the trainer, and the contract of formal-language tasks."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from semdiag_models.reading import InputError
@@ -92,10 +89,6 @@ class Task(ABC):
     def sample(self, n: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw n labelled strings."""
 
-    @abstractmethod
-    def label(self, tokens: list[int]) -> int:
-        """Return the label of one string of any legal length, by a rule independent of :meth:`sample`."""
-
     def parse(self, text: str) -> list[int]:
         """Return the token ids of a string written with the task's symbols."""
         ids = {symbol: i for i, symbol in enumerate(self.symbols)}
@@ -112,66 +105,3 @@ class Task(ABC):
         """Refuse lengths for which the task has no string."""
         if length < least:
             raise InputError(f"{self.name} needs a length of at least {least}. Got length={length}.")
-
-    def require_symbols(self, tokens: list[int]) -> None:
-        """Refuse empty strings and token ids that are not symbols."""
-        if not tokens:
-            raise InputError(f"{self.name} has no empty string.")
-        wrong = [t for t in tokens if not 0 <= t < len(self.symbols)]
-        if wrong:
-            known = f"Its ids are 0 to {len(self.symbols) - 1}."
-            raise InputError(f"Token id {wrong[0]} is not a symbol of {self.name}. {known}")
-
-
-_SAMPLES = 20_000  # number of samples to find the rule on, and again to try it on
-_BEYOND_CHANCE = 1.5 / _SAMPLES**0.5  # three standard errors
-_EDGE = 32  # positions at either end that are examined where a task is longer than both
-_SEED = 2**33  # random seed of no run
-
-
-@dataclass(frozen=True)
-class Shortcut:
-    """Best rule on few tokens that does not solve the task."""
-
-    accuracy: float  # accuracy on samples that the rule was not found on; at least that of the commonest label
-    positions: tuple[int, ...]  # positions of the tokens that the rule looks at, from 0
-
-
-@lru_cache
-def shortcut(task: Task, length: int) -> Shortcut:
-    """Find the best rule that looks at the tokens at one or at two positions, whatever it does with them."""
-    generator = torch.Generator().manual_seed(_SEED)
-    drawn = [tuple(part.numpy() for part in task.sample(_SAMPLES, length, generator)) for _ in range(2)]
-    (tokens, labels), (others, answers) = drawn
-    places = [*range(length)] if length <= 2 * _EDGE else [*range(_EDGE), *range(length - _EDGE, length)]
-    symbols = task.vocabulary_size
-    commonest = int(np.bincount(labels).argmax())
-    best = Shortcut(max(float((answers == commonest).mean()), 1 / task.classes), ())
-    right = _right(tokens[:, places], labels, symbols, task.classes)
-    while right.max() > (labels == commonest).sum():
-        pair = np.unravel_index(int(right.argmax()), right.shape)
-        right[pair] = 0
-        i, j = (places[int(at)] for at in pair)
-        counts = np.zeros((symbols * symbols, task.classes), np.int64)
-        np.add.at(counts, (tokens[:, i] * symbols + tokens[:, j], labels), 1)
-        told = counts.argmax(1)[others[:, i] * symbols + others[:, j]] == answers
-        if told.all() and counts.max(1).sum() == len(labels):
-            continue
-        accuracy = float(told.mean())
-        return Shortcut(accuracy, tuple(sorted({i, j}))) if accuracy > best.accuracy + _BEYOND_CHANCE else best
-    return best
-
-
-def _right(tokens: NDArray[np.int64], labels: NDArray[np.int64], symbols: int, classes: int) -> NDArray[np.int64]:
-    """Count the samples on which the best rule on the tokens at i ≤ j is right, (L, L); one token at i = j."""
-    samples, length = tokens.shape
-    seen = np.zeros((samples, length, symbols), np.float32)
-    np.put_along_axis(seen, tokens[:, :, None], 1.0, 2)
-    flat = seen.reshape(samples, length * symbols)
-    most = np.zeros((length * symbols,) * 2, np.float32)
-    for label in range(classes):
-        rows = flat[labels == label]
-        np.maximum(most, rows.T @ rows, out=most)
-    pairs = most.reshape(length, symbols, length, symbols).sum((1, 3))
-    right: NDArray[np.int64] = np.triu(pairs).round().astype(np.int64)
-    return right

@@ -33,7 +33,6 @@ def test_a_mask_of_an_external_model_drops_no_key_that_it_allows(name):
     kind = KINDS[name]
     assert (kind.dense, kind.input_dependent, kind.has_bounds, kind.ranks_scores) == (True, False, True, True)
     assert kind.meaning
-    assert (kind.local, kind.drawn) == (False, False)
 
 
 def test_the_derived_names():
@@ -86,8 +85,9 @@ def told(keys, *shown, queries=None):
     """The kind of (H, L) or (L,) numbers of keys per sample, if the first so many keys of each are no padding."""
     counts = torch.tensor(keys)
     counts = counts[:, None] if counts.ndim == 2 else counts
-    reached = torch.arange(9) < torch.tensor(shown)[:, None, None]
-    return mask_kind(counts, reached.expand(-1, counts.shape[1], -1), queries)
+    reached = torch.arange(9) < torch.tensor(shown)[:, None]
+    real = torch.ones_like(counts, dtype=torch.bool) if queries is None else torch.tensor(queries)[:, None]
+    return mask_kind(counts, reached, real)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def told(keys, *shown, queries=None):
     ],
 )
 def test_masks_are_told_by_how_many_keys_queries_have(keys, shown, queries, kind):
-    assert told(keys, *shown, queries=None if queries is None else torch.tensor(queries)) == kind
+    assert told(keys, *shown, queries=queries) == kind
 
 
 def test_one_head_that_differs_is_enough():
@@ -120,9 +120,9 @@ def test_one_head_that_differs_is_enough():
 
 
 def test_a_key_that_one_head_reaches_is_no_padding_of_the_others():
-    reached = torch.tensor([[[True, True, True], [True, True, False]]])
-    assert mask_kind(torch.tensor([[[3, 3, 3], [2, 2, 2]]]), reached, None) == "masked"
-    assert mask_kind(torch.tensor([[[2, 2, 2], [2, 2, 2]]]), reached[:, 1:].expand(1, 2, 3), None) == "full"
+    three, two, real = torch.ones(1, 3) > 0, torch.tensor([[True, True, False]]), torch.ones(1, 2, 3) > 0
+    assert mask_kind(torch.tensor([[[3, 3, 3], [2, 2, 2]]]), three, real) == "masked"
+    assert mask_kind(torch.tensor([[[2, 2, 2], [2, 2, 2]]]), two, real) == "full"
 
 
 def test_one_word_for_layers_that_differ():

@@ -8,7 +8,7 @@ import pytest
 from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.bounds.answer import pair_percentiles
+from semdiag.questions.bounds.corollary import pair_percentiles
 from semdiag.questions.dispersion.answer import dispersion_gate
 from semdiag_models import InputError
 

@@ -9,9 +9,9 @@ import semdiag
 from semdiag import Findings
 from semdiag.measuring.findings.estimates import what_k_keeps
 from semdiag.measuring.words import layer_name
-from semdiag.presenting import question
-from semdiag.questions.counterfactual.answer import within_sentences
-from semdiag.questions.heads.answer import heads_glance
+from semdiag.questions import percentile_tables
+from semdiag.questions.counterfactual import within_sentences
+from semdiag.questions.heads import heads_glance
 
 MODULES = "encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"
 
@@ -77,8 +77,8 @@ def test_sentences_on_an_encoder_decoder_name_the_module(both, run_semdiag):
 
 
 def test_tables_of_an_encoder_decoder_name_the_module(both, run_semdiag, monkeypatch):
-    monkeypatch.setattr(question, "_MOST_HEADS", 1)
-    monkeypatch.setattr(question, "_EXTREME", 1)
+    monkeypatch.setattr(percentile_tables, "_MOST_HEADS", 1)
+    monkeypatch.setattr(percentile_tables, "_EXTREME", 1)
     outcome = run_semdiag("dispersion", both[1], "--figures", "none", "--out", "page")
     assert outcome.code == 0, outcome.err
     assert "2 (decoder.layers.0.multihead_attn)" in outcome.out

@@ -23,7 +23,7 @@ from semdiag.commands.main import main
 try:
     main()
 finally:
-    slow = {"torch", "pandas", "seaborn", "matplotlib", "numpy", "semdiag_models"} & set(sys.modules)
+    slow = {"torch", "pandas", "seaborn", "matplotlib", "numpy"} & set(sys.modules)
     print(f"slow: {sorted(slow)}", file=sys.stderr)
 """
 

@@ -15,6 +15,7 @@ from semdiag.commands.measuring import output_folder
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.options import whole_numbers
+from semdiag.questions.registry import QUESTIONS
 from semdiag_models import InputError
 
 
@@ -138,7 +139,8 @@ def test_names_for_every_query_are_checked_before_anything_is_measured(tmp_path)
 
 def test_measuring_keeps_the_command_that_was_typed(tiny_runs, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["semdiag", "check", "x"])
-    found = measuring.measured([tiny_runs.full], Conditions(samples=4), quiet=True)
+    asked = measuring.Asked(QUESTIONS["dispersion"], {"quiet": True}, frozenset())
+    found, _ = asked.measured([tiny_runs.full], Conditions(samples=4))
     measurements = found.measurements
     assert measurements.provenance["command"] == ["semdiag", "check", "x"]
     assert json.dumps(measurements.provenance)

@@ -10,8 +10,7 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.presenting import question as percentile_command
-from semdiag.questions import registry
+from semdiag.questions import percentile_tables, registry
 
 FEW = ("--samples", 8, "--figures", "none")
 
@@ -22,7 +21,7 @@ def test_json_is_the_summary_of_the_same_survey(run_semdiag, strict, here, tiny_
     assert (outcome.code, outcome.err) == (0, "")
     found = strict(outcome.out)
     files = [tiny_runs.full / "last.pt", tiny_runs.topk / "last.pt"]
-    expected = registry.summaries()[command](Findings(survey(files, Conditions(samples=8, k=(2, 5)))))
+    expected = registry.QUESTIONS[command].json(Findings(survey(files, Conditions(samples=8, k=(2, 5)))))
     assert found["schema"] == f"semdiag.{command}/2"
     assert found["results"] == json.loads(json.dumps(expected["results"]))
     assert [within["k"] for within in found["results"][0]["within_model"]] == [2, 5]
@@ -156,7 +155,7 @@ def test_every_query_is_written_on_request(run_semdiag, here, tiny_runs):
     queries, loads = pd.read_parquet("all.parquet"), pd.read_parquet("all.load.parquet")
     contract = ["sample", "layer", "head", "query", "keys", "dispersion", "separation"]
     assert [name for name in queries if name in contract] == contract
-    assert [name for name in loads if name in ("sample", "layer", "head", "key", "load")] == list(
+    assert [name for name in loads if name in ("sample", "layer", "head", "key", "load", "received")] == list(
         loads.columns[1:]
     )
     assert queries.columns[0] == loads.columns[0] == "model"
@@ -224,8 +223,8 @@ def heads(shown):
 
 
 def test_of_many_heads_the_furthest_out_are_shown_and_all_with_all(run_semdiag, here, tiny_runs, monkeypatch):
-    monkeypatch.setattr(percentile_command, "_MOST_HEADS", 3)
-    monkeypatch.setattr(percentile_command, "_EXTREME", 1)
+    monkeypatch.setattr(percentile_tables, "_MOST_HEADS", 3)
+    monkeypatch.setattr(percentile_tables, "_EXTREME", 1)
     few = run_semdiag("dispersion", tiny_runs.full, *FEW).out
     every = run_semdiag("dispersion", tiny_runs.full, "--all", *FEW).out
     assert (len(heads(few)), len(heads(every))) == (2, 4)

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -172,16 +171,13 @@ def test_a_run_that_fails_is_in_the_table_and_the_exit_code_is_1(sweep, here):
     assert "2 runs: 1 done, 1 diverged." in outcome.out
 
 
-def test_a_dry_run_counts_and_estimates_and_writes_nothing(sweep, here):
+def test_a_dry_run_counts_and_writes_nothing(sweep, here):
     text = 'train_samples = 400\nepochs = 9\nuntil = 0.9\n[grid]\nseed = [1, 2]\nattention = ["full"]\n'
     outcome = sweep(text, "--dry-run", "--json")
     assert outcome.code == 0, outcome.err
-    assert "Measured: a few steps, timed just now on one thread." in outcome.err
     assert "2 runs, 2 left, at most 18 epochs.\n" in outcome.err
-    assert re.search(r"at most .*\d+ min on one core, .*\d+ min with 1 at once\.", outcome.err)
     document = json.loads(outcome.out)
     assert [row["epochs"] for row in document["results"]] == [9] * 2
-    assert document["hours"] == pytest.approx(sum(9 * r["epoch_seconds"] for r in document["results"]) / 3600)
     assert not (here / "out").exists()
 
 

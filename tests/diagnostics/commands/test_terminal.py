@@ -16,23 +16,22 @@ import torch
 from rich.console import Console
 
 import semdiag
-from semdiag.measuring.words import interval, number, percent
-from semdiag.presenting import options
-from semdiag.presenting.progress import Stages
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
+from semdiag.measuring.words import (
     count,
     fine_percent,
     finite,
     four_digits,
+    interval,
+    number,
+    percent,
     plain,
     rough_percent,
     text,
     two_decimals,
-    wide_console,
 )
+from semdiag.presenting import options
+from semdiag.presenting.progress import Stages
+from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
 from semdiag.reporting import gate as rules
 from semdiag_models import ATTENTIONS, TASKS
 

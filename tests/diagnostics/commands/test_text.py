@@ -97,7 +97,10 @@ def test_interrupted_and_resumed_is_uninterrupted(run_semdiag, here, corpus):
         (["text", "--text", "corpus.txt", "--tokenizer", "words"], "Unknown tokenizer 'words'."),
         (["text", "--text", "corpus.txt", *TINY, "--window", "0"], "--window must be at least 1. Got 0."),
         (["text", "--text", "corpus.txt", *TINY, "--window", "99"], "has more than 99 pieces: there is no window"),
-        (["text", "--text", "corpus.txt", *TINY, "--k", "3"], "Full attention keeps every key and takes no k."),
+        (
+            ["text", "--text", "corpus.txt", *TINY, "--k", "3"],
+            "full attention takes no k; banded, block, topk, bottomk, ",
+        ),
         (
             ["text", "--text", "corpus.txt", *TINY, "--train-samples", "99999"],
             "corpus.txt has 681 windows of 16 pieces; 99999 were asked for.",

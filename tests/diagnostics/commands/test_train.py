@@ -171,7 +171,7 @@ def test_an_interruption_saves_says_so_and_can_be_resumed(semdiag, tmp_path, mon
 
     def interrupted(self, split):
         calls.append(split)
-        if len(calls) == 3:  # in the second epoch
+        if len(calls) == 2:  # in the second epoch
             raise KeyboardInterrupt
         return evaluate(self, split)
 
@@ -324,15 +324,11 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
         (["even-pairs", "--optimizer", "adamv"], "Unknown optimizer 'adamv'. Did you mean 'adam"),
         (["even-pairs", "--precision", "fp16"], "Unknown precision 'fp16'."),
         (["even-pairs", "--precision", "tf32"], "tf32 is a precision of CUDA devices, not of cpu."),
-        (["even-pairs", "--weight-decay", -1], "weight_decay must be finite and not negative."),
-        (["even-pairs", "--until", 1.5], "until is a training accuracy in (0, 1], like 0.999. Got until=1.5."),
+        (["even-pairs", "--weight-decay", -1], "weight_decay must lie in [0, inf). Got weight_decay=-1.0."),
+        (["even-pairs", "--until", 1.5], "until must lie in (0, 1]. Got until=1.5."),
         (["even-pairs", "--seeds", "1;2"], "--seeds takes whole numbers separated by commas, like 1,5,20. Got"),
         (["even-pairs", "--seeds", "1,2", "--seed", "5"], "--seeds names every seed: leave out --seed."),
         (["even-pairs", "--seeds", "1,1"], "Seeds to train at once must all be different. Got 1,1."),
-        (
-            ["even-pairs", "--seeds", "1,2", "--compile"],
-            "Several runs at once support neither compilation nor bf16.",
-        ),
         (["evenpairs"], "Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: "),
         (["even-pairs", "--attention", "top-k", "--k", 3], "Unknown attention 'top-k'. Did you mean 'topk'?"),
         (["even-pairs", "--activation", "rel"], "Unknown activation 'rel'. Did you mean 'relu'?"),
@@ -340,23 +336,23 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
             ["even-pairs", "--attention", "topk", "--k", 9],
             "k must be at most the sequence length. Got k=9, length=8.",
         ),
-        (["even-pairs", "--attention", "topk", "--k", 0], "k must be at least 1. Got k=0."),
-        (["even-pairs", "--attention", "topk", "--k", 0, "--pad-as-token"], "k must be at least 1. Got k=0."),
+        (["even-pairs", "--attention", "topk", "--k", 0], "k must lie in [1, 100000]. Got k=0."),
+        (["even-pairs", "--attention", "topk", "--k", 0, "--pad-as-token"], "k must lie in [1, 100000]. Got k=0."),
         (["even-pairs", "--attention", "block"], "block attention needs k, the number of keys kept per query."),
-        (["even-pairs", "--k", 5], "Full attention keeps every key and takes no k. Got k=5."),
+        (["even-pairs", "--k", 5], "full attention takes no k; banded, block, topk, bottomk, random, "),
         (["even-pairs", "--k", "five"], "Invalid value for '--k'"),
         (["even-pairs", "--width", 7], "width must be even"),
-        (["even-pairs", "--dropout", 1], "dropout must be 0 or lie in [1e-09, 1)."),
-        (["even-pairs", "--length", 0], "length must be at least 1. Got length=0."),
+        (["even-pairs", "--dropout", 1], "dropout must lie in [0, 1). Got dropout=1.0."),
+        (["even-pairs", "--length", 0], "length must lie in [1, 100000]. Got length=0."),
         (["even-pairs", "--length", "20:5"], "A range of lengths rises, like 5:20. Got 20:5."),
         (
             ["even-pairs", "--length", "5:x"],
             "--length takes a number of tokens or a range of them, like 40 or 5:20.",
         ),
-        (["even-pairs", "--epochs", 0], "epochs must be at least 1. Got epochs=0."),
-        (["even-pairs", "--train-samples", 10**12], "The samples must be at most 1000000000 tokens in all."),
-        (["even-pairs", "--learning-rate", "nan"], "learning_rate must be positive. Got learning_rate=nan."),
-        (["even-pairs", "--seed", -1], "seed must lie in 0 … 2^63 - 1. Got seed=-1."),
+        (["even-pairs", "--epochs", 0], "epochs must lie in [1, 1000000000]. Got epochs=0."),
+        (["even-pairs", "--train-samples", 10**12], "train_samples must lie in [1, 1000000000]."),
+        (["even-pairs", "--learning-rate", "nan"], "learning_rate must lie in (0, inf). Got learning_rate=nan."),
+        (["even-pairs", "--seed", -1], "seed must lie in [0, 9223372036854775808). Got seed=-1."),
         (["even-pairs", "--threads", 0], "--threads must be at least 1. Got 0."),
         (["even-pairs", "--device", "gpu"], "Unknown device 'gpu'."),
         (
@@ -428,4 +424,4 @@ def test_every_architecture_is_trained_and_resumed(semdiag, tmp_path, options, f
 
 def test_global_tokens_without_local_attention_are_refused(refused):
     line = refused("train", "even-pairs", "--attention", "topk", "--k", 3, "--global-tokens", 1, *TINY)
-    assert line.startswith("semdiag: Global tokens go with banded and block attention only. Got 1 with topk")
+    assert line.startswith("semdiag: topk attention takes no global_tokens; banded and block do.")

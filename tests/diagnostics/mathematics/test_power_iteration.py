@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.spectral_norms import token_jacobian_norm
+from semdiag.mathematics.spectral_norms import jacobian_spectral_norm, token_jacobian_norm
 
 LENGTH, WIDTH = 4, 3
 
@@ -125,3 +125,26 @@ def test_a_zero_map_settles_at_zero():
     found = found_of(torch.zeros(2, LENGTH, WIDTH, LENGTH, WIDTH, dtype=torch.float64))
     assert found.value.tolist() == [0.0, 0.0]
     assert found.settled.all()
+
+
+def attend(q, k, v):
+    """Causal attention of (1, H, L, D)."""
+    scores = q @ k.mT / 2
+    ahead = torch.ones(scores.shape[-2:]).triu(1) > 0
+    return scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v
+
+
+def test_the_spectral_norm_of_heads_is_that_of_their_whole_jacobian():
+    generator = torch.Generator().manual_seed(0)
+    point = tuple(3 * torch.randn(1, 4, 5, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    start = torch.randn(1, 4, 5, 3, generator=generator, dtype=torch.float64)
+    found = jacobian_spectral_norm(attend, point, start)
+    assert found.settled.all()
+    for head in range(4):
+        parts = tuple(each[:, head : head + 1] for each in point)
+        whole = torch.autograd.functional.jacobian(attend, parts)
+        exact = torch.linalg.matrix_norm(torch.cat([part.reshape(15, 15) for part in whole], 1), 2)
+        assert found.value[0, head] <= exact * (1 + 1e-12)
+        assert found.value[0, head] >= exact * (1 - 1e-3)
+        few = jacobian_spectral_norm(attend, parts, start[:, head : head + 1], 2)
+        assert few.value <= found.value[0, head] * (1 + 1e-12)

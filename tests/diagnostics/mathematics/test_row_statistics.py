@@ -322,25 +322,6 @@ def test_statistics_are_ordinary_tensors(inside):
         assert inside or not getattr(found, name).is_inference(), name
 
 
-def test_products_of_large_matrices_give_the_statistics_of_small_ones(monkeypatch, through_onednn):
-    """oneDNN's products against MKL's, far above and below the size from which they are taken.
-
-    Both are sums of 64 products in some order: off by 64 eps Σ |q k| scale at most, each.
-    """
-    q, k = (normal(1, 2, 1024, 64, seed=seed).float() for seed in (0, 1))
-    arguments = {"q": q, "k": k, "scale": 0.125, "top": 4, "causal": True}
-    taken, takes = [], score_strips.products.takes
-    monkeypatch.setattr(score_strips.products, "takes", lambda *of: taken.append(takes(*of)) or taken[-1])
-    found = row_statistics(**arguments)
-    assert any(taken)
-    monkeypatch.setattr(score_strips.products, "takes", lambda *of: False)
-    expected = row_statistics(**arguments)
-    sizes = 0.125 * q.abs() @ k.abs().transpose(2, 3)
-    atol = 2 * 64 * torch.finfo(torch.float32).eps * sizes.max().item()
-    for name in ("maximum", "minimum", "top", "log_sum_exp"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=atol, msg=name)
-
-
 def test_strips_are_cut_as_small_as_asked_for(monkeypatch):
     monkeypatch.setattr(module, "_STRIP", 2 * ROW)
     watch = _Allocations()

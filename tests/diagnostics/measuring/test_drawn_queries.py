@@ -20,7 +20,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import KeptRows, percentiles
-from semdiag.questions.counterfactual.answer import within_sentences
+from semdiag.questions.counterfactual import within_sentences
 from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep
 from semdiag_models import Encoder, InputError
 

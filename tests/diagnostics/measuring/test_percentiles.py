@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.measuring.probe import PERCENTILES, layer_table, percentile_columns, percentiles, pooled_table
+from semdiag.measuring.probe import COLUMNS, PERCENTILES, layer_table, percentiles, pooled_table, summaries
 
 NAMES = ["p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100"]
 
@@ -60,9 +61,16 @@ def test_columns_are_the_percentiles_of_each_row(spoilt):
     values = np.random.default_rng(0).normal(size=(3, 5))
     for place in spoilt:
         values[place] = np.nan
-    found = pd.DataFrame(percentile_columns([values[:2], values[2:]], pooled=True))
-    expected = pd.DataFrame([*map(percentiles, values), percentiles(values)])
-    pd.testing.assert_frame_equal(found, expected, check_exact=True)
+    found = pd.DataFrame(summaries(torch.from_numpy(values)).numpy(), columns=[*COLUMNS])
+    expected = pd.DataFrame([*map(percentiles, values)])
+    pd.testing.assert_frame_equal(found, expected, check_exact=True, check_dtype=False)
+
+
+def test_rows_of_other_lengths_are_padded_with_anything():
+    values = torch.tensor([[3.0, 1.0, 7.0, -9.0], [2.0, torch.nan, 5.0, 5.0], [0.0, 0.0, 0.0, 0.0]]).double()
+    found = pd.DataFrame(summaries(values, torch.tensor([3, 2, 0])).numpy(), columns=[*COLUMNS])
+    expected = pd.DataFrame([percentiles([3, 1, 7]), percentiles([2, math.nan]), percentiles([])])
+    pd.testing.assert_frame_equal(found, expected, check_exact=True, check_dtype=False)
 
 
 def test_numbers_are_plain_ones():

@@ -7,7 +7,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import OUT_OF_REACH
-from semdiag.questions.learning.answer import reach_sentences
+from semdiag.questions.learning import reach_sentences
 from semdiag_models import TrainingConfig, open_run, train_run
 
 

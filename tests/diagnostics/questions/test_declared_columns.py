@@ -5,22 +5,22 @@ from importlib import import_module
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.section import Column
+from semdiag.presenting.tables import Column
 from semdiag.questions import registry
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
 # Question and declaration; the CSV files that hold the rows; names that the terminal adds to them.
 SHOWN = [
-    ("bounds", "words:_SLOPES", ("parameters",), set()),
-    ("compare", "answer:_TERMINAL_COLUMNS", ("compare",), set()),
-    ("convergence", "words:_RUNS", ("runs", "speed_ups"), set()),
-    ("convergence", "words:_SEEDS", ("over_seeds",), set()),
+    ("bounds", "answer:_SLOPES", ("parameters",), set()),
+    ("compare", "answer:_SHOWN", ("compare",), set()),
+    ("convergence", "answer:_RUNS", ("runs", "speed_ups"), set()),
+    ("convergence", "answer:_SEEDS", ("over_seeds",), set()),
     ("k-sweep", "words:_RERUN", ("k_sweep_rerun",), {"growth", "name", "random"}),
     ("landscape", "answer:_COLUMNS", ("landscape_planes",), set()),
-    ("mask-precision", "words:_COLUMNS", ("mask_precision",), set()),
-    ("mask-stability", "words:_COLUMNS", ("mask_stability",), {"noise"}),
-    ("overlap", "answer:_TERMINAL_COLUMNS", ("overlap",), set()),
+    ("mask-precision", "answer:_SHOWN", ("mask_precision",), set()),
+    ("mask-stability", "answer:_SHOWN_COLUMNS", ("mask_stability",), {"noise"}),
+    ("overlap", "answer:_COLUMNS_SHOWN", ("overlap",), set()),
 ]
 
 
@@ -33,7 +33,7 @@ def everything(make_everything):
 @pytest.mark.parametrize(("name", "declaration", "files", "added"), SHOWN)
 def test_a_declared_column_has_the_name_that_its_csv_has(everything, name, declaration, files, added):
     question = registry.QUESTIONS[name]
-    tables = question.section.tables(everything, True)
+    tables = question.answered(everything).tables
     written = {column for file in files for column in tables[file].columns}
     module, _, variable = declaration.partition(":")
     columns = getattr(import_module(f"{question.package}.{module}"), variable)

@@ -38,11 +38,11 @@ WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept",
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = "loss_change", "kinds_of_masks"
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
-    shown.figure
-    for section in registry.all_sections().values()
-    for heading in section.headings
-    for shown in heading.figures
-    if not {*section.needs} <= BY_HAND or shown.figure == "kinds_by_length"
+    drawing.name
+    for question in registry.reported().values()
+    for heading in question.headings
+    for drawing in heading.figures
+    if not {*question.needs} <= BY_HAND or drawing.name == "kinds_by_length"
 )
 OF_QUERIES = ("corollary_conditions",)
 

@@ -10,18 +10,18 @@ from semdiag.measuring.findings.findings import Findings, Verdict, find_pairs
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.presenting.section import Answer, measured_glance
-from semdiag.questions.bounds.answer import corollary_findings
-from semdiag.questions.counterfactual.answer import within_glance
+from semdiag.presenting.answer import Outcome, measured_glance
+from semdiag.questions.bounds.corollary import corollary_findings
+from semdiag.questions.counterfactual import within_glance
 from semdiag.questions.dispersion.answer import (
     dispersion_glance,
     dispersion_in_short,
     layer_ratios,
     pair_comparisons,
 )
-from semdiag.questions.learning.answer import learning_glance
+from semdiag.questions.learning import learning_glance
+from semdiag.questions.mask_stability.answer import masks_glance
 from semdiag.questions.mask_stability.measure import NoisePlan
-from semdiag.questions.mask_stability.words import masks_glance
 from semdiag.questions.separation.answer import separation_glance, separation_in_short
 from semdiag.questions.stability.answer import stability_glance
 from semdiag.questions.stability.measure import SecantsPlan
@@ -69,10 +69,10 @@ def diverged(measurements, kind="topk"):
 def test_of_a_diverged_model_no_verdict_is_given(pair, kind):
     factor = pair.queries["model"].str.contains("full").map({True: 100.0, False: 1.0})
     smaller = pair.replace(queries=pair.queries.assign(dispersion=pair.queries["dispersion"] * factor))
-    assert dispersion_glance(Findings(smaller)).answer is Answer.HOLDS
+    assert dispersion_glance(Findings(smaller)).answer is Outcome.HOLDS
     findings = Findings(diverged(smaller, kind))
     glance = dispersion_glance(findings)
-    assert (glance.answer, glance.number) == (Answer.OPEN, "0 of 1 pair")
+    assert (glance.answer, glance.number) == (Outcome.OPEN, "0 of 1 pair")
     (compared,) = pair_comparisons(findings)
     assert compared.answer == "cannot tell"
     assert np.isnan([compared.ratio.estimate, compared.ratio.low, compared.ratio.high]).all()
@@ -111,18 +111,18 @@ def test_before_training_a_smaller_dispersion_is_no_focus(pair):
     smaller = pair.replace(queries=pair.queries.assign(dispersion=pair.queries["dispersion"] * factor))
     first = smaller.replace(models=smaller.models.assign(snapshot="initialisation"))
     glance = dispersion_glance(Findings(first))
-    assert (glance.answer, glance.number) == (Answer.OPEN, "1 of 1 pair")
+    assert (glance.answer, glance.number) == (Outcome.OPEN, "1 of 1 pair")
     assert glance.words.endswith("; they are not trained yet")
     trained = dispersion_glance(Findings(smaller))
-    assert (trained.answer, "initialisation" in trained.words) == (Answer.HOLDS, False)
+    assert (trained.answer, "initialisation" in trained.words) == (Outcome.HOLDS, False)
 
 
 def test_without_a_pair_nobody_can_tell(pair):
     alone = pair.of(pair.models["model"].iloc[0])
     glance = dispersion_glance(Findings(alone))
-    assert glance.answer is Answer.OPEN
+    assert glance.answer is Outcome.OPEN
     assert f"of 1 model ({len(alone.queries):,} queries)" in glance.words
-    assert separation_glance(Findings(alone)).answer is Answer.OPEN
+    assert separation_glance(Findings(alone)).answer is Outcome.OPEN
 
 
 def test_separations_that_are_not_positive_are_counted(pair):
@@ -131,7 +131,7 @@ def test_separations_that_are_not_positive_are_counted(pair):
     queries.loc[queries.index[topk][:2], "separation"] = [0.0, -1.0]
     glance = separation_glance(Findings(pair.replace(queries=queries)))
     clean = int((pair.queries[topk]["separation"] <= 0).sum())
-    assert glance.answer is Answer.DOES_NOT
+    assert glance.answer is Outcome.DOES_NOT
     assert f"; {clean + 2:,} of {topk.sum():,} queries have none" in glance.words
     finite = queries[topk]["separation"][lambda gaps: gaps < np.inf]
     assert glance.number == f"{np.percentile(finite, 5):.2g} nats"
@@ -158,7 +158,7 @@ def test_a_separation_that_is_no_number_hides_no_other(pair, undefined):
 def test_of_a_diverged_model_no_separation_is_told(pair):
     findings = Findings(diverged(pair))
     glance = separation_glance(findings)
-    assert (glance.answer, glance.number) == (Answer.OPEN, "0 of 1 model")
+    assert (glance.answer, glance.number) == (Outcome.OPEN, "0 of 1 model")
     (said,) = separation_in_short(findings)
     assert said.endswith(
         "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
@@ -168,11 +168,11 @@ def test_of_a_diverged_model_no_separation_is_told(pair):
 @pytest.mark.parametrize(
     ("full", "topk", "answer", "number"),
     [
-        ([0.5, 0.96], [0.96, 1.0], Answer.HOLDS, "3 of 3 pairs"),
-        ([0.96, 1.0], [0.5, 0.96], Answer.DOES_NOT, "0 of 3 pairs"),
-        ([0.5, 0.6], [0.5, 0.96], Answer.HOLDS, "3 of 3 pairs"),
-        ([0.5, 0.6], [0.5, 0.6], Answer.OPEN, "0 pairs"),
-        ([0.96, 1.0], [0.97, 1.0], Answer.OPEN, "0 of 3 pairs"),
+        ([0.5, 0.96], [0.96, 1.0], Outcome.HOLDS, "3 of 3 pairs"),
+        ([0.96, 1.0], [0.5, 0.96], Outcome.DOES_NOT, "0 of 3 pairs"),
+        ([0.5, 0.6], [0.5, 0.96], Outcome.HOLDS, "3 of 3 pairs"),
+        ([0.5, 0.6], [0.5, 0.6], Outcome.OPEN, "0 pairs"),
+        ([0.96, 1.0], [0.97, 1.0], Outcome.OPEN, "0 of 3 pairs"),
     ],
 )
 def test_who_learned_first(pair, full, topk, answer, number):
@@ -182,7 +182,7 @@ def test_who_learned_first(pair, full, topk, answer, number):
 
 def test_two_seeds_tell_nothing_about_speed(pair):
     glance = learning_glance(Findings(history(pair, [0.5, 0.96], [0.96, 1.0], seeds=2)))
-    assert (glance.answer, glance.number) == (Answer.OPEN, "2 of 2 pairs")
+    assert (glance.answer, glance.number) == (Outcome.OPEN, "2 of 2 pairs")
     assert glance.words.endswith("; 2 seeds of even-pairs: at least 3 of one task would tell")
 
 
@@ -215,11 +215,11 @@ def test_ties_are_nobodys_and_said(pair):
 
 def test_exceeded_bounds_have_their_denominator(pair):
     glance = stability_glance(Findings(pair))
-    assert glance.answer in (Answer.MEASURED, Answer.OPEN)  # that nothing exceeds it makes it no bound
+    assert glance.answer in (Outcome.MEASURED, Outcome.OPEN)  # that nothing exceeds it makes it no bound
     assert glance.number == f"0 of {len(pair.secants):,}"
     assert "it is too loose to test" in glance.words
     steep = pair.secants.assign(weight_change=2.0, score_change=1e-9)
-    assert stability_glance(Findings(pair.replace(secants=steep))).answer is Answer.DOES_NOT
+    assert stability_glance(Findings(pair.replace(secants=steep))).answer is Outcome.DOES_NOT
 
 
 def test_the_weight_kept_counts_queries_with_more_keys(pair):
@@ -230,7 +230,7 @@ def test_the_weight_kept_counts_queries_with_more_keys(pair):
 
 
 def test_what_has_no_one_number_says_of_how_many_models(pair):
-    assert measured_glance("secants")(Findings(pair)).number == "2 of 2 models"
+    assert measured_glance(Findings(pair), pair.secants).number == "2 of 2 models"
 
 
 def test_masks_that_a_model_has_and_those_it_would_have_are_told_apart(tiny_runs):
@@ -241,7 +241,7 @@ def test_masks_that_a_model_has_and_those_it_would_have_are_told_apart(tiny_runs
     )
     exact = of_both.masks["model"].map(lambda model: 0.5 if "full" in model else 0.25)
     both = masks_glance(Findings(of_both.replace(masks=of_both.masks.assign(exact=exact.astype("float32")))))
-    assert (both.answer, both.number) == (Answer.MEASURED, "25%")
+    assert (both.answer, both.number) == (Outcome.MEASURED, "25%")
     assert both.words.startswith(
         "of the masks of 1 model stay the same under noise of 1%; 50% of those that top-3 would choose in "
         "1 model without a mask; 0 of "

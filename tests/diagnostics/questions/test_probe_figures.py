@@ -14,7 +14,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
 from semdiag.questions import registry
 from semdiag.questions.landscape.figures import common_scale, plane_cells
-from semdiag.reporting.report import measured_sections, write_report
+from semdiag.reporting.report import measured_questions, write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -123,8 +123,10 @@ def test_stretch_of_blocks_under_their_bounds(pair):
 
 
 def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
-    assert measured_sections(Findings(pair))[-2:] == ["lipschitz", "landscape"]
-    page = write_report(Findings(pair), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz", "landscape"))
+    assert measured_questions(Findings(pair))[-2:] == ["lipschitz", "landscape"]
+    page, _ = write_report(
+        Findings(pair), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz", "landscape")
+    )
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
     said = " ".join(summary["details"]["lipschitz"])
     assert "the paper's ordering (secants smaller than around full attention) is there" in said

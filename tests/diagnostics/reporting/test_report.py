@@ -63,7 +63,7 @@ def hostile(model):
 @pytest.fixture(scope="module")
 def kept(make_four, tmp_path_factory):
     """The report on one model of each attention, queries kept. Do not write to its folder."""
-    page = write_report(Findings(make_four()), tmp_path_factory.mktemp("kept"), "x", ["svg"], keep_queries=True)
+    page, _ = write_report(Findings(make_four()), tmp_path_factory.mktemp("kept"), "x", ["svg"], keep_queries=True)
     return page.parent
 
 
@@ -157,10 +157,12 @@ def test_a_failing_pair_and_a_lone_model_are_said(model, tmp_path):
     queries = pair.queries.copy()
     queries.loc[queries["model"].str.contains("topk"), "dispersion"] *= 100
     worse = pair.replace(queries=queries)
-    page = Page(write_report(Findings(worse), tmp_path / "worse", "x", formats=()))
+    page = Page(write_report(Findings(worse), tmp_path / "worse", "x", formats=())[0])
     assert "δₕ is not below δₛ at p50" in page.text
     assert "no at p50, p75, p90, p95" in page.text
-    alone = Page(write_report(Findings(model("topk")), tmp_path / "alone", "x", ["svg"], sections=["dispersion"]))
+    alone = Page(
+        write_report(Findings(model("topk")), tmp_path / "alone", "x", ["svg"], sections=["dispersion"])[0]
+    )
     assert re.search(r"the scores of a query span .* percentile, over the keys that it keeps\.", alone.text)
     assert "Nothing is compared" not in alone.text
     assert "No figure dispersion_ratio" in alone.text
@@ -176,7 +178,7 @@ def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
 
 
 def test_strings_from_files_are_escaped(hostile, tmp_path):
-    path = write_report(Findings(hostile), tmp_path / "r", "semdiag report " + HOSTILE, formats=["svg"])
+    path, _ = write_report(Findings(hostile), tmp_path / "r", "semdiag report " + HOSTILE, formats=["svg"])
     assert path.read_text(encoding="utf-8").count("<script") == 1  # the one of the template
     page = Page(path)
     assert page.all("script") == [{}]
@@ -193,7 +195,7 @@ def test_no_text_of_a_file_steers_a_browser_a_terminal_or_a_spreadsheet(model, t
     bad = pd.DataFrame({"model": names[:1], "sample": [0], "layer": [1], "head": [0], "scores": [17]})
     found[0] = found[0].replace(non_finite=bad)
     findings, sections = Findings(Measurements.concat(found)), ["dispersion", "separation", "learning"]
-    folder = write_report(findings, tmp_path / "r", names[0], ["svg"], sections=sections).parent
+    folder = write_report(findings, tmp_path / "r", names[0], ["svg"], sections=sections)[0].parent
     tables = sorted(folder.glob("data/*.csv"))
     pages = [folder / "index.html", *folder.glob("figures/*.svg"), *tables]
     for file in pages:
@@ -214,7 +216,7 @@ def test_no_text_of_a_file_steers_a_browser_a_terminal_or_a_spreadsheet(model, t
 
 def test_layers_that_were_not_captured_are_said_at_the_top(four, tmp_path):
     models = four.models.assign(attention_captured=1)
-    page = Page(write_report(Findings(four.replace(models=models)), tmp_path / "r", "x", formats=()))
+    page = Page(write_report(Findings(four.replace(models=models)), tmp_path / "r", "x", formats=())[0])
     assert "not every attention layer was captured" in page.text
     assert "2 / 1" in page.text
 
@@ -274,7 +276,7 @@ def test_queries_are_kept_on_request_only(four, tmp_path):
 
 
 def test_sections_are_chosen(four, tmp_path):
-    page = Page(write_report(Findings(four), tmp_path / "s", "x", formats=["svg"], sections=["separation"]))
+    page = Page(write_report(Findings(four), tmp_path / "s", "x", formats=["svg"], sections=["separation"])[0])
     assert {Path(image["src"]).stem for image in page.all("img")} == {"separation_by_layer", "key_load"}
     assert {path.name for path in (tmp_path / "s/data").iterdir()} == {
         "dispersion.csv", "separation.csv", "load.csv",
@@ -285,7 +287,7 @@ def test_sections_are_chosen(four, tmp_path):
 
 @pytest.mark.parametrize("formats", [(), ("pdf",), ("png", "svg")])
 def test_formats(formats, four, tmp_path):
-    page = Page(write_report(Findings(four), tmp_path / "r", "x", formats=formats, sections=["learning"]))
+    page = Page(write_report(Findings(four), tmp_path / "r", "x", formats=formats, sections=["learning"])[0])
     found = {path.suffix[1:] for path in tmp_path.rglob("training_curves.*")}
     assert found == set(formats)
     assert len(page.all("img")) == bool({"png", "svg"} & set(formats))

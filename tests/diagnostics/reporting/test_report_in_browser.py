@@ -37,7 +37,7 @@ def pages(full_report, model, tmp_path_factory):
     shutil.copytree(full_report, everything, dirs_exist_ok=True)
     parts = [model(kind, path=f"runs/{'long-' * 30}{kind}.pt") for kind in ("full", "topk", "banded", "block")]
     long_words = Findings(Measurements.concat(parts))  # neither counterfactuals nor any table of a probe
-    page = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
+    page, _ = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
     return [
         (everything, len(registry.figures()) - 1),  # kinds by length need other lengths
         (page.parent, 7),
@@ -95,7 +95,7 @@ def test_tables_sort_and_filter_a_model_is_marked_and_figures_grow(in_browser, p
 
 
 def test_the_probe_sees_what_is_broken(in_browser, four, tmp_path):
-    page = write_report(Findings(four), tmp_path / "r", "x", formats=["png"], sections=["learning"])
+    page, _ = write_report(Findings(four), tmp_path / "r", "x", formats=["png"], sections=["learning"])
     (page.parent / "figures" / "training_curves-narrow.png").write_bytes(b"not a picture")
     wide = '<div style="width:2000px">wide</div></main>'
     page.write_text(page.read_text(encoding="utf-8").replace("</main>", wide), encoding="utf-8")

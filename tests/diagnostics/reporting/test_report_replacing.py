@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def test_a_failure_leaves_the_old_report_and_no_scraps(four, tmp_path, monkeypatch):
-    page = write_report(Findings(four), tmp_path / "r", "old", formats=())
+    page, _ = write_report(Findings(four), tmp_path / "r", "old", formats=())
     before = page.read_bytes()
 
     def fail(*_, **__):
@@ -34,7 +34,7 @@ def fail_to_exchange(monkeypatch):
 
 def test_a_failing_swap_puts_the_old_report_back(four, tmp_path, monkeypatch):
     fail_to_exchange(monkeypatch)
-    page = write_report(Findings(four), tmp_path / "r", "old", formats=())
+    page, _ = write_report(Findings(four), tmp_path / "r", "old", formats=())
     rename = Path.rename
 
     def fail(self, target):
@@ -69,7 +69,7 @@ def test_where_the_system_can_no_moment_is_without_a_report(four, tmp_path, monk
         pytest.skip("this system or file system cannot exchange two folders")
     write_report(Findings(four), tmp_path / "r", "old", formats=())
     monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed to {target}"))
-    page = write_report(Findings(four), tmp_path / "r", "new", formats=())
+    page, _ = write_report(Findings(four), tmp_path / "r", "new", formats=())
     assert "new" in page.read_text(encoding="utf-8")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "r"}
 
@@ -111,6 +111,6 @@ def test_other_peoples_folders_are_refused(four, tmp_path):
 
 def test_an_empty_folder_is_used_and_no_models_are_refused(four, tmp_path):
     (tmp_path / "r").mkdir()
-    assert write_report(Findings(four), tmp_path / "r", "x", formats=()) == tmp_path / "r" / "index.html"
+    assert write_report(Findings(four), tmp_path / "r", "x", formats=())[0] == tmp_path / "r" / "index.html"
     with pytest.raises(InputError, match="no model"):
         write_report(Findings(four.replace(models=four.models.iloc[:0])), tmp_path / "x", "x")

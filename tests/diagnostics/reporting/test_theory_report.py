@@ -10,7 +10,7 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.stability import answer as stability
 from semdiag.questions.stability.answer import stability_sentences
-from semdiag.reporting.report import measured_sections, write_report
+from semdiag.reporting.report import measured_questions, write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -24,7 +24,7 @@ def known(four, theory):
 
 
 def report(measurements, folder, **options):
-    page = write_report(Findings(measurements), folder, "semdiag report", formats=(), **options)
+    page, _ = write_report(Findings(measurements), folder, "semdiag report", formats=(), **options)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     text = page.read_text(encoding="utf-8")
     return {path.name for path in (folder / "data").iterdir()}, summary, re.findall(r'section id="(\w+)"', text)
@@ -39,8 +39,8 @@ def test_the_sections_stand_in_a_report_only_if_something_was_measured(four, kno
     assert not files & (STABILITY | BOUNDS)
     assert not {"stability", "constants", "corollary"} & set(sections)
     assert "findings" not in summary
-    assert measured_sections(Findings(known.replace(secants=four.secants)))[-1] == "bounds"
-    assert "bounds" not in measured_sections(Findings(four.replace(secants=known.secants)))
+    assert measured_questions(Findings(known.replace(secants=four.secants)))[-1] == "bounds"
+    assert "bounds" not in measured_questions(Findings(four.replace(secants=known.secants)))
 
 
 @pytest.mark.parametrize(("name", "expected"), [("stability", STABILITY), ("bounds", BOUNDS)])

@@ -5,13 +5,11 @@ import contextlib
 import pytest
 import torch
 
-from semdiag_models import step as by_hand_step
+from semdiag_models import encoder as encoder_module
 from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.config import ModelConfig
 from semdiag_models.encoder import AttentionCore, Encoder
 from semdiag_models.run_folder import open_run, open_seed_runs, train_run
-from semdiag_models.step import random_state
-from semdiag_models.training import Trainer, train_together
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -189,29 +187,6 @@ def test_redrawn_keys_are_uniform_over_the_valid_ones():
     assert ((counts[:6] - 1000).abs() < 5 * (2000 * 0.25) ** 0.5).all()
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_seeds_together_train_as_each_would_alone(kind, pooling, tiny_model, tiny_training):
-    """Each draws its own keys, and has hash functions and centroids of its own."""
-    trainings = [tiny_training(seed=seed) for seed in (5, 6)]
-    own = [{} if kind["attention"] == "redrawn" else {"selection_seed": seed} for seed in (5, 6)]
-    models = [tiny_model(**kind, **seeds, dropout=0.1, heads=2, pooling=pooling) for seeds in own]
-    alone, together, states = [], [], []
-    for model, training in zip(models, trainings, strict=True):
-        alone.append(Trainer(model, training, CPU))
-        alone[-1].encoder.double()
-        alone[-1].run(lambda _: None)
-    for model, training in zip(models, trainings, strict=True):
-        together.append(Trainer(model, training, CPU))
-        states.append(random_state(CPU))
-        together[-1].encoder.double()
-    train_together(together, states, lambda trainer, progress: None)
-    for one, other in zip(alone, together, strict=True):
-        theirs = other.encoder.state_dict()
-        for name, tensor in one.encoder.state_dict().items():
-            torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-10)
-        assert one.history["holdout_accuracy"] == pytest.approx(other.history["holdout_accuracy"])
-
-
 def test_seeds_together_draw_their_own_selections(tmp_path, tiny_model, tiny_training):
     for name in ("lsh", "routing"):
         model = tiny_model(**KINDS[name])
@@ -219,26 +194,18 @@ def test_seeds_together_draw_their_own_selections(tmp_path, tiny_model, tiny_tra
         assert [run.trainer.config.selection_seed for run in runs] == [1, 2]
 
 
-@pytest.mark.parametrize("short", [True, False])
-def test_the_step_by_hand_is_torchs_step(kind, short, monkeypatch):
-    """Loss, gradients and moved centroids, with masked matrices (short) and with gathered keys."""
-    if not short:
-        monkeypatch.setattr(by_hand_step, "SHORT", 0)
-    labels, results = torch.tensor([0, 1, 1]), []
-    for by_hand in (True, False):
+def test_training_with_masked_matrices_and_with_gathered_keys_is_the_same(kind, monkeypatch):
+    """Loss, gradients and moved centroids of one step, on inputs that count as short or long."""
+    results = []
+    for longest in (128, 0):
+        monkeypatch.setattr(encoder_module, "SHORT", longest)
         torch.manual_seed(0)
         model = encoder(kind).train()
         torch.manual_seed(1)  # redrawn keys
-        if by_hand:
-            stack = by_hand_step.Stack([model])
-            stack.load()
-            loss = stack.differentiate(TOKENS[None], labels[None])[0]
-            gradients = dict(stack.parts(stack.gradients, 0))
-        else:
-            loss = torch.nn.functional.cross_entropy(model(TOKENS), labels)
-            found = torch.autograd.grad(loss, list(model.parameters()))
-            gradients = {name: g for (name, _), g in zip(model.named_parameters(), found, strict=True)}
-        state = {name: t for name, t in model.state_dict().items() if "centroids" in name}
-        results.append({"loss": loss.detach(), **gradients, **state})
-    for name, value in results[0].items():
-        torch.testing.assert_close(value, results[1][name], rtol=0, atol=1e-12)
+        loss = torch.nn.functional.cross_entropy(model(TOKENS), torch.tensor([0, 1, 1]))
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        results.append(
+            [loss.detach(), *gradients, *(t for n, t in model.state_dict().items() if "centroids" in n)]
+        )
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

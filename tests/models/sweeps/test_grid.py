@@ -73,7 +73,13 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("k = 50\n", ["k (line 2): Full attention keeps every key and takes no k. Got k=50."]),
+        (
+            "k = 50\n",
+            [
+                "k (line 2): full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh and routing "
+                "do. Got k=50."
+            ],
+        ),
         (
             '[grid]\nattention = [{attention = "topk", k = [5, 50]}]\n',
             ["grid.attention[0].k (line 3): k must be at most the sequence length. Got k=50, length=40."],
@@ -86,8 +92,8 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
             '[grid]\nattention = [{attention = "topk", k = 50, global_tokens = 3}]\n',
             [
                 "grid.attention[0].k (line 3): k must be at most the sequence length. Got k=50, length=40.",
-                "grid.attention[0].attention (line 3), grid.attention[0].global_tokens (line 3): Global tokens go "
-                "with banded and block attention only. Got 3 with topk attention.",
+                "grid.attention[0].attention (line 3), grid.attention[0].global_tokens (line 3): topk attention "
+                "takes no global_tokens; banded and block do. Got global_tokens=3.",
             ],
         ),
         (

@@ -4,9 +4,10 @@ import json
 
 import pandas as pd
 import pytest
+from pack_records import pack
 
 from semdiag_models.reading import InputError
-from semdiag_models.sweeps.runs import HISTORIES, RUNS, pack, read_packed
+from semdiag_models.sweeps.runs import HISTORIES, RUNS, read_packed
 
 SCHEMA = "semdiag.run/1"
 

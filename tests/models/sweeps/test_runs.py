@@ -13,10 +13,8 @@ from semdiag_models.sweeps.runs import (
     Order,
     Outcome,
     epochs_so_far,
-    estimate,
     inspect,
     result,
-    time_epoch,
     train_order,
 )
 
@@ -237,28 +235,3 @@ def test_the_row_of_a_run_says_what_its_history_says(run, trained):
     first = result(run(epochs=1), folder, 0.95)
     assert (first.status, first.epochs, first.epochs_to_target, first.train_accuracy) == ("done", 1, None, 0.5)
     assert first.problem == "was trained to epoch 3 before; this row is of epoch 1"
-
-
-def test_hours_are_those_of_the_epochs_that_are_left(run, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("semdiag_models.sweeps.runs.time_epoch", lambda run, device: 36.0)
-    runs = [run(epochs=10, seed=seed) for seed in (1, 2)] + [run(epochs=10, seed=1, batch_size=5)]
-    trained(replace(runs[0], training=replace(runs[0].training, epochs=4)), "")
-    timed = []
-    first, second, other = estimate(runs, tmp_path, "cpu", timed.append)
-    assert (first.epochs, first.epoch_seconds, first.hours) == (6, 36.0, 0.06)
-    assert [(left.epochs, left.hours) for left in (second, other)] == [(10, 0.1)] * 2
-    assert len(timed) == 2  # of two batch sizes
-
-
-def test_what_is_done_costs_nothing(run, trained, tmp_path):
-    done = run(epochs=1)
-    trained(done, "")
-    (left,) = estimate([done], tmp_path, "cpu")
-    assert (left.epochs, left.hours) == (0, 0)
-
-
-def test_timing_an_epoch_leaves_generators_and_threads_alone(run):
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
-    assert time_epoch(run(train_samples=400), "cpu") > time_epoch(run(train_samples=40), "cpu") > 0
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == threads

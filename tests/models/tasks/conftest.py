@@ -1,7 +1,10 @@
-"""Exact laws, and two ways to hold samples against one. Margins are 4.5 standard errors; seeds are fixed."""
+"""The rules of the tasks, independent of how they are drawn; exact laws, and two ways to hold samples against one.
+Margins are 4.5 standard errors; seeds are fixed."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from itertools import pairwise
+from statistics import median
 
 import pytest
 from scipy.stats import chisquare
@@ -62,3 +65,50 @@ def _law_of_shapes(length: int, operators: str) -> Counter:
 def law_of_shapes() -> Callable[[int, str], Counter]:
     """Call with a length and the operators: the law of the bracket expressions, every digit written d."""
     return _law_of_shapes
+
+
+def _stack(tokens):
+    stack = []
+    for token in tokens:
+        if token != 2:
+            stack.append(token % 3)
+        elif stack:
+            stack.pop()
+    return stack[-1] if stack else 2
+
+
+def _tree(text):
+    """The value of a ListOps tree, as a Python expression."""
+    named = {"[MIN": "min([", "[MAX": "max([", "[MED": "median([", "[SM": "mod([", "]": "]),"}
+    code = "".join(named.get(word, f"{word},") for word in text.split())
+    return int(eval(code, {"median": median, "mod": lambda digits: sum(digits) % 10})[0])
+
+
+def _unknown(text):
+    left, right = text.split("=")
+    (x,) = [x for x in range(5) if eval(left.replace("x", str(x))) % 5 == int(right)]
+    return x
+
+
+_BY_TOKENS = {
+    "parity": lambda tokens: tokens.count(1) % 2,
+    "even-pairs": lambda tokens: sum(a != b for a, b in pairwise(tokens)) % 2,
+    "missing-duplicate": lambda tokens: tokens[(tokens.index(2) + len(tokens) // 2) % len(tokens)],
+    "stack-manipulation": _stack,
+    "cycle-navigation": lambda tokens: sum(token - 1 for token in tokens) % 5,
+}
+_BY_TEXT = {"modular-arithmetic": lambda text: eval(text) % 5, "solve-equation": _unknown, "listops": _tree}
+
+
+@pytest.fixture(scope="session")
+def label_of() -> Callable[..., int]:
+    """Call with a task and token ids: the label by a rule that is written out."""
+
+    def label(task, tokens):
+        tokens = [token for token in tokens if token != task.pad_id]
+        if task.name in _BY_TOKENS:
+            return _BY_TOKENS[task.name](tokens)
+        joined = (" " if task.name == "listops" else "").join(task.symbols[token] for token in tokens)
+        return _BY_TEXT[task.name](joined)
+
+    return label

@@ -3,8 +3,6 @@ from collections import Counter
 import pytest
 import torch
 
-from semdiag_models.reading import InputError
-from semdiag_models.tasks.expressions import evaluate
 from semdiag_models.tasks.language_tasks import SolveEquation
 
 TASK = SolveEquation()
@@ -65,24 +63,4 @@ def test_the_label_is_the_only_solution():
     tokens, labels = sample(500, 40)
     for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
         left, _, right = "".join(TASK.symbols[token] for token in row).partition("=")
-        assert [x for x in range(5) if evaluate(left.replace("x", str(x))) == int(right)] == [label]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("(1+x)", r"needs an expression, then = and one digit\. Got \(1\+x\)\."),
-        ("x=", "needs an expression, then = and one digit"),
-        ("x=12", "needs an expression, then = and one digit"),
-        ("x=x", "needs an expression, then = and one digit"),
-        ("x=1=1", "needs an expression, then = and one digit"),
-        ("1=1", r"needs exactly one x\. Got 0 in 1=1\."),
-        ("(x+x)=1", r"needs exactly one x\. Got 2"),
-        ("=1", r"needs exactly one x\. Got 0"),
-        ("(x=1", "is not a bracketed expression"),
-        ("x+1=1", "is not a bracketed expression"),
-    ],
-)
-def test_strings_outside_the_language_are_refused(text, message):
-    with pytest.raises(InputError, match=message):
-        TASK.label(TASK.parse(text))
+        assert [x for x in range(5) if eval(left.replace("x", str(x))) % 5 == int(right)] == [label]

@@ -23,9 +23,11 @@ from semdiag.capturing.provenance.operations import OperationWatch, register_mod
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
 from semdiag.capturing.provenance.tags import read_leading
 from semdiag.capturing.recording import (
+    Mixed,
     Recorder,
     SharedChange,
     is_plain,
+    modes_here,
     not_plain,
     outside_all_modes,
     split_mask,
@@ -109,14 +111,24 @@ class FunctionWatch(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         given = dict(zip(_SDPA, args, strict=False)) | kwargs
+        masked: dict[str, Any] | Mixed = {}
         if self._recorder.masking and all(is_plain(given[name]) for name in _SDPA[:3]):
-            given |= _masked(self._recorder, given)
+            watched = any(
+                isinstance(mode, FunctionWatch | OperationWatch)
+                for mode in modes_here()
+                if mode not in (self, self._below)
+            )
+            masked = _masked(self._recorder, given, replaceable=not watched)
+            given |= {} if isinstance(masked, Mixed) else masked
             args, kwargs = (
                 tuple(given[name] for name in _SDPA[:3]),
                 {n: x for n, x in given.items() if n not in _SDPA[:3]},
             )
-        with self._recorder.covering():
-            mixed: Tensor = func(*args, **kwargs)
+        if isinstance(masked, Mixed):
+            mixed = masked.output
+        else:
+            with self._recorder.covering():
+                mixed = func(*args, **kwargs)
         try:
             if not is_plain(mixed):
                 self._recorder.skip(MECHANISM, not_plain(mixed))
@@ -178,16 +190,20 @@ def _not_overridden(func: FunctionType) -> FunctionType:
     return copy
 
 
-def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that change under the recorder's mask."""
+def _masked(recorder: Recorder, given: dict[str, Any], replaceable: bool) -> dict[str, Any] | Mixed:
+    """Return the arguments that change under the recorder's mask, or the output where it replaces the function."""
     q, k, v = (given[name] for name in _SDPA[:3])
     shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
     lead: torch.Size = torch.broadcast_shapes(q.shape[:-2], *shared)  # type: ignore[no-untyped-call]
     call, order, _ = _sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder)
-    kept = recorder.kept(call)
-    if kept is None:
-        return {}
-    kept, mask = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:]), given.get("attn_mask")
+    mask = given.get("attn_mask")
+    replaceable = replaceable and q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == v.shape[:2]
+    replaceable = replaceable and q.shape[:2] == call.q.shape[:2] and k.shape[:2] == call.k.shape[:2]
+    replaceable = replaceable and not (mask is not None and mask.requires_grad)
+    kept = recorder.masked(call, (q, k, v) if replaceable else None)
+    if kept is None or isinstance(kept, Mixed):
+        return {} if kept is None else kept
+    kept = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:])
     kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
     if mask is None or not is_plain(mask):  # a causal rule already limits the kept keys
         combined = kept

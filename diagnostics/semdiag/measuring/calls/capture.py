@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pandas as pd
@@ -38,7 +38,7 @@ from semdiag.measuring.calls.collector import (
     rows_of_call,
     skipped_table,
 )
-from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.counted_rows import Arrivals, Tensors, counted_rows, remark_path
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.words import counted
 from semdiag_models import Encoder, InputError
@@ -60,12 +60,14 @@ class Calls:
     def __init__(self, k: int, draws: QueryDraws, keep: bool = False) -> None:
         self._kept: KeptScores | None = KeptScores() if keep else None
         self._k, self._layers, self._reduced, self._draws = k, Layers(), list[ReducedCall](), draws
+        self._calls, self._arrivals = 0, Arrivals()
         self._audit = Audit()
 
     def __len__(self) -> int:
-        return len(self._reduced)
+        return self._calls
 
     def __repr__(self) -> str:
+        self._arrivals.settle()
         if not self._reduced:
             return "Calls: none captured yet (run the model inside the context)"
         samples, heads, _ = self._reduced[0].queries.shape
@@ -197,6 +199,7 @@ class Calls:
         all samples, heads and queries, from the layer's output: about 1e-7 in float32 if nothing was missed; NaN
         with dropout in training mode.
         """
+        self._arrivals.settle()
         return self._layers.table("").drop(columns="model")
 
     @property
@@ -231,6 +234,7 @@ class Calls:
             raise ValueError(
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
             )
+        self._arrivals.settle()
         parts = [
             rows_of_call(reduced, position, name, n, value(reduced.statistics, n))
             for reduced in self._reduced
@@ -258,17 +262,25 @@ class Calls:
         problem = folded(call.q.shape[0], samples)
         if problem is not None:
             self._audit.remarks[Remark(call.module, f"{problem}: each row counts as a sample")] += 1
+        remark_path(call, self._audit)
         rows = counted_rows(call, self._k, self._draws.places(call))
-        statistics = replace(rows.statistics, top_keys=rows.statistics.top_keys[..., :0])  # unused
-        on_cpu = {field.name: getattr(statistics, field.name).cpu() for field in fields(RowStatistics)}
-        queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
-        places = None if rows.places is None else rows.places.cpu().numpy()
-        layer = self._layers.add(rows)
+        layer = self._layers.add(rows, self._arrivals)
         if self._kept is not None:
             self._kept.add(call, layer)
-        place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
+        place = {"call": self._calls, "module": call.module, "layer": layer, "occurrence": call.occurrence}
+        self._calls += 1
         first, before = call.keys_before + call.first_query, call.keys_before
-        self._reduced.append(ReducedCall(place, first, before, queries, places, keys, RowStatistics(**on_cpu)))
+        sent = {field.name: getattr(rows.statistics, field.name) for field in fields(RowStatistics)}
+        sent["top_keys"] = sent["top_keys"][..., :0]  # unused
+        if rows.places is not None:
+            sent["places"] = rows.places
+
+        def receive(here: Tensors) -> None:
+            queries, keys = here.pop("real").numpy(), here.pop("some_keys").numpy()
+            places = here.pop("places").numpy() if "places" in here else None
+            self._reduced.append(ReducedCall(place, first, before, queries, places, keys, RowStatistics(**here)))
+
+        self._arrivals.send(sent | {"real": rows.queries, "some_keys": rows.keys}, receive)
 
 
 class _Batch(threading.local):
@@ -360,6 +372,7 @@ def capture(
 
     with padding.watched(), batch.counted(model), watch_attention(model, consume) as calls._audit:
         yield calls
+    calls._arrivals.settle()
     if not len(calls) and (calls._audit.skipped or calls._audit.remarks):
         warnings.warn("No softmax attention was captured: calls.audit says what was seen.", stacklevel=3)
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from semdiag.mathematics.paper_stability import top_recall
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
 from semdiag.mathematics.score_strips import rows_of
-from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
-from semdiag.measuring.calls.residual import recomputation_residual
+from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, Tensors, counted_rows
+from semdiag.measuring.calls.residual import residual_numbers
 from semdiag.measuring.probe import SKETCHES, KeptRows
 from semdiag.measuring.table import CALLS, HEADS, REMARKS, RESIDUALS, SKIPPED
 from semdiag.measuring.words import counted
@@ -44,18 +45,18 @@ class Layer:
     residual_over_rounding: float = 0.0  # the same in units of the possible effect of rounding
     rounding: float = 0.0  # largest possible effect of rounding so far, relative to the largest output
 
-    def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
-        """Record a call; the generator draws the rows on which the residual is checked."""
-        # first, because a call for which it fails does not count
-        residual = recomputation_residual(call, generator)
-        self.kinds.add(kind)
+    def add(self, call: AttentionCall) -> None:
+        """Record a call's shape."""
         self.heads, self.key_heads = call.q.shape[1], call.k.shape[1]
         self.width = call.q.shape[3] if call.factored else None
         self.longest = max(self.longest, call.k.shape[2])
         self.calls += 1
-        self.residual = float(np.maximum(self.residual, residual.residual))  # keeps a NaN
-        self.residual_over_rounding = float(np.maximum(self.residual_over_rounding, residual.over_rounding))
-        self.rounding = float(np.maximum(self.rounding, residual.rounding))
+
+    def note(self, kind: str, residual: list[float]) -> None:
+        """Record a call's kind of mask, and the numbers of its residual."""
+        self.kinds.add(kind)
+        for name, value in zip(RESIDUALS, residual, strict=True):
+            setattr(self, name, float(np.maximum(getattr(self, name), value)))  # keeps a NaN
 
 
 class Layers:
@@ -68,14 +69,24 @@ class Layers:
     def __len__(self) -> int:
         return len(self._places)
 
-    def add(self, rows: CountedRows) -> int:
-        """Record a call; return the number of its layer."""
+    def add(self, rows: CountedRows, arrivals: Arrivals) -> int:
+        """Record a call, whose mask and residual are still on their way; return the number of its layer."""
         call = rows.call
         name = call.module, call.occurrence
         place = self._places.get(name) or Layer(len(self._places), call.mechanism)
-        kind = mask_kind(rows.statistics.keys, rows.keys, rows.queries, rows.places)
-        place.add(call, kind, self._generator)
+        # first, because a call for which it fails does not count
+        sent = {"residual": residual_numbers(call, self._generator)}
+        sent |= {"keys": rows.statistics.keys, "reached": rows.keys.any(1), "queries": rows.queries}
+        if rows.places is not None:
+            sent["places"] = rows.places
+        place.add(call)
         self._places[name] = place
+
+        def note(here: Tensors) -> None:
+            kind = mask_kind(here["keys"], here["reached"], here["queries"], here.get("places"))
+            place.note(kind, here["residual"].tolist())
+
+        arrivals.send(sent, note)
         return place.number
 
     @property
@@ -367,73 +378,87 @@ class Collector:
         self._loads = KeptRows(max_queries, _KEY_PLACES)
         self._non_finite: list[dict[str, np.ndarray]] = []
         self._heads: dict[int, Tensor] = {}  # (4 + number of k, H) by layer: queries, and sums over them
+        self.arrivals = Arrivals()  # what calls sent; to be settled before anything is read
 
     def start(self, samples: int) -> None:
         """Start a batch of this many samples."""
+        self.arrivals.settle()
         self.samples += samples
         self._numbers.start(samples)
 
     def add(self, call: AttentionCall) -> None:
         """Reduce a call whose padded queries are marked."""
-        rows = counted_rows(call, max(self.k, default=0), self.draws.places(call))
-        layer = self.layers.add(rows)
-        self._add_rows(rows, layer)
-        self._add_loads(rows, layer)
-        self._add_heads(rows, layer)
+        rows = counted_rows(call, max(self.k, default=0), self.draws.places(call), received=True)
+        layer, samples = self.layers.add(rows, self.arrivals), self._numbers.of(len(call.q))
+        sent = self._of_queries(rows) | {"some_keys": rows.keys, "heads": self._sums(rows)}
+        sent |= {"load": rows.statistics.load, **{f"load_k{k}": rows.statistics.key_load(k) for k in self.k}}
+        sent["received"] = rows.statistics.received
+        self.arrivals.send(sent, partial(self._receive, layer, samples))
 
-    def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
-        """Return sample, layer, head and position of each entry of (B, H, L), flattened."""
-        index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
-        sample = self._numbers.of(len(values))[index]
-        return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
-
-    def _add_rows(self, rows: CountedRows, layer: int) -> None:
+    def _of_queries(self, rows: CountedRows) -> Tensors:
+        """Return columns (B, H, R) of the table of queries, which of them count, and scores without a value."""
         call, statistics = rows.call, rows.statistics
-        columns = self._places(statistics.keys, layer, "query")
-        if rows.places is not None:
-            stratum = columns["query"] // PER_STRATUM
-            columns |= {"query": _flat(rows.places, np.int32), "stratum": stratum}
-        columns |= {
-            "keys": _flat(statistics.keys, np.int32),
-            "kept": _flat(statistics.kept, np.int32),
-            "dispersion": _flat(statistics.dispersion()),
-            "separation": _flat(statistics.separation()),
-            "largest_weight": _flat(statistics.largest_weight()),
+        columns = {
+            "queries": rows.queries,
+            "some": rows.queries & (statistics.keys >= self._min_keys),
+            "bad": (statistics.non_finite * rows.queries).sum(2),
+            "keys": statistics.keys,
+            "kept": statistics.kept,
+            "dispersion": statistics.dispersion(),
+            "separation": statistics.separation(),
+            "largest_weight": statistics.largest_weight(),
         }
+        if rows.places is not None:
+            columns["places"] = rows.places
         if self.wanted is not None and call.selected is not None:
             q, selected, allowed = call.q, call.selected, call.allowed
             if rows.places is not None:
                 q, selected = rows_of(q, rows.places), rows_of(selected, rows.places)
                 allowed = None if allowed is None else rows_of(allowed, rows.places)
-            columns["recall"] = _flat(top_recall(q, call.k, call.scale, selected, self.wanted, allowed))
+            columns["recall"] = top_recall(q, call.k, call.scale, selected, self.wanted, allowed)
         for k in self.k:
-            columns[f"dispersion_k{k}"] = _flat(statistics.dispersion(k))
-            columns[f"separation_k{k}"] = _flat(statistics.separation(k))
-            columns[f"mass_k{k}"] = _flat(statistics.mass_kept(k))
-        self.counted[layer] += int(rows.queries.sum())
-        self._queries.add(_where(columns, rows.queries & (statistics.keys >= self._min_keys)))
-        bad = (statistics.non_finite * rows.queries).sum(2)
-        if bool(bad.any()):
-            columns = self._places(bad[..., None], layer, "query") | {"scores": _flat(bad)}
-            del columns["query"]
-            self._non_finite.append(_where(columns, bad > 0))
+            columns[f"dispersion_k{k}"] = statistics.dispersion(k)
+            columns[f"separation_k{k}"] = statistics.separation(k)
+            columns[f"mass_k{k}"] = statistics.mass_kept(k)
+        return columns
 
-    def _add_loads(self, rows: CountedRows, layer: int) -> None:
-        statistics = rows.statistics
-        columns = self._places(statistics.load, layer, "key") | {"load": _flat(statistics.load, np.int32)}
-        for k in self.k:
-            columns[f"load_k{k}"] = _flat(statistics.key_load(k), np.int32)
-        self._loads.add(_where(columns, rows.keys))
-
-    def _add_heads(self, rows: CountedRows, layer: int) -> None:
+    def _sums(self, rows: CountedRows) -> Tensor:
+        """Return the number of queries of each head, and sums over them, (4 + number of k, H)."""
         some = rows.attending & (rows.statistics.keys >= self._min_keys)
         firsts = [rows.first_weight(), *(rows.first_kept(k) for k in (None, *self.k))]
         values = torch.stack([some, rows.statistics.entropy, *firsts])
-        sums = torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64).cpu()
+        return torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64)
+
+    def _receive(self, layer: int, samples: NDArray[np.int32], here: Tensors) -> None:
+        """Keep what has arrived of a call."""
+        queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
+        places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
+        loads = {name: _flat(here.pop(name), np.int32) for name in [*here] if name.startswith("load")}
+        loads["received"] = _flat(here.pop("received"))
+        columns = self._places(samples, queries, layer, "query")
+        if places is not None:
+            stratum = columns["query"] // PER_STRATUM
+            columns |= {"query": _flat(places, np.int32), "stratum": stratum}
+        columns |= {n: _flat(x, np.int32 if n in ("keys", "kept") else None) for n, x in here.items()}
+        self.counted[layer] += int(queries.sum())
+        self._queries.add(_where(columns, some))
+        if bool(bad.any()):
+            columns = self._places(samples, bad[..., None], layer, "query") | {"scores": _flat(bad)}
+            del columns["query"]
+            self._non_finite.append(_where(columns, bad > 0))
+        self._loads.add(_where(self._places(samples, some_keys, layer, "key") | loads, some_keys))
         known = self._heads.get(layer, sums.new_zeros(len(sums), 0))
         heads = max(known.shape[1], sums.shape[1])  # calls of one layer may differ in their number of heads
         known, sums = (pad(x, (0, heads - x.shape[1])) for x in (known, sums))
         self._heads[layer] = known + sums
+
+    def _places(
+        self, samples: NDArray[np.int32], values: Tensor, layer: int, position: str
+    ) -> dict[str, np.ndarray]:
+        """Return sample, layer, head and position of each entry of (B, H, L), flattened."""
+        index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
+        sample = samples[index]
+        return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
 
     def heads(self) -> pd.DataFrame:
         """Return the table ``heads``, with first_key_kK for each counterfactual K."""

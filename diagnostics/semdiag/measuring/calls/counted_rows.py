@@ -1,6 +1,8 @@
-"""Row statistics of an attention call, computed once, and which of its queries and keys count."""
+"""Row statistics of an attention call, which of its queries and keys count, and how both reach the host."""
 
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +10,8 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.audit import Audit, Remark
+from semdiag.mathematics import kernels
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
 from semdiag.mathematics.score_strips import part_of, rows_of
 
@@ -101,7 +105,17 @@ def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) ->
     return seen
 
 
-def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:
+def remark_path(call: AttentionCall, audit: Audit) -> None:
+    """Remark why a call on an accelerator is reduced without kernels."""
+    problem = None if call.q.device.type == "cpu" else kernels.refusal(call.q, call.selected)
+    if problem is not None:
+        text = f"row statistics take the path without kernels, which do not know {problem}"
+        audit.remarks[Remark(call.module, text, "plain-path")] += 1
+
+
+def counted_rows(
+    call: AttentionCall, top: int = 0, places: Tensor | None = None, received: bool = False
+) -> CountedRows:
     """Reduce an attention call to the statistics of its rows."""
     statistics = row_statistics(
         call.q,
@@ -117,6 +131,46 @@ def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None
         causal=call.causal,
         first_query=call.first_query,
         places=places,
+        received=received,
     )
     counted = call.counted if places is None else (places >= 0) & call.counted.gather(2, places.clamp(min=0))
     return CountedRows(call, statistics, counted, counted & (statistics.kept > 0), places)
+
+
+Tensors = dict[str, Tensor]
+
+
+class Arrivals:
+    """Tensors on their way from devices to the host, so that no forward pass waits for them."""
+
+    def __init__(self, polls: bool = True) -> None:
+        self._polls = polls  # whether to use, when something is sent, what has arrived from a GPU
+        self._waiting: deque[tuple[list[torch.cuda.Event], Tensors, Callable[[Tensors], None]]] = deque()
+
+    def send(self, tensors: Tensors, use: Callable[[Tensors], None]) -> None:
+        """Use tensors on the host: at once, or in :meth:`settle` where they come from a GPU."""
+        copies: dict[int, Tensor] = {}  # of tensors, some of which are given twice
+        for x in tensors.values():
+            if id(x) not in copies:  # torch puts what it copies without blocking into pinned memory
+                copies[id(x)] = x.to("cpu", non_blocking=x.is_cuda)
+        events = []
+        for device in {x.device for x in tensors.values() if x.is_cuda}:
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(torch.cuda.current_stream(device))
+        self._waiting.append((events, {name: copies[id(x)] for name, x in tensors.items()}, use))
+        if self._polls or not events:
+            self.settle(wait=False)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def settle(self, wait: bool = True) -> None:
+        """Use the tensors that have arrived, in the order in which they were sent; ``wait``: and all others."""
+        while self._waiting:
+            events, tensors, use = self._waiting[0]
+            if not (wait or all(event.query() for event in events)):  # type: ignore[no-untyped-call]
+                return
+            for event in events:
+                event.synchronize()
+            self._waiting.popleft()
+            use(tensors)

@@ -19,6 +19,7 @@ from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import broken_parts
+from semdiag.measuring.calls.counted_rows import Arrivals, Tensors
 from semdiag.measuring.calls.monitor_alarms import (
     Alarm,
     AlarmError,
@@ -41,6 +42,7 @@ from semdiag.measuring.calls.monitor_heads import (
     describe,
     describe_heads,
     head_columns,
+    looked_at,
     quantities,
     sampled_rows,
     scalars,
@@ -94,6 +96,43 @@ _COMPILED = (
 )
 
 
+class Looking:
+    """What a look has seen so far; numbers that come from a GPU are described in a thread of their own."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.audit = step, Audit()
+        self.rows: list[dict[str, Any]] = []
+        self.heads: list[dict[str, Any]] = []
+        self.parts: dict[str, str] = {}
+        self.seen: bool | None = None  # whether attention was seen; None if it cannot look
+        self.arrivals = Arrivals(polls=False)
+        self.thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+
+    def follow(self) -> None:
+        """Describe what is still on its way, in a thread; nothing is where all numbers came from the CPU."""
+        if len(self.arrivals):
+            self.thread = threading.Thread(target=self._settle, daemon=True)
+            self.thread.start()
+
+    def _settle(self) -> None:
+        try:
+            self.arrivals.settle()
+        except Exception as error:
+            self._failed = error
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self) -> Exception | None:
+        """Wait for all numbers; return the error in describing them, if there was one."""
+        if self.thread is not None:
+            self.thread.join()
+        return self._failed
+
+
 class Monitor:
     """Monitors dispersion, separation, stability and entropy of a model's attention during training.
 
@@ -117,7 +156,8 @@ class Monitor:
     also ``dispersion_kK``, ``separation_kK``, ``mass_kK`` as if the K largest scores were kept. ``heads`` has one
     row per head of each of these: extremes over the same rows, defined in
     :func:`~semdiag.measuring.calls.monitor_heads.describe_heads`, and the rules that it crosses (``alarm``).
-    Extremes are over the ``rows`` that were looked at; with ``rows="all"``, over every row.
+    Extremes are over the ``rows`` that were looked at; with ``rows="all"``, over every row. On a GPU no step waits
+    for a look: its numbers arrive meanwhile, and it is written, and alarms, in a later forward call or at the end.
 
     Args:
         model: module whose forward calls are counted; an encoder of semdiag_models or any transformer that
@@ -212,25 +252,26 @@ class Monitor:
         self._looker: threading.Thread | None = None  # thread of the current look
         self._forwards: set[int] = set()  # threads that run the model
         self._turn = threading.Lock()  # held while counting a call and starting a look
-        self._rows: list[dict[str, Any]] = []
-        self._head_rows: list[dict[str, Any]] = []
+        self._now = Looking(self.step)
+        self._behind: Looking | None = None  # a look whose numbers are on their way
         self._last: list[dict[str, Any]] = []  # rows of heads in the last look
-        self._seen: bool | None = None  # whether the current look saw attention; None if it cannot look
         self._padding = Padding(model)
-        self._audit = Audit()  # audit of the current look
 
     @property
     def table(self) -> pd.DataFrame:
         """All rows so far, including those of a continued file."""
+        self._catch_up()
         return self._outputs.layers.table()
 
     @property
     def heads(self) -> pd.DataFrame:
         """All rows of heads so far, including those of a continued file."""
+        self._catch_up()
         return self._outputs.heads.table()
 
     def summary(self) -> str:
         """Return every alarm, and the extremes of the last look, as plain text."""
+        self._catch_up()
         return summary_of(self._last, self.alarms, quantities(self.k))
 
     def begin_step(self, step: int) -> None:
@@ -266,6 +307,7 @@ class Monitor:
 
     def stop(self) -> None:
         """Restore the model; rows remain readable."""
+        self._catch_up()
         begun, reports = self._hooks is not None, self._ranks.reports
         unseen = begun and self.step == self._first_step and not self._micro
         self._leave()
@@ -283,6 +325,7 @@ class Monitor:
         self._hooks = None
         self._look.close()
         self._looked_at = self._looker = None
+        self._written()
         self._ranks.leave()
         self._outputs.close(self._faults)
 
@@ -306,6 +349,10 @@ class Monitor:
             self._begin(model, args, kwargs)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (behind := self._behind) is not None:
+            again = not self._micro and self.step % self.every == 0
+            if again or self._ranks.joined or behind.arrived:
+                self._catch_up()
         own = threading.current_thread()
         with self._turn:
             step, first = self.step, self._micro == 0
@@ -316,12 +363,12 @@ class Monitor:
             self._look.close()  # of an interrupted call
             self._looked_at, self._looker = step, own if first and step % self.every == 0 else None
         if self._looker is own:
-            self._rows, self._head_rows, self._seen = [], [], None
+            now = self._now = Looking(step)
             with self._faults.reporting(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
-                watch = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
-                self._audit = look.enter_context(watch)
-                self._look, self._seen = look.pop_all(), False
+                watch = watch_attention(model, lambda call: self._reduce(call, now), inside=True)
+                now.audit = look.enter_context(watch)
+                self._look, now.seen = look.pop_all(), False
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling():
@@ -331,27 +378,45 @@ class Monitor:
             return
         self._look.close()
         step, self._looked_at = self._looked_at, None
-        alarms: list[Alarm] = []
+        self._looker = None
         if step is not None and output is not None:
-            with self._faults.reporting():
-                alarms = self._finish(step)
+            self._now.parts = self._ranks.parts
+            self._now.follow()
+            self._behind = self._now
+            if self._now.thread is None:
+                self._catch_up()
         elif step is not None:  # the forward pass raised an exception
             self._ranks.fail(step)
-        self._looker = None
-        if alarms:
+
+    def _catch_up(self) -> None:
+        """Write the rows of the last look, and report its alarms, once its numbers have arrived."""
+        if alarms := self._written():
             self._report_alarms(alarms)
 
-    def _reduce(self, call: AttentionCall, step: int) -> None:
+    def _written(self) -> list[Alarm]:
+        """Write the rows of the last look if they are not written yet; return its alarms."""
+        with self._turn:
+            look, self._behind = self._behind, None
+        if look is not None:
+            with self._faults.reporting():
+                return self._finish(look)
+        return []
+
+    def _reduce(self, call: AttentionCall, look: "Looking") -> None:
         if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
             return  # another thread's forward pass
-        start, self._seen = time.perf_counter(), True
+        start, look.seen = time.perf_counter(), True
         with self._faults.reporting():
             call = self._marked(call)
             self._ranks.part(self.model, call.module)
-            place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
+            place = {"step": look.step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
             rows = sampled_rows(call, self.k, self._generator, self._queries)
-            self._rows.append(place | describe(rows, self.k))
-            self._head_rows += [place | row for row in describe_heads(rows, self.k, self._logit)]
+
+            def receive(seen: Tensors) -> None:
+                look.rows.append(place | describe(seen, self.k))
+                look.heads += [place | row for row in describe_heads(seen, self.k, self._logit)]
+
+            look.arrivals.send(looked_at(rows), receive)
         self.seconds += time.perf_counter() - start
 
     def _marked(self, call: AttentionCall) -> AttentionCall:
@@ -361,21 +426,24 @@ class Monitor:
         self._faults.name_remarks(audit)
         return call
 
-    def _finish(self, step: int) -> list[Alarm]:
+    def _finish(self, look: "Looking") -> list[Alarm]:
         start = time.perf_counter()
         self._faults.begin()
-        own = Look(step, self._rows, self._head_rows, self._ranks.parts)
-        self._rows, self._head_rows = [], []
+        failed = look.wait()
+        own = Look(look.step, look.rows, look.heads, look.parts)
         rows, heads = self._reduction(self._ranks.together(own))  # all ranks take part, whatever each of them saw
-        if self._seen is False:
-            self._faults.warn_once("no attention", f"No attention was captured in step {step}.")
-        if self._seen is not None:
-            self._faults.name_missed(self._audit)
-            self._faults.name_private(self._audit)
+        if look.seen is False:
+            self._faults.warn_once("no attention", f"No attention was captured in step {look.step}.")
+        if look.seen is not None:
+            self._faults.name_missed(look.audit)
+            self._faults.name_private(look.audit)
         self._last = heads or self._last
         alarms = self._watch.look(heads)
         self.alarms += alarms
-        self._outputs.add(step, rows, heads, self._faults)
+        self._outputs.add(look.step, rows, heads, self._faults)
+        with self._faults.reporting():
+            if failed is not None:
+                raise failed
         self._faults.end()
         self.seconds += time.perf_counter() - start
         return alarms

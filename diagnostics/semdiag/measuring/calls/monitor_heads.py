@@ -7,7 +7,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.softmax_stability import local_stability_of_weight
-from semdiag.measuring.calls.counted_rows import CountedRows, attended_keys, counted_rows
+from semdiag.measuring.calls.counted_rows import CountedRows, Tensors, attended_keys, counted_rows
 from semdiag_models import InputError
 
 PATIENCE = timedelta(minutes=10)  # longest time that a look waits for the other ranks
@@ -45,6 +46,11 @@ class Ranks:
         self.rank = dist.get_rank() if self._together else 0
         self._group: Any = None
         self._parts: dict[str, str] = {}
+
+    @property
+    def joined(self) -> bool:
+        """Whether looks wait for other ranks."""
+        return self._group is not None
 
     @property
     def reports(self) -> bool:
@@ -227,91 +233,106 @@ def head_key(row: Mapping[str, Any]) -> str:
     return f"layer_{row['layer']}{again}/head_{row['head']}"
 
 
-def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
+def looked_at(rows: CountedRows) -> Tensors:
+    """Return what is described of rows, on their device: :func:`describe` and :func:`describe_heads`."""
+    seen = {field.name: getattr(rows.statistics, field.name) for field in fields(RowStatistics)}
+    seen |= {name: seen[name][..., :0] for name in ("load", "top_keys", "top_load")}  # only K is used
+    call = rows.call
+    norms = call.q.float().norm(dim=-1), call.k.float().norm(dim=-1)
+    if not call.factored:
+        norms = norms[0] * torch.nan, norms[1] * torch.nan
+    of_keys = norms[1].repeat_interleave(call.q.shape[1] // norms[1].shape[1], 1)
+    return {
+        **seen,
+        "queries": rows.queries,
+        "attending": rows.attending,
+        "first": rows.first_weight(),
+        "query_norm": norms[0],
+        "key_norm": _per_head(of_keys, rows.keys.expand_as(of_keys), "max"),
+        "gram": _gram(rows),
+    }
+
+
+def _statistics(seen: Tensors) -> RowStatistics:
+    return RowStatistics(**{field.name: seen[field.name] for field in fields(RowStatistics)})
+
+
+def describe_heads(seen: Tensors, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
     """Return one row per head for a call's rows; NaN for a quantity that no row has."""
-    statistics, used = rows.statistics, rows.attending
+    statistics, used = _statistics(seen), seen["attending"]
     weight = statistics.largest_weight()
     above = (statistics.kept_maximum > logit) | (statistics.non_finite > 0)
     medians = {
         "dispersion": statistics.dispersion(),
         "separation": statistics.separation(),
         "xi": local_stability_of_weight(weight),
-    }
-    for value in k:
-        most = min(value, len(statistics.top_load))
-        medians[f"dispersion_k{value}"] = statistics.dispersion(most)
-        medians[f"separation_k{value}"] = statistics.separation(most)
-        medians[f"mass_k{value}"] = statistics.mass_kept(most)
+    } | _of_ks(statistics, k)
+    broken = ((statistics.non_finite > 0) & seen["queries"]).any(2).any(0)
     values = {
-        "max_logit": _largest_logits(rows),
+        "max_logit": _per_head(statistics.kept_maximum, used, "max").masked_fill(broken, math.inf),
         "above": _per_head(above.to(weight.dtype), used, "mean"),
         "entropy": _per_head(statistics.entropy, used, "mean"),
         "least_entropy": _per_head(statistics.entropy, used, "min"),
-        "first_key": _per_head(rows.first_weight(), used, "mean"),
+        "first_key": _per_head(seen["first"], used, "mean"),
         "heaviest_key": _per_head(weight, used, "mean"),
-        "output_rank": _output_rank(rows),
-        "query_norm": _query_norms(rows),
-        "key_norm": _key_norms(rows),
+        "output_rank": _rank(seen["gram"]),
+        "query_norm": _per_head(seen["query_norm"], used, "max"),
+        "key_norm": seen["key_norm"],
         **{name: _per_head(numbers, used, "median") for name, numbers in medians.items()},
     }
-    counts = used.sum((0, 2)).tolist()
-    names = quantities(k)
+    names, counts = quantities(k), used.sum((0, 2)).tolist()
+    table = torch.stack([values[name] for name in names], 1).tolist()
     return [
-        {"head": head, "rows": count, **{name: values[name][head] for name in names}}
-        for head, count in enumerate(counts)
+        {"head": head, "rows": count, **dict(zip(names, row, strict=True))}
+        for head, (count, row) in enumerate(zip(counts, table, strict=True))
     ]
 
 
-def _per_head(values: Tensor, used: Tensor, what: str) -> list[float]:
-    """Return one number per head over its rows that are used and finite; NaN if there are none."""
-    numbers = []
-    for head in range(values.shape[1]):
-        own = values[:, head][used[:, head]].double()
-        own = own[own.isfinite()]
-        if not len(own):
-            numbers.append(math.nan)
-        elif what == "median":
-            numbers.append(float(own.quantile(0.5)))
-        else:
-            numbers.append(float(getattr(own, what)()))
-    return numbers
+def _of_ks(statistics: RowStatistics, k: Sequence[int]) -> Tensors:
+    """Return δ, Δ and the weight kept if the k largest scores were kept, for each k."""
+    values = {}
+    for value in k:
+        most = min(value, len(statistics.top_load))
+        values[f"dispersion_k{value}"] = statistics.dispersion(most)
+        values[f"separation_k{value}"] = statistics.separation(most)
+        values[f"mass_k{value}"] = statistics.mass_kept(most)
+    return values
 
 
-def _largest_logits(rows: CountedRows) -> list[float]:
-    """Return the largest score of each head; +inf if one is not finite."""
-    broken = ((rows.statistics.non_finite > 0) & rows.queries).any(2).any(0).tolist()
-    largest = _per_head(rows.statistics.kept_maximum, rows.attending, "max")
-    return [math.inf if lost else value for lost, value in zip(broken, largest, strict=True)]
+def _per_head(values: Tensor, used: Tensor, what: str) -> Tensor:
+    """Return one number per head (H,) over its rows (B, H, R) that are used and finite; NaN if there are none."""
+    values, used = values.double().transpose(0, 1).flatten(1), used.transpose(0, 1).flatten(1)
+    known = used & values.isfinite()
+    count = known.sum(1)
+    if not values.shape[1]:
+        return values.new_full((len(values),), math.nan)
+    if what == "median":
+        ordered = values.where(known, math.inf).sort(1).values
+        middle = torch.stack([(count - 1).clamp(min=0), count], 1).div(2, rounding_mode="floor")
+        low, high = ordered.gather(1, middle).unbind(1)
+        return (low + (high - low) / 2).masked_fill(count == 0, math.nan)
+    if what == "mean":
+        return values.where(known, 0).sum(1) / count
+    sign = 1 if what == "max" else -1
+    return (sign * (sign * values).where(known, -math.inf).amax(1)).masked_fill(count == 0, math.nan)
 
 
-def _query_norms(rows: CountedRows) -> list[float]:
-    """Return the largest norm of a query that attends, by head; NaN where only the scores are known."""
-    if not rows.call.factored:
-        return [math.nan] * rows.call.q.shape[1]
-    return _per_head(rows.call.q.float().norm(dim=-1), rows.attending, "max")
-
-
-def _key_norms(rows: CountedRows) -> list[float]:
-    """Return the largest norm of a key to which a query may attend, by query head; NaN as above."""
-    if not rows.call.factored:
-        return [math.nan] * rows.call.q.shape[1]
-    norms = rows.call.k.float().norm(dim=-1)
-    norms = norms.repeat_interleave(rows.call.q.shape[1] // norms.shape[1], 1)
-    return _per_head(norms, rows.keys.expand_as(norms), "max")
-
-
-def _output_rank(rows: CountedRows) -> list[float]:
-    """Return e to the entropy of the normalised singular values of each head's outputs."""
+def _gram(rows: CountedRows) -> Tensor:
+    """Return products of the outputs (H, n, n) whose eigenvalues are the squares of their singular values."""
     outputs = rows.call.mixed.double().transpose(0, 1).flatten(1, 2)  # (H, b · r, Dv)
     # A row without keys may be NaN.
     outputs = outputs.where(rows.attending.transpose(0, 1).flatten(1)[..., None], 0.0)
     tall = outputs.shape[1] > outputs.shape[2]
-    gram = outputs.transpose(1, 2) @ outputs if tall else outputs @ outputs.transpose(1, 2)
+    return outputs.transpose(1, 2) @ outputs if tall else outputs @ outputs.transpose(1, 2)
+
+
+def _rank(gram: Tensor) -> Tensor:
+    """Return e to the entropy of the normalised singular values of each head's outputs; NaN where all are 0."""
     known = gram.isfinite().all((1, 2))
     spectrum = torch.linalg.eigvalsh(gram.where(known[:, None, None], 0.0)).clamp(min=0).sqrt()
     share = spectrum / spectrum.sum(1, keepdim=True)
-    rank = torch.special.entr(share).sum(1).exp()  # NaN where all outputs are 0
-    return [float(number) for number in rank.where(known, math.nan)]
+    entropy: Tensor = torch.special.entr(share).sum(1)
+    return entropy.exp().masked_fill(~known, math.nan)
 
 
 def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, float]:
@@ -416,21 +437,16 @@ def sampled_rows(
     if queries is None:
         return counted_rows(call, top=most)
     batch, _, length, _ = call.q.shape
-    b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
-    r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
-    # On the CPU: a few rows take a thousand small operations, each of which an accelerator starts more slowly.
-    rows = counted_rows(_on_cpu(call.part(b, r)), top=most)
-    return replace(rows, real_keys=attended_keys(call, b).cpu())
+    draws = (torch.randperm(size, generator=generator)[:n] for size, n in ((batch, _SAMPLES), (length, queries)))
+    b, r = (drawn.sort().values.to(call.q.device, non_blocking=True) for drawn in draws)
+    samples = slice(None) if batch <= _SAMPLES else b  # a slice copies no keys
+    rows = counted_rows(call.part(samples, r), top=most)  # the scores of these rows alone
+    return replace(rows, real_keys=attended_keys(call, samples))
 
 
-def _on_cpu(call: AttentionCall) -> AttentionCall:
-    moved: dict[str, Any] = {n: value.cpu() for n, value in vars(call).items() if isinstance(value, torch.Tensor)}
-    return replace(call, **moved)
-
-
-def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
+def describe(seen: Tensors, k: Sequence[int]) -> dict[str, float | int]:
     """Return medians over the rows that count and have keys; NaN for a quantity that no row has."""
-    statistics, used = rows.statistics, rows.attending
+    statistics, used = _statistics(seen), seen["attending"]
     weight = statistics.largest_weight()
     values = {
         "keys": statistics.keys.to(weight.dtype),
@@ -438,16 +454,11 @@ def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
         "separation": statistics.separation(),
         "xi": local_stability_of_weight(weight),
         "entropy": statistics.entropy,
-    }
-    for value in k:
-        most = min(value, len(statistics.top_load))
-        values[f"dispersion_k{value}"] = statistics.dispersion(most)
-        values[f"separation_k{value}"] = statistics.separation(most)
-        values[f"mass_k{value}"] = statistics.mass_kept(most)
+    } | _of_ks(statistics, k)
+    one = used.transpose(1, 2).flatten()[None, None]  # all heads together
     medians: dict[str, float | int] = {"rows": int(used.sum())}
     for name, numbers in values.items():
-        there = numbers[used & numbers.isfinite()]
-        medians[name] = float(there.quantile(0.5)) if len(there) else math.nan
+        medians[name] = float(_per_head(numbers.transpose(1, 2).flatten()[None, None], one, "median"))
     return medians
 
 

@@ -1,7 +1,6 @@
 """Check that a captured call is complete: recompute the layer's output from it."""
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,9 @@ from semdiag.capturing.provenance.softmaxes import MECHANISM as BY_HAND
 from semdiag.mathematics.planes import unraveled
 
 _CHECKED_ROWS = 32  # number of random rows, over all samples, heads and queries
+_LEAST_ROWS = 8  # of calls so long that more would take much memory
+_MOST = 2**24  # numbers of these rows' keys at a time, on a device; on the CPU as many as fit its cache
+_CACHED = 2**19
 _DEVIATIONS = 6  # standard deviations allowed for a sum of rounding errors, taken as independent
 _UNDIVIDED = 32  # largest difference of ln Σ e^z from 0, in units, where z is less a rounded logsumexp
 _HALVES = torch.float16, torch.bfloat16
@@ -26,9 +28,6 @@ class Residual(NamedTuple):
     rounding: float
 
 
-UNKNOWN = Residual(math.nan, math.nan, math.nan)
-
-
 class _Rows(NamedTuple):
     """The formula on r rows over n keys, in the precision of the recomputation."""
 
@@ -36,33 +35,48 @@ class _Rows(NamedTuple):
     weights: Tensor  # (r, n)
     scores: Tensor  # (r, n), before the softmax; 0 where forbidden
     products: Tensor  # (r, n), |scale| √Σ_d q_d² k_d²
-    values: list[Tensor]  # r of (n, Dv)
+    values: Tensor  # (r, n, Dv)
     bias: Tensor | None  # (r, n)
 
 
 def recomputation_residual(call: AttentionCall, generator: torch.Generator | None = None) -> Residual:
     """Return the deviation of the attention's formula, recomputed on random rows, from the layer's output."""
+    return Residual(*residual_numbers(call, generator or torch.Generator().manual_seed(0)).tolist())
+
+
+def residual_numbers(call: AttentionCall, generator: torch.Generator) -> Tensor:
+    """Return the numbers of a :class:`Residual` on the call's device, without waiting for it."""
     if call.dropout:
-        return UNKNOWN
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
-    shape = call.q.shape[:3]
+        return torch.full((3,), math.nan)
+    shape, numbers, there = call.q.shape[:3], call.k.shape[2] * call.k.shape[3], call.q.device.type != "cpu"
     rows = math.prod(shape)
+    checked = max(_LEAST_ROWS, min(_CHECKED_ROWS, _MOST // numbers)) if there else _CHECKED_ROWS
     drawn = (
-        torch.randperm(rows, generator=generator)[:_CHECKED_ROWS]
-        if rows <= 2**20
-        else torch.randint(rows, (_CHECKED_ROWS,), generator=generator)
+        torch.randperm(rows, generator=generator)[:checked]
+        if rows <= (2**12 if there else 2**20)
+        else torch.randint(rows, (checked,), generator=generator)
     )
-    index, allowed = _with_keys(call, unraveled(drawn, shape, call.q.device))
-    if not len(allowed):
-        return Residual(0.0, 0.0, 0.0)
-    recomputed = _attend(call, index, allowed)
-    mixed = call.mixed[index].to(recomputed.again.dtype)
+    size = checked if there else max(1, _CACHED // numbers)
+    parts = [_deviations(call, unraveled(part, shape, call.q.device)) for part in drawn.split(size)]  # type: ignore[no-untyped-call]
+    deviation, bound, mixed, some = (torch.cat(each) for each in zip(*parts, strict=True))
     tiny = torch.finfo(mixed.dtype).tiny  # avoids 0 / 0
     scale = mixed.abs().max().clamp(min=tiny)
-    deviation = (recomputed.again - mixed).abs()
-    bound = _rounding(call, recomputed, mixed).clamp(min=tiny)
-    rounding = bound.amax(-1).median() / scale
-    return Residual(*(float(x) for x in (deviation.max() / scale, (deviation / bound).max(), rounding)))
+    ordered = bound.amax(-1).masked_fill(~some, torch.inf).sort().values
+    middle = (some.sum() - 1).clamp(min=0).div(2, rounding_mode="floor")  # nanmedian() would wait for it
+    rounding = ordered.gather(0, middle[None])[0] / scale
+    found = torch.stack([deviation.max() / scale, (deviation / bound.clamp(min=tiny)).max(), rounding])
+    return found.where(some.any(), 0)
+
+
+def _deviations(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return deviations, bounds and outputs of rows, (r, Dv), and which may attend to some key: others are 0."""
+    keep, some = _keys_of(call, index)
+    recomputed = _attend(call, index, keep)
+    mixed = call.mixed[index].to(recomputed.again.dtype)
+    bound = _rounding(call, recomputed, mixed)
+    each = (recomputed.again - mixed).abs(), bound, mixed
+    deviation, bound, mixed = (x.masked_fill(~some[:, None], 0) for x in each)
+    return deviation, bound, mixed, some
 
 
 def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
@@ -82,19 +96,21 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
     rounded = (call.mechanism == BY_HAND) & (undivided.abs() <= _UNDIVIDED * unit)
     undivided = torch.expm1(undivided.where(rounded, 0)).abs()
     keys, subnormal = weights.shape[-1], 2.0**-25 if _coarsest(call) == torch.float16 else 0.0
-    bound = []
-    for row, values in enumerate(rows.values):
-        away = mean[row] * (moved[row] @ (values - mixed[row]).abs())
-        mass = weights[row] @ values.abs()
-        squares = (weights[row] ** 2 @ values**2).sqrt()
-        bound.append(
-            away
-            + 4 * unit * mass
-            + (unit + undivided[row]) * mixed[row].abs()
-            + _DEVIATIONS * sums * _of_sums(keys, squares, mixed[row].abs())
-            + subnormal * (values.abs().sum(0) + 1)
-        )
-    return torch.stack(bound)
+    sizes = rows.values.abs()
+    away = mean * _weighted(moved, (rows.values - mixed[:, None]).abs())
+    squares = _weighted(weights**2, rows.values**2).sqrt()
+    return (
+        away
+        + 4 * unit * _weighted(weights, sizes)
+        + (unit + undivided) * mixed.abs()
+        + _DEVIATIONS * sums * _of_sums(keys, squares, mixed.abs())
+        + subnormal * (sizes.sum(1) + 1)
+    )
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Sum values (r, n, Dv) with weights (r, n): (r, Dv)."""
+    return (weights[:, None] @ values)[:, 0]
 
 
 def _of_sums(terms: int, squares: Tensor, total: Tensor) -> Tensor:
@@ -122,8 +138,8 @@ def _units(call: AttentionCall) -> tuple[float, float]:
     return unit, sums
 
 
-def _with_keys(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the real rows that may attend to some key, and these keys (r, n): others may hold NaN."""
+def _keys_of(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the keys of rows (r, n), and the real rows that have one: others may hold NaN."""
     sample, _, query = index
     full = (*call.q.shape[:3], call.k.shape[2])
     keep = torch.ones(len(query), full[3], dtype=torch.bool, device=call.q.device)
@@ -134,7 +150,7 @@ def _with_keys(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[tuple[Te
     some = keep.any(-1)
     if call.queries is not None:  # a layer may return anything for padding
         some = some & call.queries[sample, query]
-    return tuple(places[some] for places in index), keep[some]
+    return keep & some[:, None], some
 
 
 def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Rows:
@@ -142,11 +158,10 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Ro
     sample, head, _ = index
     dtype = torch.float32 if call.q.dtype in _HALVES else call.q.dtype
     full = (*call.q.shape[:3], call.k.shape[2])
-    shared = head // (call.q.shape[1] // call.k.shape[1])
-    places = list(zip(sample.tolist(), shared.tolist(), strict=True))
-    queries = call.q[index].to(dtype) * call.scale
-    scores = _products((call.k[at].to(dtype) for at in places), queries)
-    products = _products((call.k[at].to(dtype) ** 2 for at in places), queries**2).sqrt()
+    shared = head.div(call.q.shape[1] // call.k.shape[1], rounding_mode="floor")
+    queries, keys = (call.q[index].to(dtype) * call.scale)[..., None], call.k[sample, shared].to(dtype)
+    scores = (keys @ queries)[..., 0]
+    products = (keys**2 @ queries**2)[..., 0].sqrt()
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     bias = None if call.bias is None else call.bias.expand(full)[index].to(dtype)
@@ -161,11 +176,6 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Ro
         weights = torch.cat([masked, call.sinks.to(dtype)[head][:, None]], -1).softmax(-1)[..., :-1]
     else:
         weights = masked.softmax(-1)
-    weights, values = weights * keep, [call.v[at].to(dtype) for at in places]
-    again = _products((value.T for value in values), weights)
+    weights, values = weights * keep, call.v[sample, shared].to(dtype)
+    again = _weighted(weights, values)
     return _Rows(again, weights, scores.masked_fill(~keep, 0), products, values, bias)
-
-
-def _products(matrices: Iterable[Tensor], vectors: Tensor) -> Tensor:
-    """Multiply r matrices (n, m) by r vectors (r, m), one by one to avoid copies: (r, n)."""
-    return torch.stack([matrix @ vector for matrix, vector in zip(matrices, vectors, strict=True)])

@@ -19,6 +19,7 @@ from semdiag.capturing.loading import LoadedModel, in_evaluation_mode
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import runs_masked
 from semdiag.measuring.calls.collector import NotAvailableError, counted_as, folded
+from semdiag.measuring.calls.counted_rows import remark_path
 from semdiag_models import Encoder, InputError
 
 DRAWS = "its forward pass draws random numbers in evaluation mode"
@@ -53,6 +54,24 @@ _GROUPED = (
 )
 
 
+class NoRoomError(InputError):
+    """Raised if a batch does not fit in memory."""
+
+
+def no_room(path: str, batch: Batch, error: BaseException) -> NoRoomError | None:
+    """Return the error that a batch does not fit in memory, if that is what an exception says; else None."""
+    text = str(error)
+    said = isinstance(error, RuntimeError) and any(words in text for words in _NO_ROOM)
+    if not (said or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        return None
+    samples, length = batching.samples_of(batch), batching.longest(batch)
+    what = f"a batch of {samples} with {length:,} tokens" if samples > 1 else f"{length:,} tokens"
+    return NoRoomError(f"{path}: {what} do not fit in memory. Cut texts with --max-length {max(1, length // 2)}.")
+
+
+_NO_ROOM = ("not enough memory", "out of memory", "can't allocate memory")
+
+
 class Run:
     """Runs the model on a batch; a consumer gets every attention call of the forward pass."""
 
@@ -78,13 +97,20 @@ class Run:
             self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
         self._samples, self._batch = self._samples + size, size
         if not self._loaded.external:
-            return self.module(batch)
+            try:
+                return self.module(batch)
+            except Exception as error:
+                if (full := no_room(self._loaded.path, batch, error)) is not None:
+                    raise full from None
+                raise
         numbers = RandomNumbers(self.device)
         try:
             batching.call(self.module, batch)
         except InputError:
             raise
         except Exception as error:  # models raise anything
+            if (full := no_room(self._loaded.path, batch, error)) is not None:
+                raise full from None
             if error is self._failure:  # raised by our consumer
                 raise
             reason = " ".join(str(error).split())[:200]
@@ -121,6 +147,7 @@ class Run:
         problem = folded(call.q.shape[0], self._batch)
         if problem is not None:
             self.audit.remarks[Remark(call.module, f"{problem}: {counted_as(call.q.shape[0], self._batch)}")] += 1
+        remark_path(call, self.audit)
         try:
             self._consume(replace(self.padding.marked(call, self.audit), layer=layer))
         except BaseException as error:

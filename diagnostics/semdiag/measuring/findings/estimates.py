@@ -12,13 +12,12 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.measuring.encoders.traces import fitting
 from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
     Findings,
     Place,
     Summary,
     broken_places,
     diverged,
-    json_object,
+    json_ready,
     records,
 )
 from semdiag.measuring.measurements import Measurements
@@ -310,20 +309,16 @@ Percentile = Callable[[str], Summary]  # from a column of the queries or loads, 
 Describe = Callable[[Percentile, str], Summary]
 
 
-def by_layer(command: str, findings: Findings, describe: Describe) -> Summary:
+def by_layer(findings: Findings, describe: Describe) -> dict[str, Summary]:
     """Return the numbers of every model by layer and head and pooled, also for every counterfactual k."""
-    measurements = findings.measurements
-    results = []
-    for row in measurements.models.to_dict("records"):
-        own = measurements.of(row["model"])
-        result = {key: row[key] for key in MODEL_FACTS}
-        layers = partial(_layers, findings, row["model"], describe)
-        result |= {"unit": "nats", **layers(""), **estimates_of(findings, row["model"]), "capture": _capture(own)}
+    measurements, results = findings.measurements, {}
+    for model in measurements.models["model"]:
+        own = measurements.of(model)
+        layers = partial(_layers, findings, model, describe)
+        result = {"unit": "nats", **layers(""), **estimates_of(findings, model), "capture": _capture(own)}
         within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(own.queries)]
-        if within:
-            result["within_model"] = within
-        results.append(result)
-    return json_object(command, findings, results=results)
+        results[str(model)] = json_ready(result | ({"within_model": within} if within else {}))
+    return results
 
 
 def _layers(findings: Findings, model: str, describe: Describe, suffix: str) -> Summary:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, update_wrapper, wraps
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
+from semdiag.measuring.findings.findings import Findings
 from semdiag_models import InputError
 from semdiag_models.reading import visible
 
@@ -123,6 +124,34 @@ def paper_style(draw: Callable[P, R]) -> Callable[P, R]:
             return draw(*args, **kwargs)
 
     return styled
+
+
+class Drawing:
+    """A figure of a question: drawn from findings, and described for readers."""
+
+    __name__: str  # also of its files
+
+    def __init__(self, draw: Callable[[Findings], Figure], alt: str, reading: str) -> None:
+        self._draw = paper_style(draw)
+        self.alt = (
+            alt  # what it shows, for readers who cannot see it; ``{shown}`` becomes its legend and panel titles
+        )
+        self.reading = reading  # two sentences: what to look at, and what it means
+        update_wrapper(self, draw)
+        self.name = self.__name__
+
+    def __call__(self, findings: Findings) -> Figure:
+        """Return the figure, drawn in the common style."""
+        return self._draw(findings)
+
+    def described(self, alt: str, reading: str) -> "Drawing":
+        """Return the same figure, described for other readers."""
+        return Drawing(self._draw, alt, reading)
+
+
+def drawing(alt: str, reading: str) -> Callable[[Callable[[Findings], Figure]], Drawing]:
+    """Turn a function into a figure of a question: what it shows, and how it is read."""
+    return lambda draw: Drawing(draw, alt, reading)
 
 
 class PageFigure(Figure):

@@ -1,16 +1,20 @@
 """What do Theorems 2, 4, 5 and Corollary 1 guarantee?"""
 
-from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from dataclasses import dataclass
+
+from semdiag.presenting.question import Question
 
 
-@command(leave_out=("per_query", "head"), dtype="float64")
-def bounds(
-    models: options.Models = None,
-    against: options.Against = None,
-    *,
-    shared: Shared,
-) -> None:
+@dataclass(frozen=True)
+class BoundsPlan:
+    """What is measured of the theory."""
+
+    tensor_secants: bool = True  # whether to measure secants in each tensor and bounds at the point: takes time
+
+
+QUESTION = Question(
+    "bounds",
+    __name__,
     """Compute the Lipschitz bounds of Theorems 2, 4 and 5 and the conditions of Corollary 1.
 
     Each in the paper's form and in a sound (proved) one. Shown: norms, the constant of every block and parameter
@@ -20,23 +24,13 @@ def bounds(
 
     [bold]semdiag bounds checkpoints/even-pairs-topk-5-seed-153476998 --against
     checkpoints/even-pairs-full-seed-153476998[/]
-    """
-    from semdiag.questions.bounds.measure import BoundsPlan
-    from semdiag.questions.bounds.words import corollary_in_short, print_bounds
-
-    conditions = shared.conditions(
-        plans=(BoundsPlan(),),
-        encoders_only=True,
-    )
-    findings = shared.measured(models, conditions, against=against)
-    shared.deliver("bounds", findings, print_bounds, answered=not corollary_in_short(findings))
-
-
-QUESTION = Question(
-    "bounds",
-    __name__,
-    measured_by="measure:BOUNDS",
-    summarised_by="answer:bounds_summary",
-    shown_by="figures:SECTION",
-    asked_by=":bounds",
+    """,
+    BoundsPlan,
+    takes=("against",),
+    leave_out=("per_query", "head"),
+    defaults={"dtype": "float64"},
+    conditions={"encoders_only": True},
+    needs=("constants", "parameters"),
+    external=False,
+    glanced="corollary",
 )

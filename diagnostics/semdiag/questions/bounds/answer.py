@@ -1,279 +1,56 @@
-"""Corollary 1 on measured pairs: does a mask have the better guarantee than full attention?"""
+"""Constants of Theorem 2 and Corollary 1: verdicts, sentences, tables."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
-from semdiag.capturing.attention_call import BOUNDED, HEAVY_HITTERS, rows_of
-from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound_from_load
-from semdiag.mathematics.bounds.corollary import (
-    Condition,
-    paper_fixed_mask_control,
-    paper_input_condition,
-    paper_weight_condition,
-    sound_input_margin,
-    sound_weight_margin,
-)
-from semdiag.mathematics.score_strips import AttentionRows, fixed_mask_rows
-from semdiag.measuring.findings.estimates import require_every_query
+from semdiag.capturing.attention_call import FIXED_MASKS
+from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
     Finding,
     Findings,
     Pair,
-    Summary,
     Verdict,
     agreed,
     compared_pairs,
     differences,
-    diverged,
-    json_object,
     log10,
     of_rows,
+    records,
     verdicts_of,
 )
-from semdiag.measuring.measurements import Measurements
-from semdiag_models.attention.selection import LOCAL
+from semdiag.measuring.table import ALL
+from semdiag.measuring.words import counted, finite, number, plain
+from semdiag.presenting.answer import (
+    Answer,
+    Glance,
+    Outcome,
+    title,
+    top_words,
+    verdict_line,
+    verdict_table,
+    with_facts,
+)
+from semdiag.presenting.drawing.panels import factors, model_labels, powers_of_ten
+from semdiag.presenting.tables import NEVER, Column, NumberTable
+from semdiag.questions.bounds.corollary import (
+    CLAIMS,
+    HEURISTIC,
+    JUDGED_PERCENTILES,
+    LEFT_SIDES,
+    NOT_COMPARABLE,
+    PAPER_PERCENTILES,
+    corollary_findings,
+    corollary_table,
+    separation_rounding,
+)
 
-# Read from the other end where small values are the bad ones: the paper's table of separations.
-PAPER_PERCENTILES = (75, 90, 95, 100)
-JUDGED_PERCENTILES = PAPER_PERCENTILES[:-1]  # the maximum is one query, or one key: shown, never judged
-HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
-ONE_K = "one k stands for rows of {} to {} keys: this is not a bound, but the comparison of layers is"
-CLAIM = "the mask has the better guarantee in {}"
-DIVERGED = "attention scores of the pair are NaN or infinite, so their percentiles are unknown"
-CLAIMS = {CLAIM.format(name): name for name in ("W", "X")}  # to the parameters of a condition
-NOT_COMPARABLE = CLAIM.format("W and X")
-LEFT_SIDES = {"paper": ("left side", 1.0), "sound": ("ln margin", 0.0)}  # name and threshold, by form
-
-
-@dataclass(frozen=True)
-class PairPercentiles:
-    """Pooled quantities of a pair at the paper's percentiles; separations at the mirrored ones."""
-
-    full_dispersion: np.ndarray  # δ_s
-    dispersion: np.ndarray  # δ of the masked model
-    separation: np.ndarray  # Δ of the masked model, at 100 − p; 0 within rounding of a tie
-    load: np.ndarray  # raw key loads of the masked model
-    keys: int  # n, keys that a query of the full model has, at most
-    rounding: float  # a separation up to this is a tie
-
-
-def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
-    """Judge both conditions of Corollary 1, in both forms, at every percentile, for a pair."""
-    measurements = findings.measurements
-    models = {row["model"]: row for row in measurements.models.to_dict("records")}
-    full, masked = models[pair.full], models[pair.other]
-    known = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
-    if not known or pd.isna(masked["k"]):
-        return [_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"]))]
-    if any(diverged(findings, model) for model in (pair.full, pair.other)):
-        return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, DIVERGED)]
-    results, table = [], pair_percentiles(findings, pair)
-    note = "; ".join([HEURISTIC, *differences(measurements.models, pair)])
-    for form, parameter, condition, reason in _conditions(measurements, pair, table):
-        results += _judged(pair.label, form, parameter, condition, "; ".join(filter(None, [note, reason])), table)
-    return results + _by_layer(measurements, pair)
-
-
-def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
-    """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries."""
-    require_every_query(findings, "Corollary 1")
-    measurements = findings.measurements
-    full, masked = measurements.of(pair.full), measurements.of(pair.other)
-    rounding = separation_rounding(
-        measurements, pair.other, _finite(masked.queries["dispersion"]).max(initial=0.0)
-    )
-    gap = _percentiles(masked.queries["separation"], [100 - p for p in PAPER_PERCENTILES])
-    return PairPercentiles(
-        full_dispersion=_percentiles(full.queries["dispersion"], PAPER_PERCENTILES),
-        dispersion=_percentiles(masked.queries["dispersion"], PAPER_PERCENTILES),
-        separation=np.where(np.abs(gap) <= rounding, 0.0, gap),
-        load=_percentiles(masked.loads["load"], PAPER_PERCENTILES),
-        keys=int(full.queries["keys"].max()),
-        rounding=rounding,
-    )
-
-
-def separation_rounding(measurements: Measurements, model: str, dispersion: float) -> float:
-    """Return the largest separation that rounding can make of a tie: 8 eps times the bound of the scores."""
-    rows = measurements.constants
-    reach = rows.loc[(rows["model"] == model) & (rows["quantity"] == "score_reach"), "ln_value"].max()
-    eps = torch.finfo(getattr(torch, measurements.provenance.get("dtype", "float32"))).eps
-    return 8 * eps * max(1.0, dispersion, 0.0 if pd.isna(reach) else math.exp(reach))
-
-
-def _finite(values: "pd.Series[float]") -> np.ndarray:
-    array = values.to_numpy(np.float64)
-    return array[np.isfinite(array)]
-
-
-def _percentiles(values: "pd.Series[float]", at: tuple[int, ...] | list[int]) -> np.ndarray:
-    """Return percentiles of the finite values; +inf if none is finite (nothing is masked)."""
-    finite = _finite(values)
-    return np.percentile(finite, at) if finite.size else np.full(len(at), np.inf)
-
-
-Row = tuple[str, str, Condition | None, str]  # form, parameters, condition (None: not known), note
-
-
-def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) -> list[Row]:
-    kind, k = _kind(measurements, pair.other)
-    delta_s, delta = torch.tensor(table.full_dispersion), torch.tensor(table.dispersion)
-    separation = torch.tensor(table.separation)
-    beta = torch.tensor(table.load) / k
-    if kind in HEAVY_HITTERS:
-        weight = paper_weight_condition(delta_s, delta, separation)
-        inputs = paper_input_condition(delta_s, delta, separation, beta)
-    else:
-        control = paper_fixed_mask_control(delta_s, delta, beta)
-        weight = Condition(delta / delta_s, 1.0, control.assumptions, control.source)
-        inputs = control
-    kept = torch.full_like(delta, min(k, table.keys))
-    masked_rows = rows_of(kind, delta[:, None], separation[:, None], kept[:, None])
-    full_rows = fixed_mask_rows(delta_s[:, None], torch.full_like(kept, table.keys)[:, None])
-    assert masked_rows is not None  # corollary_findings checks the kind
-    margin = sound_weight_margin(masked_rows, full_rows)
-    ragged = _ragged(measurements, pair)
-    return [
-        ("paper", "W", weight, ""),
-        ("paper", "X", inputs, "2ΓΞ² is taken as δ_s"),
-        ("sound", "W", margin, "; ".join(["norms taken as equal", *ragged])),
-        _sound_inputs(measurements, pair, table, masked_rows, full_rows, ragged),
-    ]
-
-
-def _ragged(measurements: Measurements, pair: Pair) -> list[str]:
-    """Return a note if the rows of a model of the pair differ in length; the mask's, where both do."""
-    kept = [measurements.of(model).queries["kept"] for model in (pair.full, pair.other)]
-    lengths = [(int(rows.min()), int(rows.max())) for rows in kept]
-    differing = [ONE_K.format(low, high) for low, high in lengths if low != high]
-    return differing[-1:]
-
-
-def _sound_inputs(
-    measurements: Measurements,
-    pair: Pair,
-    table: PairPercentiles,
-    masked_rows: AttentionRows,
-    full_rows: AttentionRows,
-    ragged: list[str],
-) -> Row:
-    """Compare the two λ_A, each with the largest Γ and Ξ of its model."""
-    norms = [_largest_norms(measurements, model) for model in (pair.other, pair.full)]
-    if norms[0] is None or norms[1] is None:
-        return ("sound", "X", None, "norms are not known: measure them with semdiag bounds")
-    heavy = _kind(measurements, pair.other)[0] in HEAVY_HITTERS
-    masked = attention_map_bound_from_load(masked_rows, torch.tensor(table.load), norms[0], heavy_hitter=heavy)
-    full = attention_map_bound_from_load(full_rows, table.keys, norms[1], heavy_hitter=False)
-    note = "; ".join(["each with the largest Γ and Ξ of its layers", *ragged])
-    return ("sound", "X", sound_input_margin(masked, full), note)
-
-
-def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
-    """Return the attention, and the keys of an ordinary query, of a model with a mask."""
-    row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    apart = "cls_as_key False" in str(row["setting"])
-    local_cls = row["pooling"] == "cls" and row["attention"] in LOCAL and not apart
-    return str(row["attention"]), int(row["k"]) + int(row["global_tokens"]) + local_cls
-
-
-def _largest_norms(measurements: Measurements, model: str) -> HeadNorms | None:
-    rows = measurements.constants
-    rows = rows[(rows["model"] == model) & (rows["form"] == "measured")]
-    largest = rows.groupby("quantity")["ln_value"].max().to_dict()
-    if not {"gamma", "upsilon", "token_norm", "query_norm"} <= set(largest):
-        return None
-    return HeadNorms(*(math.exp(largest[name]) for name in ("gamma", "upsilon", "token_norm", "query_norm")))
-
-
-def _judged(
-    label: str, form: str, parameter: str, condition: Condition | None, note: str, table: PairPercentiles
-) -> list[Finding]:
-    claim = CLAIM.format(parameter)
-    if condition is None:
-        return [Finding(label, claim, form, "all", Verdict.NOTHING, {}, note)]
-    name, threshold = LEFT_SIDES[form]
-    parts = []
-    for at, p in enumerate(PAPER_PERCENTILES):
-        left = float(condition.left_side[at])
-        tie = table.separation[at] == 0 and left == math.inf
-        verdict = Verdict.HOLDS if left < threshold else Verdict.VIOLATED
-        reason = note
-        if left == math.inf or math.isnan(left):
-            verdict = Verdict.NOT_MET
-            reason = f"Δ at most {table.rounding:.1g} is a tie within rounding" if tie else "Δ ≤ 0 or δ_s = 0"
-        numbers = {
-            name: left,
-            "δ_s": table.full_dispersion[at],
-            "δ": table.dispersion[at],
-            "Δ": table.separation[at],
-            "load": table.load[at],
-        }
-        parts.append(Finding(label, claim, form, f"p{p}", verdict, numbers, reason, percentile=p))
-    sides = {f"{name} p{p}": f.numbers[name] for p, f in zip(PAPER_PERCENTILES, parts, strict=True)}
-    overall = agreed(f.verdict for f in parts if f.percentile in JUDGED_PERCENTILES)
-    return [Finding(label, claim, form, "all", overall, sides, note), *parts]
-
-
-def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
-    """Compare λ_A layer by layer, each with its own norms, loads and rows: no percentile, no heuristic."""
-    rows = measurements.constants
-    rows = rows[(rows["quantity"] == "attention_map") & (rows["form"] == "sound")]
-    largest = rows.groupby(["model", "layer"])["ln_value"].max()
-    reasons = rows[~rows["holds"]].groupby(["model", "layer"])["assumptions"].first()
-    if not {pair.full, pair.other} <= set(rows["model"]):
-        return []
-    results = []
-    for layer in sorted(set(largest[pair.full].index) & set(largest[pair.other].index)):
-        ends = [float(largest[model, layer]) for model in (pair.other, pair.full)]
-        margin = ends[0] - ends[1]
-        unmet = [str(reasons[m, layer]) for m in (pair.other, pair.full) if (m, layer) in reasons.index]
-        verdict = Verdict.HOLDS if margin < 0 else Verdict.VIOLATED
-        if unmet or not math.isfinite(margin):
-            verdict = Verdict.NOT_MET
-        numbers = {"ln margin": margin, "ln λ_A mask": ends[0], "ln λ_A full": ends[1]}
-        where = f"layer {layer}"
-        results.append(Finding(pair.label, CLAIM.format("X"), "sound", where, verdict, numbers, "; ".join(unmet)))
-    return results
-
-
-def _not_comparable(measurements: Measurements, pair: Pair, full: str, other: str) -> Finding:
-    reasons = [f"Corollary 1 compares full attention with a mask it covers; these are {full} and {other}"]
-    reasons += differences(measurements.models, pair)
-    return Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, "; ".join(reasons))
-
-
-_PAIRED = {"full_dispersion": "δ_s", "dispersion": "δ", "separation": "Δ", "load": "load"}
-COROLLARY_COLUMNS = ["pair", "parameter", "form", "percentile", "value", "threshold", "verdict", *_PAIRED, "note"]
-
-
-def corollary_table(findings: Findings, pairs: Iterable[Pair]) -> pd.DataFrame:
-    """Return both conditions of Corollary 1 for every pair, form and percentile, as measured."""
-    rows = []
-    for finding in (finding for pair in pairs for finding in findings(corollary_findings, pair)):
-        if finding.percentile is None:
-            continue
-        name, threshold = LEFT_SIDES[finding.form]
-        row = {
-            "pair": finding.subject,
-            "parameter": CLAIMS[finding.claim],
-            "form": finding.form,
-            "percentile": finding.percentile,
-            "value": float(finding.numbers[name]),
-            "threshold": threshold,
-            "verdict": finding.verdict.value,
-        }
-        row |= {column: float(finding.numbers[key]) for column, key in _PAIRED.items()}
-        rows.append({**row, "note": finding.note})
-    numbers = dict.fromkeys(["value", "threshold", *_PAIRED], "float64")
-    return pd.DataFrame(rows, columns=COROLLARY_COLUMNS).astype(numbers)
-
+# Until k_sweep is converted, which looks for them here.
+__all__ = ["CLAIMS", "JUDGED_PERCENTILES", "PAPER_PERCENTILES", "separation_rounding"]
 
 _NAMES = {("network", "local"): "local", ("network", "sound"): "sound", ("network_any_residual", "local"): "any"}
 
@@ -398,29 +175,311 @@ def bounds_findings(findings: Findings) -> list[Finding]:
     ]
 
 
-def bounds_summary(findings: Findings) -> Summary:
-    """Return constants, bounds and slopes of every model, and Corollary 1 for every pair."""
-    measurements = findings.measurements
-    pairs = findings(compared_pairs)
-    of_models = findings(parameter_findings)
-    results = []
-    for row in measurements.models.to_dict("records"):
-        own = measurements.of(row["model"])
-        tables = {
-            name: getattr(own, name).drop(columns="model").to_dict("records")
-            for name in ("constants", "parameters")
-        }
-        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "natural logarithm", **tables}
-        result["network"] = findings(network_rungs, row["model"])
-        results.append(result | {"verdicts": verdicts_of(of_models, row["model"])})
-    compared = [
-        {
-            "label": pair.label,
-            "reference": pair.full,
-            "other": pair.other,
-            "differences": differences(measurements.models, pair),
-            "verdicts": verdicts_of(findings(corollary_findings, pair), pair.label),
-        }
-        for pair in pairs
+def answer(findings: Findings) -> Answer | None:
+    """Return constants, bounds and slopes of every model, and Corollary 1 of pairs; None of drawn queries."""
+    if in_part(findings):
+        return None
+    measurements, results, pairs = findings.measurements, {}, []
+    shown: list[str | NumberTable] = []
+    for model in measurements.models["model"]:
+        measured = measurements.of(model)
+        tables = {name: records(getattr(measured, name).drop(columns="model")) for name in _TABLES}
+        verdicts = verdicts_of(findings(parameter_findings), model)
+        rungs = findings(network_rungs, model)
+        results[model] = {"unit": "natural logarithm", **tables, "network": rungs, "verdicts": verdicts}
+        shown += _shown(findings, model)
+    for pair in findings(compared_pairs):
+        judged = findings(corollary_findings, pair)
+        names = {"label": pair.label, "reference": pair.full, "other": pair.other}
+        different = {"differences": differences(measurements.models, pair)}
+        pairs.append(names | different | {"verdicts": verdicts_of(judged, pair.label)})
+        shown += [f"\n{pair.label}: {pair.full} and {pair.other}", *_shown_pair(judged)]
+    headline = corollary_in_short(findings)
+    return Answer(
+        bounds_glance(findings),
+        headline,
+        bounds_sentences(findings),
+        findings(bounds_findings),
+        tables=bounds_tables(findings),
+        results=results,
+        more={"scope": SCOPE, "pairs": pairs},
+        shown=[*shown, SCOPE],
+        opening=headline,  # the tables have the other sentences
+    )
+
+
+_TABLES = ("constants", "parameters")
+_PAPERS = {"W": "eq. 304", "X": "eq. 305"}
+_GUARANTEE = {"W": "in the parameters (W)", "X": "in the inputs (X)"}
+
+
+def corollary_in_short(findings: Findings) -> list[str]:
+    """Return in how many cases top-k masks have the better guarantee; then the same for fixed masks."""
+    cases = [f for f in findings(bounds_findings) if f.claim in CLAIMS and f.percentile not in (None, 100)]
+    fixed = {pair.label for pair in findings(compared_pairs) if _is_fixed(findings, pair)}
+    of_top_k, control = ([f for f in cases if (f.subject in fixed) == wanted] for wanted in (False, True))
+    sentences = []
+    if parts := _counts(of_top_k):
+        sentences.append(
+            f"Corollary 1: the top-k mask has the better guarantee {parts} (percentiles 75 to 95, both "
+            "conditions)."
+        )
+    if parts := _counts(control):
+        sentences.append(
+            "The same for fixed masks, a control about which the corollary claims nothing: the mask's constants "
+            f"are the smaller ones {parts}."
+        )
+    return sentences
+
+
+def _counts(cases: Sequence[Finding]) -> str:
+    """Return ``in 2 of 18 cases in the paper form (assumption not met in 6 more), …``."""
+    parts = []
+    for form in ("paper", "sound"):
+        of_form = [f for f in cases if f.form == form]
+        stated = [f for f in of_form if f.verdict is not Verdict.NOT_MET]
+        met = sum(f.verdict is Verdict.HOLDS for f in stated)
+        unmet = len(of_form) - len(stated)
+        more = f" (assumption not met in {unmet} more)" if unmet else ""
+        parts += [f"in {met} of {counted(len(stated), 'case')} in the {form} form{more}"] if of_form else []
+    return ", ".join(parts)
+
+
+def _is_fixed(findings: Findings, pair: Pair) -> bool:
+    """Return whether a pair's mask ignores the scores."""
+    models = findings.measurements.models
+    return bool(models.loc[models["model"] == pair.other, "attention"].isin(FIXED_MASKS).all())
+
+
+def bounds_sentences(findings: Findings) -> list[str]:
+    """Return whether the constants hold, and where a mask has the better guarantee."""
+    sentences = []
+    for model, label in model_labels(findings.measurements.models).items():
+        of_model = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
+        parts = [*constants_sentences(of_model), *rungs_sentences(findings(network_rungs, model))]
+        sentences += [f"{label}: {' '.join(parts)}"] if parts else []
+    for pair in findings(compared_pairs):
+        parts = list(_corollary_sentences(findings(corollary_findings, pair), _is_fixed(findings, pair)))
+        sentences += [f"{pair.label}: {' '.join(parts)} ({HEURISTIC[0].upper()}{HEURISTIC[1:]}.)"] if parts else []
+    return sentences or ["No constant of these models is known."]
+
+
+def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
+    """Return sentences on the loss's gradient, its local bound, the worst case and the gaps; none if unknown."""
+    if not rungs:
+        return []
+    gap = rungs["sound"] - rungs["gradient"]
+    parts = {name: f"{rungs[name]:.1f} ({rungs[name] / gap:.0%})" for name in ("residual", "point", "left")}
+    return [
+        f"All parameters together, in ln: gradient {rungs['gradient']:.1f}, local bound {rungs['local']:.1f}, "
+        f"worst case {rungs['sound']:.1f}. Of the {gap:.1f} nats between, the loss's residual explains "
+        f"{parts['residual']}, what else the point knows {parts['point']}; {parts['left']} are left."
     ]
-    return json_object("bounds", findings, scope=SCOPE, results=results, pairs=compared)
+
+
+def constants_sentences(judged: Iterable[Finding]) -> list[str]:
+    """Return sentences on one model's constants: those that could have failed, then the vacuous ones."""
+    by_form = sorted(judged, key=lambda f: FORMS.index(f.form))
+    vacuous = [f for f in by_form if f.verdict is Verdict.VACUOUS]
+    sentences = [_constants_sentence(f) for f in by_form if f not in vacuous]
+    if vacuous:
+        parts = "; ".join(_vacuous_words(f) for f in vacuous)
+        sentences.append(f"Vacuous, true and more than 1,000 times the measured slopes in most tensors: {parts}.")
+    return sentences
+
+
+def _vacuous_words(finding: Finding) -> str:
+    """Return the gap of a vacuous form, and its unmet assumptions."""
+    n, reason = finding.numbers, _unmet_words(finding)
+    gaps = powers_of_ten(n["smallest log10 gap"], n["largest log10 gap"])
+    tensors = int(n["holds"] + n["vacuous"])
+    return (
+        f"the {finding.form} constants of Theorem 2, {gaps} times what was measured in {tensors} tensors{reason}"
+    )
+
+
+def _unmet_words(finding: Finding) -> str:
+    assumed = finding.note.replace("assumption not met: ", "")
+    return f" (these assumptions do not hold here: {assumed})" if assumed else ""
+
+
+def _constants_sentence(finding: Finding) -> str:
+    """Return a sentence on one form of one model's constants."""
+    n, name, reason = finding.numbers, f"the {finding.form} constants of Theorem 2", _unmet_words(finding)
+    if finding.form in ("point", "local"):
+        at_point = finding.form == "point"
+        name = "the bounds of the gradient at this point" if at_point else "the local bounds of the gradient"
+    if finding.verdict is Verdict.VIOLATED:
+        fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
+        return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."
+    if finding.verdict is Verdict.NOT_MET and reason:
+        return f"Nothing can be said about {name}{reason}."
+    if finding.verdict is not Verdict.HOLDS:
+        return f"On {name}: {finding.verdict}{reason}."
+    which = "of the queries and keys " if finding.form == "point" else ""
+    sentence = f"In {n['holds'] + n['vacuous']:.0f} tensors {which}the loss is no steeper than {name}"
+    if "smallest log10 gap" not in n:  # no slope to compare with: of weights that are no numbers
+        return f"{sentence}{reason}."
+    gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
+    near = f", {n['within a factor of ten']:.0f} within a factor of ten" if n["within a factor of ten"] else ""
+    slopes = "gradients" if finding.form in ("point", "local") else "slopes"  # secants leave the point
+    return f"{sentence}, which are {gaps} times the measured {slopes}{near}{reason}."
+
+
+def _corollary_sentences(judged: Sequence[Finding], fixed: bool) -> Iterator[str]:
+    for form in ("paper", "sound"):
+        for claim, parameter in CLAIMS.items():
+            of_claim = [f for f in judged if f.claim == claim and f.form == form]
+            at_percentiles = [f for f in of_claim if f.percentile is not None]
+            if at_percentiles:
+                yield _condition_sentence(form, parameter, at_percentiles, fixed)
+            elif of_claim:
+                yield f"Inconclusive {_GUARANTEE[parameter]}, {form} form: {of_claim[0].note}."
+    for f in judged:
+        if f.claim == NOT_COMPARABLE:
+            yield f"Inconclusive: {f.note}."
+
+
+def _side_words(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "∞" if value > 0 else "−∞"
+
+
+def _condition_sentence(form: str, parameter: str, parts: Sequence[Finding], fixed: bool) -> str:
+    """Return at which percentiles one condition gives the mask the better guarantee."""
+    by_verdict: dict[Verdict, list[str]] = {}
+    for f in parts:
+        value = f.numbers[LEFT_SIDES[form][0]]
+        shown = f.where if f.verdict is Verdict.NOT_MET or pd.isna(value) else f"{f.where} ({_side_words(value)})"
+        by_verdict.setdefault(f.verdict, []).append(shown)
+    words = {
+        Verdict.HOLDS: "holds at",
+        Verdict.VIOLATED: "does not hold at",
+        Verdict.NOT_MET: "cannot be stated at",
+    }
+    cases = ", ".join(f"{words[v]} {', '.join(at)}" for v, at in by_verdict.items())
+    equation = "Theorem 4" if fixed else _PAPERS[parameter]
+    what = f"{equation}, left side below 1" if form == "paper" else "ln margin below 0"
+    whose = "Control: a smaller constant of the fixed mask" if fixed else "A better guarantee of the mask"
+    return f"{whose} {_GUARANTEE[parameter]}, {form} form ({what}), {cases}."
+
+
+def _exponential(value: float) -> str:
+    return number(math.exp(value))
+
+
+_CONSTANTS = (
+    Column("layer", form=plain), Column("head", form=plain), Column("gamma-measured", "Γ", _exponential),
+    Column("upsilon-measured", "Υ", _exponential), Column("token_norm-measured", "Ξ", _exponential),
+    Column("norm_lipschitz_attention-measured", "λ_LN1", _exponential, drop=1),
+    Column("norm_lipschitz_mlp-measured", "λ_LN2", _exponential, drop=2), Column("attention_map-sound", "ln λ_A"),
+    Column("attention_map-paper", "ln λ_A paper"), Column("bilinear_form-sound", "ln λ_M"),
+    Column("bilinear_form-paper", "ln λ_M paper"), Column("block_input-sound", "ln λ_X"),
+    Column("block_input-paper", "ln λ_X paper"),
+)  # fmt: skip
+_SLOPES = (
+    Column("layer", form=lambda layer: plain(None if layer == ALL else layer)),
+    Column("group", "tensors", plain),
+    *(Column(f"ln_{name}") for name in ("gradient", "secant", *FORMS)),
+)
+_PAIR = (
+    Column("better", "better guarantee in", plain), Column("form", form=plain, drop=NEVER),
+    Column("condition", form=plain, drop=1),
+    *(Column(f"sides.{at}", p, finite) for at, p in enumerate(("p75", "p90", "p95", "p100"))),
+    Column("answer", "mask better?", plain, drop=NEVER),
+)  # fmt: skip
+_ANSWERS = {
+    Verdict.HOLDS: "yes",
+    Verdict.VIOLATED: "no",
+    Verdict.NOT_MET: "not met",
+    Verdict.NOTHING: "inconclusive",
+}
+
+
+def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:
+    """Yield slopes and constants of one model."""
+    measured = findings.measurements.of(model)
+    yield f"{title(findings, model)}: slopes of the loss, by group"
+    yield _slopes(measured.parameters)
+    judged = [f for f in findings(parameter_findings) if f.where == "all" and f.subject == model]
+    yield from constants_sentences(judged)
+    yield from rungs_sentences(findings(network_rungs, model))
+    yield "Constants:"
+    yield _constants(measured.constants)
+
+
+def _shown_pair(conditions: list[Finding]) -> Iterator[str | NumberTable]:
+    """Yield the conditions of a pair in a table by percentile, and the other findings as sentences."""
+    by_condition: dict[tuple[str, str], list[Finding]] = {}
+    for finding in conditions:
+        if finding.percentile is not None:
+            by_condition.setdefault((finding.claim, finding.form), []).append(finding)
+    rows = []
+    for (claim, form), parts in by_condition.items():
+        name, threshold = LEFT_SIDES[form]
+        one_k = ", one k" if any("one k" in part.note for part in parts) else ""
+        row = {"better": CLAIMS[claim], "form": form + one_k, "condition": f"{name} < {threshold:g}"}
+        answer = _ANSWERS[agreed(part.verdict for part in parts)]
+        rows.append({**row, "sides": [part.numbers[name] for part in parts], "answer": answer})
+    if rows:
+        yield NumberTable(_PAIR, rows)
+    others = [
+        f for f in conditions
+        if f.percentile is None and (f.where != "all" or (f.claim, f.form) not in by_condition)
+    ]  # fmt: skip
+    yield from map(verdict_line, others)
+
+
+def _slopes(parameters: pd.DataFrame) -> NumberTable:
+    """Return the largest measured slope and constants of each group of tensors, as natural logarithms."""
+    names = [column.name for column in _SLOPES[2:]]
+    largest = parameters.groupby(["layer", "group"], sort=False)[names].max().reset_index()
+    return NumberTable(_SLOPES, records(largest))
+
+
+def _constants(constants: pd.DataFrame) -> NumberTable:
+    """Return a row a head, which repeats the constants of its layer."""
+    named = constants.assign(name=constants["quantity"] + "-" + constants["form"])
+    by_head = named[named["head"] != ALL].pivot(index=["layer", "head"], columns="name", values="ln_value")
+    by_layer = named[named["head"] == ALL].pivot(index="layer", columns="name", values="ln_value")
+    table = by_head.join(by_layer, on="layer").reindex(columns=[column.name for column in _CONSTANTS[2:]])
+    network = named[named["layer"] == ALL].set_index("name")
+    forms = {form: network["ln_value"].get(f"network-{form}") for form in ("local", "sound", "paper")}
+    caption = f"ln λ_L of the network: {', '.join(f'{number(value)} {form}' for form, value in forms.items())}"
+    if infinite := network["infinite"].get("network-sound"):
+        others = number(network["ln_finite"].get("network-sound"))
+        caption += f"; {infinite} inputs have no sound one, {others} for the others"
+    return NumberTable(_CONSTANTS, records(table.reset_index()), caption=caption)
+
+
+def bounds_glance(findings: Findings) -> Glance:
+    """Return in how many cases the paper's corollary gives a top-k mask the better guarantee."""
+    models = findings.measurements.models
+    fixed_masks = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
+    labels = {pair.label for pair in findings(compared_pairs) if pair.other not in fixed_masks}
+    cases = [
+        f
+        for f in findings(bounds_findings)
+        if f.claim in CLAIMS and f.form == "paper" and f.percentile in JUDGED_PERCENTILES and f.subject in labels
+    ]
+    stated = [f for f in cases if f.verdict is not Verdict.NOT_MET]
+    if not stated:
+        return Glance(
+            Outcome.OPEN, "0 cases", "in which the corollary says anything about a top-k mask", claim=True
+        )
+    met = sum(f.verdict is Verdict.HOLDS for f in stated)
+    return Glance(
+        Outcome.HOLDS if met == len(stated) else Outcome.DOES_NOT, f"{met:,} of {counted(len(stated), 'case')}",
+        f"in which the {top_words(findings)} mask has the better guarantee by Corollary 1 as printed (p75 to "
+        "p95, W and X)",
+        claim=True,
+    )  # fmt: skip
+
+
+def bounds_tables(findings: Findings) -> dict[str, pd.DataFrame]:
+    """Return constants and tensors of every model, conditions of every pair, verdicts."""
+    return {
+        "constants": with_facts(findings, findings.measurements.constants),
+        "parameters": with_facts(findings, findings.measurements.parameters),
+        "corollary": corollary_table(findings, findings(compared_pairs)),
+        "bounds_verdicts": verdict_table(findings(bounds_findings)),
+    }

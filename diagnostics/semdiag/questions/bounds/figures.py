@@ -1,4 +1,4 @@
-"""The section ``bounds`` of a report: the constants of Theorem 2 above measured slopes, and Corollary 1."""
+"""Figures: the constants of Theorem 2 above measured slopes, and Corollary 1."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,36 +10,35 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Finding, Findings, compared_pairs, log10
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of, power_of_ten, powers_of_ten
 from semdiag.presenting.drawing.style import (
     FAINT,
     INK,
+    drawing,
     finished,
     lightened,
     note_below,
     page_width,
     panel_grid,
-    paper_style,
     title_with_facts,
 )
-from semdiag.presenting.section import Heading, Section, Shown, verdict_table, with_facts
-from semdiag.questions.bounds.answer import (
-    HEURISTIC,
-    PAPER_PERCENTILES,
-    bounds_findings,
-    corollary_table,
-    parameter_findings,
-)
-from semdiag.questions.bounds.words import bounds_glance, bounds_sentences, corollary_in_short
+from semdiag.questions.bounds.answer import parameter_findings
+from semdiag.questions.bounds.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
 
 _DRAWN = {"ln_point": ("bound at the point", 2.6, 0.0), "ln_local": ("local bound", 1.0, 0.45)}
 _STATED = ("sound", "paper")  # forms too far above the slope to be drawn
 _COLUMNS = (*_DRAWN, "ln_gradient")
 
 
-@paper_style
+@drawing(
+    "Bounds on the slope of the loss over the slope that was measured, block by block, logarithmic "
+    "ordinate, attentions side by side: {shown}.",
+    "The bound at the point, of queries and keys, lies close above their slope: it could have failed. "
+    "The higher a line, the less its bound says: a difference between two models' constants then need "
+    "not show in how they learn.",
+)
 def secants_under_bounds(findings: Findings) -> Figure:
     """Draw the constants over the measured slope, from the smallest to the largest ratio of a block's tensors."""
     measurements = findings.measurements
@@ -119,7 +118,14 @@ _EQUAL = 1e-12  # a margin of which nothing is left but rounding
 _COLORS = ListedColormap(["#dcdcdc", "#f3c9a5", "#a9cdea"])  # cannot tell, not met, met
 
 
-@paper_style
+@drawing(
+    "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100, and the "
+    "margins of the sound comparison beside them, as coloured cells, two rows a pair: {shown}.",
+    "A blue cell means that the mask has the better worst-case guarantee at that percentile, an orange one that "
+    "full attention has. Left is the paper's condition, right the comparison of sound constants; where the two "
+    "disagree, the paper's explanation rests on its form of ξ. For masks whose rows differ in length the right "
+    "numbers are not bounds: see the comparison by layers.",
+)
 def corollary_conditions(findings: Findings) -> Figure:
     """Draw the conditions of every pair as coloured cells with their numbers."""
     table = corollary_table(findings, findings(compared_pairs))
@@ -180,34 +186,15 @@ def _name(ax: Axes, pairs: list[str]) -> None:
     ax.set_yticks(range(len(labels)), labels, fontsize=5.5 if narrow else 7, linespacing=0.95)
 
 
-def bounds_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return constants and tensors of every model, conditions of every pair, verdicts."""
-    return {
-        "constants": with_facts(findings, findings.measurements.constants),
-        "parameters": with_facts(findings, findings.measurements.parameters),
-        "corollary": corollary_table(findings, findings(compared_pairs)),
-        "bounds_verdicts": verdict_table(findings(bounds_findings)),
-    }
-
-
 _HEURISTIC = (
     "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper does: "
     "that is a heuristic, not a theorem about any one query."
 )
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "constants",
         "How far below their bounds are the slopes of the loss?",
-        (
-            Shown(
-                secants_under_bounds,
-                "Bounds on the slope of the loss over the slope that was measured, block by block, logarithmic "
-                "ordinate, attentions side by side: {shown}.",
-                "The bound at the point, of queries and keys, lies close above their slope: it could have failed. "
-                "The higher a line, the less its bound says: a difference between two models' constants then need "
-                "not show in how they learn.",
-            ),
-        ),
+        (secants_under_bounds,),
         (
             "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
             "along training: it bounds the gradient there and is not a Lipschitz constant of a region. The local "
@@ -221,18 +208,7 @@ _HEADINGS = (
     Heading(
         "corollary",
         "Does the mask have the better guarantee?",
-        (
-            Shown(
-                corollary_conditions,
-                "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100, and the "
-                "margins of the sound comparison beside them, as coloured cells, two rows a pair: {shown}.",
-                "A blue cell means that the mask has the better worst-case guarantee at that percentile, an "
-                "orange one that full attention has. Left is the paper's condition, right the comparison of "
-                "sound constants; where the two disagree, the paper's explanation rests on its form of ξ. For "
-                "masks whose rows differ in length the right numbers are not bounds: see the comparison by "
-                "layers.",
-            ),
-        ),
+        (corollary_conditions,),
         (
             _HEURISTIC,
             "The sound comparison in W never favours a heavy-hitter mask: the worst-case constant of full "
@@ -242,19 +218,4 @@ _HEADINGS = (
             "it prints, k = 5.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="bounds",
-    needs=("constants", "parameters"),
-    measured=lambda findings: not in_part(findings),
-    headings=_HEADINGS,
-    external=(),
-    in_short=corollary_in_short,
-    details=bounds_sentences,
-    verdicts=bounds_findings,
-    glance=bounds_glance,
-    glanced="corollary",
-    tables=bounds_tables,
 )

@@ -28,6 +28,7 @@ from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_input
 from semdiag.measuring.encoders.weights import NamedTensor, named_tensors, not_finite
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import ALL, Table
+from semdiag.questions.bounds import BoundsPlan
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
 
@@ -476,13 +477,6 @@ def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFr
     )
 
 
-@dataclass(frozen=True)
-class BoundsPlan:
-    """What is measured of the theory."""
-
-    tensor_secants: bool = True  # whether to measure secants in each tensor and bounds at the point: takes time
-
-
 def _measure(subject: Subject, plan: BoundsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     model = subject.model
     if model.external:
@@ -506,7 +500,7 @@ def _provenance(plan: BoundsPlan, samples: int, few: int) -> dict[str, Any]:
     return {"bound_samples": min(SAMPLES, samples)}
 
 
-BOUNDS = Probe(
+PROBE = Probe(
     "bounds",
     BoundsPlan,
     (CONSTANTS, PARAMETERS, PROJECTIONS),

@@ -1,68 +1,65 @@
 """What did fine-tuning, quantising or pruning change of a model's attention?"""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.options import option
+from semdiag.presenting.question import Asked, Question
+
+if TYPE_CHECKING:
+    import torch
+
+    from semdiag.capturing.loading import LoadedModel
 
 
-@command(leave_out=("min_keys", "per_query", "jobs", "ray"), batch_size=8)
-def compare(
-    base: Annotated[
-        Path,
-        typer.Argument(
-            metavar="A",
-            help="The base: any model that other commands take.",
-            show_default=False,
-            autocompletion=options.models,
-        ),
-    ],
+@dataclass(frozen=True)
+class ComparePlan:
+    """What a model is compared with."""
+
+    top: Annotated[int, option("k of the top-k keys whose overlap is shown.")] = 8
+    base: "LoadedModel | None" = None  # None: the model itself, where nothing changes
+    dtype: "torch.dtype | None" = None  # number format of the base; None: that of the model
+
+    def __post_init__(self) -> None:
+        from semdiag_models.reading import InputError
+
+        if self.top < 1:
+            raise InputError(f"--top must be at least 1. Got {self.top}.")
+
+
+def _model(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=options.models)
+
+
+def _ask(
+    base: Annotated[Path, _model("A", "The base: any model that other commands take.")],
     model: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[B]",
-            help="The model that was made of it: fine-tuned, quantised, pruned. Default: A itself, for another "
+        _model(
+            "[B]",
+            "The model that was made of it: fine-tuned, quantised, pruned. Default: A itself, for another "
             "--dtype-b.",
-            show_default=False,
-            autocompletion=options.models,
         ),
     ] = None,
-    top: Annotated[
-        int,
-        typer.Option(help="k of the top-k keys whose overlap is shown.", rich_help_panel=options.MEASURE),
-    ] = 8,
     dtype_b: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Precision in which B runs, as of --dtype. Default: that of A.",
-            show_default=False,
-            rich_help_panel=options.MEASURE,
+        option(
+            "Precision in which B runs, as of --dtype. Default: that of A.", metavar="NAME", show_default=False
         ),
     ] = None,
-    every: options.Every = False,
     *,
-    shared: Shared,
+    plan: ComparePlan,
+    shared: Asked,
 ) -> None:
-    """Compare two models on the same inputs: what did fine-tuning, quantising or pruning change?
-
-    For every layer and head: the total variation of the attention weights, the change of δ, the overlap of the
-    top-k, and the change of the attention's output, parted into that of the weights and that of the values. Of the
-    model's outputs: the divergence KL(A || B), changed predictions, the loss. The heads that changed most come
-    first.
-
-    [bold]semdiag compare hf:models/base hf:models/four-bits --inputs texts.txt[/]
-    """
     from semdiag.capturing.loading import find_checkpoints
-    from semdiag.questions.compare.answer import print_comparison
-    from semdiag.questions.compare.measure import ComparePlan, compare_survey
+    from semdiag.questions.compare.measure import compare_survey
     from semdiag_models import InputError
 
-    ComparePlan(top)  # refuses a wrong one before anything is loaded
     for path in filter(None, (base, model)):
         if len(checkpoints := find_checkpoints([path])) > 1:
             raise InputError(
@@ -73,18 +70,29 @@ def compare(
         raise InputError(
             "There is nothing to compare: name a second model, or another precision of this one with --dtype-b."
         )
-    measure = partial(compare_survey, top=top, dtype=dtype_b)
+    measure = partial(compare_survey, top=plan.top, dtype=dtype_b)
     # Four stages: one sample of both, each of them alone, both together.
     models, against, stages = ([base], None, 3) if alone or model is None else ([model], base, 1)
-    findings = shared.measured(models, shared.conditions(), measure, more_stages=stages, against=against)
-    shared.deliver("compare", findings, partial(print_comparison, every=every), answered=True)
+    findings, _ = shared.measured(models, shared.conditions(), measure, more_stages=stages, against=against)
+    shared.deliver(findings)
 
 
 QUESTION = Question(
     "compare",
     __name__,
-    measured_by="measure:COMPARISON",
-    summarised_by="answer:compare_summary",
-    shown_by="figures:SECTION",
-    asked_by=":compare",
+    """Compare two models on the same inputs: what did fine-tuning, quantising or pruning change?
+
+    For every layer and head: the total variation of the attention weights, the change of δ, the overlap of the
+    top-k, and the change of the attention's output, parted into that of the weights and that of the values. Of the
+    model's outputs: the divergence KL(A || B), changed predictions, the loss. The heads that changed most come
+    first.
+
+    [bold]semdiag compare hf:models/base hf:models/four-bits --inputs texts.txt[/]
+    """,
+    ComparePlan,
+    _ask,
+    takes=("every",),
+    leave_out=("min_keys", "per_query", "jobs", "ray"),
+    defaults={"batch_size": 8},
+    needs=("compared",),
 )

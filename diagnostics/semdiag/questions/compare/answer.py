@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
-    Findings,
-    Summary,
-    json_object,
-    modules_by_layer,
-    records,
-)
+from semdiag.measuring.findings.findings import Findings, Summary, json_ready, modules_by_layer, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval_words, layer_name, number, number_from_json, whole_percent
-from semdiag.presenting.section import NEVER, Column, NumberTable, say_sentences, text, wide_console
+from semdiag.measuring.words import (
+    counted,
+    interval_words,
+    layer_name,
+    number,
+    number_from_json,
+    text,
+    whole_percent,
+)
+from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, with_facts
+from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 _RELATIVE = {"output_change": "change", "by_weights": "by_weights", "by_values": "by_values"}
 _COLUMNS = [
@@ -92,33 +94,6 @@ def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
     """Return Σ sums / Σ counts with its interval over samples."""
     each = rows.groupby("sample")[[sums, counts]].sum().to_numpy(np.float64)
     return sum_ratio_interval(each[:, 0], each[:, 1], share=sums == "total_variation").if_varied()
-
-
-def compare_summary(findings: Findings) -> Summary:
-    """Return the changes from the base to the model."""
-    changes, ranking, answers = findings(change_table), findings(head_ranking), findings(answer_table)
-    results = []
-    for row in records(findings.measurements.models):
-        changed, base = changes[changes["model"] == row["model"]], changes["base"]
-        if changed.empty:
-            continue
-        plain = changed.drop(columns=["model", "base", "rank"])
-        layers = plain[(plain["head"] == ALL) & (plain["layer"] != ALL)].drop(columns="head")
-        heads = ranking[ranking["model"] == row["model"]].drop(columns=["model", "base", "low", "high"])
-        outputs = records(answers[answers["model"] == row["model"]].drop(columns=["model", "base"]))
-        results.append(
-            {key: row[key] for key in MODEL_FACTS}
-            | {
-                "base": base[changed.index[0]],
-                "all": records(plain[plain["layer"] == ALL].drop(columns=["layer", "head"]))[0],
-                "outputs": outputs[0] if outputs else None,
-                "layers": records(layers),
-                "heads": records(heads),
-            }
-        )
-    return json_object(
-        "compare", findings, top=findings.measurements.provenance.get("compare_top"), results=results
-    )
 
 
 _ROUNDING, _NAMED = 1e-5, 5
@@ -196,8 +171,8 @@ def _outputs(outputs: Summary | None) -> list[str]:
     return sentences
 
 
-_SHOWN = 10  # heads, without --all
-_TERMINAL_COLUMNS = (
+_FEW = 10  # heads, without --all
+_SHOWN = (
     Column("rank", form=text), Column("layer", form=text), Column("head", form=text),
     Column("total_variation", drop=NEVER), Column("largest", drop=2), Column("dispersion_base", "δ of A"),
     Column("dispersion", "δ of B"), Column("moved", "|change|", drop=1), Column("overlap", "top-{} overlap"),
@@ -205,20 +180,58 @@ _TERMINAL_COLUMNS = (
 )  # fmt: skip
 
 
-def print_comparison(findings: Findings, every: bool = False) -> None:
-    """Print what changed, the heads that changed most, or every head, and the whole model."""
-    console = wide_console()
-    summary = findings(compare_summary)
-    for result in summary["results"]:
-        modules = findings(modules_by_layer, result["model"])
-        say_sentences(comparison_sentences(result, modules))
+def answer(findings: Findings) -> Answer:
+    """Return what changed from the base to the model: the heads that changed most, every head, the whole model."""
+    top = findings.measurements.provenance.get("compare_top")
+    results = findings(comparisons)
+    modules = {model: findings(modules_by_layer, model) for model in results}
+    opening = {model: comparison_sentences(result, modules[model]) for model, result in results.items()}
+    shown: list[str | NumberTable | Folded] = []
+    for model, result in results.items():
         sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
-        console.print(
-            f"\nA: {result['base']}\nB: {result['model']}\n{sizes}, {counted(result['all']['queries'], 'query')}"
-        )
-        heads = result["heads"] if every else result["heads"][:_SHOWN]
-        heads = [{**row, "layer": layer_name(row["layer"], modules)} for row in heads]
+        shown.append(f"\nA: {result['base']}\nB: {model}\n{sizes}, {counted(result['all']['queries'], 'query')}")
         whole = {**result["all"], "rank": "all", "layer": "", "head": ""}
-        console.print(NumberTable(_TERMINAL_COLUMNS, [*heads, whole], unit=summary["top"]))
-        if len(heads) < len(result["heads"]):
-            console.print(f"{len(result['heads']) - len(heads)} further heads: --all shows them.")
+        heads = [{**row, "layer": layer_name(row["layer"], modules[model])} for row in result["heads"]]
+        tables = [NumberTable(_SHOWN, [*heads[:most], whole], unit=top) for most in (_FEW, None)]
+        further = len(result["heads"]) - _FEW
+        more = [f"{further} further heads: --all shows them."] if further > 0 else []
+        shown.append(Folded([tables[0], *more], tables[1:]))
+    last = [*results.values()][-1]["all"]
+    queries = counted(last["queries"], "query")
+    return Answer(
+        Glance(
+            Outcome.MEASURED,
+            f"{last['total_variation']:.3g}",
+            f"total variation of attention's weights from A to B, mean over {queries}",
+        ),
+        [f"A: {results[model]['base']}; B: {model}. {' '.join(words)}" for model, words in opening.items()],
+        tables={
+            "compare": with_facts(findings, findings(change_table)),
+            "compare_outputs": with_facts(findings, findings(answer_table)),
+        },
+        results=results,
+        more={"top": top},
+        shown=shown,
+        opening=[sentence for sentences in opening.values() for sentence in sentences],
+    )
+
+
+def comparisons(findings: Findings) -> dict[str, Summary]:
+    """Return the changes from the base to each model."""
+    changes, ranking, answers = findings(change_table), findings(head_ranking), findings(answer_table)
+    results = {}
+    for model, changed in changes.groupby("model", sort=False):
+        plain = changed.drop(columns=["model", "base", "rank"])
+        layers = plain[(plain["head"] == ALL) & (plain["layer"] != ALL)].drop(columns="head")
+        heads = ranking[ranking["model"] == model].drop(columns=["model", "base", "low", "high"])
+        outputs = records(answers[answers["model"] == model].drop(columns=["model", "base"]))
+        results[str(model)] = json_ready(
+            {
+                "base": changed["base"].iloc[0],
+                "all": records(plain[plain["layer"] == ALL].drop(columns=["layer", "head"]))[0],
+                "outputs": outputs[0] if outputs else None,
+                "layers": records(layers),
+                "heads": records(heads),
+            }
+        )
+    return results

@@ -1,4 +1,4 @@
-"""The section ``compare`` of a report: its figure, sentences and tables."""
+"""Figures: its figure, sentences and tables."""
 
 import numpy as np
 import pandas as pd
@@ -6,18 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.findings import Findings, modules_by_layer
-from semdiag.measuring.words import counted
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
-from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
-from semdiag.presenting.section import Answer, Glance, Heading, Section, Shown, answers_with_facts
-from semdiag.questions.compare.answer import (
-    answer_table,
-    change_table,
-    compare_summary,
-    comparison_sentences,
-    head_ranking,
-)
+from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
+from semdiag.questions.compare.answer import head_ranking
 
 _WRITTEN = 12  # with more layers or heads, numbers in the cells would be illegible
 _QUANTITIES = {
@@ -29,7 +22,13 @@ _QUANTITIES = {
 _ONE_SCALE = "by_weights", "by_values"
 
 
-@paper_style
+@drawing(
+    "Coloured cells, layers by heads: how far the attention of two models is apart on the same "
+    "inputs, and what of the change of its output is the weights' and the values': {shown}.",
+    "A bright cell in the first panel is a head that attends elsewhere than it did. Compare the two "
+    "panels of the output: where that of the weights is brighter, the damage came through queries and "
+    "keys; where that of the values is, the head looks where it did and finds something else.",
+)
 def compare_map(findings: Findings) -> Figure:
     """Draw the total variation, the overlap of the top-k, and both parts of the output's change, of every head."""
     table = findings(head_ranking)
@@ -64,37 +63,11 @@ def _draw(ax: Axes, heads: pd.DataFrame, name: str) -> None:
     ax.set_ylabel("head")
 
 
-def compare_glance(findings: Findings) -> Glance:
-    """Return the mean total variation of the weights for the model compared last."""
-    result = findings(compare_summary)["results"][-1]
-    whole = result["all"]
-    words = f"total variation of attention's weights from A to B, mean over {counted(whole['queries'], 'query')}"
-    return Glance(Answer.MEASURED, f"{whole['total_variation']:.3g}", words)
-
-
-def _sentences(findings: Findings) -> list[str]:
-    """Return the changes of every compared model."""
-    return [
-        f"A: {result['base']}; B: {result['model']}. "
-        + " ".join(comparison_sentences(result, findings(modules_by_layer, result["model"])))
-        for result in findings(compare_summary)["results"]
-    ]
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "compare",
         "What changed from the base to the model?",
-        (
-            Shown(
-                compare_map,
-                "Coloured cells, layers by heads: how far the attention of two models is apart on the same "
-                "inputs, and what of the change of its output is the weights' and the values': {shown}.",
-                "A bright cell in the first panel is a head that attends elsewhere than it did. Compare the two "
-                "panels of the output: where that of the weights is brighter, the damage came through queries and "
-                "keys; where that of the values is, the head looks where it did and finds something else.",
-            ),
-        ),
+        (compare_map,),
         (
             "Each model runs by itself: from the second layer on, a head's change includes that of its input. It "
             "does not say which weights were changed.",
@@ -105,14 +78,4 @@ _HEADINGS = (
             "Intervals resample whole samples; they are about other inputs of the same kind.",
         ),
     ),
-)
-
-SECTION = Section(
-    name="compare",
-    needs=("compared",),
-    glance=compare_glance,
-    headings=_HEADINGS,
-    external=_HEADINGS,
-    in_short=_sentences,
-    tables=answers_with_facts(compare=change_table, compare_outputs=answer_table),
 )

@@ -1,4 +1,4 @@
-"""The probe ``compare``: two models run on the same inputs, batch by batch, and compared call by call."""
+"""Two models run on the same inputs, batch by batch, and compared call by call."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +24,11 @@ from semdiag.measuring.calls.running import RandomNumbers, placed, running
 from semdiag.measuring.encoders.traces import checked_batch
 from semdiag.measuring.measure import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
 from semdiag.measuring.table import Table
-from semdiag.questions.k_sweep.outputs import Answers, Reader, output_change, position_terms
+from semdiag.questions.compare import ComparePlan
 from semdiag_models import Encoder, InputError
 from semdiag_models.reading import require_memory
 from semdiag_models.training import find_device, with_float64
@@ -392,20 +393,7 @@ class CallPairs:
         return f"{self._base} and {self._other} cannot be compared:"
 
 
-TOP = 8
-
-
-@dataclass(frozen=True)
-class ComparePlan:
-    """What a model is compared with."""
-
-    top: int = TOP  # k of the top-k whose overlap is measured
-    base: LoadedModel | None = None  # None: the model itself, where nothing changes
-    dtype: torch.dtype | None = None  # number format of the base; None: that of the model
-
-    def __post_init__(self) -> None:
-        if self.top < 1:
-            raise InputError(f"--top must be at least 1. Got {self.top}.")
+TOP = ComparePlan.top
 
 
 def compare(
@@ -420,33 +408,10 @@ def compare(
     after_batch: Callable[[int], None] = lambda samples: None,
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> dict[str, pd.DataFrame]:
-    """Run two models on the same batches and compare their attention, call by call, and their outputs.
+    """Run two models on the same batches, and compare their attention, call by call, and their outputs.
 
     The queries, keys and values of the base are kept for one batch; scores are computed for some queries at a
-    time. Where a forward draws random numbers, both draw the same. Weights are those of
-    :func:`~semdiag.questions.compare.measure.head_changes`; outputs are read as those of
-    ``semdiag k-sweep --rerun``.
-
-    Source: docs/commands/compare.md. Deviation: not in the paper.
-
-    Args:
-        base: the model before.
-        other: the model after, with as many attention calls of the same sizes.
-        batches: inputs of both.
-        top: k of the top-k whose overlap is measured.
-        labels: (N,) classes, for the loss; None: those in the batches, else the next token of a language model.
-        device: where both run; None: where they are.
-        dtypes: Number formats of the base and of the other model; None: unchanged.
-        after_batch: called with the number of samples of each batch.
-        remark: called with the text and the code of each remark on the comparison.
-
-    Returns:
-        The tables ``compared`` and ``compared_outputs``.
-
-    Raises:
-        InputError: if a model cannot be run on the inputs, the two differ in their attention calls, or a score is
-            not a finite number.
-        NotAvailableError: if no query attends to a key in both.
+    time. Where a forward draws random numbers, both draw the same.
     """
     pair = CallPairs(base.path, other.path, top)
     with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
@@ -517,7 +482,7 @@ def _provenance(plan: ComparePlan, samples: int, few: int) -> dict[str, Any]:
     return {"compare_top": plan.top} | ({} if plan.base is None else {"base": plan.base.path})
 
 
-COMPARISON = Probe("compare", ComparePlan, (COMPARED, COMPARED_OUTPUTS), _measure, provenance=_provenance)
+PROBE = Probe("compare", ComparePlan, (COMPARED, COMPARED_OUTPUTS), _measure, provenance=_provenance)
 
 
 def compare_survey(

@@ -1,5 +1,7 @@
 """Which attention learned faster, and what goes with it?"""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +9,23 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.question import Asked, Question
+
+
+@dataclass(frozen=True)
+class ConvergencePlan:
+    """What is measured of training runs."""
+
+    target: float = 0.95  # training accuracy that counts as having learned
+    targets: Mapping[str, float] = field(default_factory=dict)  # for single tasks, instead of the target
+
+    def __post_init__(self) -> None:
+        from semdiag_models.reading import InputError
+
+        for target in (self.target, *self.targets.values()):
+            if not 0 < target <= 1:
+                raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
+
 
 Runs = Annotated[
     list[Path] | None,
@@ -21,8 +39,7 @@ Runs = Annotated[
 ]
 
 
-@command(leave_out=("min_keys", "config", "per_query", "head", "jobs", "ray"))
-def convergence(
+def _ask(
     runs: Runs = None,
     target: Annotated[
         list[str] | None,
@@ -33,8 +50,18 @@ def convergence(
         ),
     ] = None,
     *,
-    shared: Shared,
+    shared: Asked,
 ) -> None:
+    from semdiag.questions.convergence.measure import convergence_survey
+
+    plan = ConvergencePlan(**options.targets(target or []))
+    findings, _ = shared.measured(runs, shared.conditions(), partial(convergence_survey, plan=plan))
+    shared.deliver(findings)
+
+
+QUESTION = Question(
+    "convergence",
+    __name__,
     """Compare how fast runs learn: epochs to 95% training accuracy, and speed-up over full attention.
 
     Each run is compared with the full-attention run of the same seed that differs in nothing else. A run that
@@ -43,20 +70,9 @@ def convergence(
     δ_h/δ_s.
 
     [bold]semdiag convergence --target 0.9[/]
-    """
-    from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
-    from semdiag.questions.convergence.words import print_convergence
-
-    conditions = shared.conditions()
-    survey = partial(convergence_survey, plan=ConvergencePlan(**options.targets(target or [])))
-    findings = shared.measured(runs, conditions, survey)
-    shared.deliver("convergence", findings, print_convergence)
-
-
-QUESTION = Question(
-    "convergence",
-    __name__,
-    summarised_by="answer:convergence_summary",
-    shown_by="figures:SECTION",
-    asked_by=":convergence",
+    """,
+    ask=_ask,
+    leave_out=("min_keys", "config", "per_query", "head", "jobs", "ray"),
+    needs=("runs",),
+    external=False,
 )

@@ -1,4 +1,4 @@
-"""The section ``convergence`` of a report: speed-up over full attention, and learning curves."""
+"""Figures: speed-up over full attention, and learning curves."""
 
 import math
 
@@ -10,31 +10,26 @@ from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.words import counted, percent
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
     FAINT,
     AttentionStyle,
     attention_style,
+    drawing,
     finished,
     panel_grid,
-    paper_style,
     plain_numbers,
     title_with_facts,
     wrapped,
 )
-from semdiag.presenting.section import Heading, Section, Shown, measured_glance, with_run_facts
 from semdiag.questions.convergence.answer import (
+    arrival_words,
     arrivals,
     over_seeds,
-    run_statistics,
     seed_curves,
     speed_dispersion_table,
     speed_ups,
-)
-from semdiag.questions.convergence.words import (
-    arrival_words,
-    convergence_in_short,
-    convergence_sentences,
     target_words,
     targets_sentence,
 )
@@ -42,7 +37,12 @@ from semdiag.questions.convergence.words import (
 _ARROW = 1.35  # length of an arrow, as a factor
 
 
-@paper_style
+@drawing(
+    "Speed-up over full attention by task and attention, logarithmic axis with a line at 1, arrows "
+    "where only a bound is known: {shown}.",
+    "Points above the line learned in fewer epochs than full attention of the same seed. An arrow "
+    "means that one run never reached the target: the true speed-up lies somewhere in its direction.",
+)
 def speed_up(findings: Findings) -> Figure:
     """Draw the speed-up of every pair of runs, and its median with an interval over seeds."""
     table = findings(arrivals)
@@ -130,7 +130,13 @@ def _finish(ax: Axes, groups: list[str]) -> None:
     ax.set_xlim(-0.6, len(groups) - 0.4)
 
 
-@paper_style
+@drawing(
+    "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
+    "for each attention: {shown}.",
+    "Thick lines are training accuracy: of each run or, from three seeds on, their median with their "
+    "range. Markers on the dashed line are the epochs at which single runs reach the target. A curve "
+    "that ends below the line belongs to a run that did not reach it in its epochs.",
+)
 def learning_curves(findings: Findings) -> Figure:
     """Draw median training accuracy over seeds with its range, single arrivals, and held-out accuracy."""
     table = findings(arrivals)
@@ -186,7 +192,12 @@ def _mark(ax: Axes, style: AttentionStyle, runs: pd.DataFrame, target: float) ->
     )  # fmt: skip
 
 
-@paper_style
+@drawing(
+    "Speed-up over full attention against the ratio of median dispersions at the last checkpoint, "
+    "logarithmic axes: {shown}.",
+    "If a smaller dispersion went with faster learning, points would fall from the upper left to the lower right. "
+    "Bars are intervals over inputs only. Runs of one attention are not independent points.",
+)
 def speed_up_against_dispersion(findings: Findings) -> Figure:
     """Draw speed-up against δ_h/δ_s for every pair of runs."""
     table = findings(speed_dispersion_table)
@@ -230,44 +241,14 @@ def _with_one(limits: tuple[float, float]) -> tuple[float, float]:
     return min(limits[0], 0.9) / 1.15, max(limits[1], 1.1) * 1.15
 
 
-def convergence_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return runs, history (of their epochs), speed_ups, over_seeds."""
-    return {
-        "runs": findings(arrivals),
-        "speed_ups": findings(speed_dispersion_table),
-        "over_seeds": findings(run_statistics),
-        "history": with_run_facts(findings, findings.measurements.history),
-    }
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "convergence",
         "Which attention learns faster, and by how much?",
         (
-            Shown(
-                learning_curves,
-                "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
-                "for each attention: {shown}.",
-                "Thick lines are training accuracy: of each run or, from three seeds on, their median with their "
-                "range. Markers on the dashed line are the epochs at which single runs reach the target. A curve "
-                "that ends below the line belongs to a run that did not reach it in its epochs.",
-            ),
-            Shown(
-                speed_up,
-                "Speed-up over full attention by task and attention, logarithmic axis with a line at 1, arrows "
-                "where only a bound is known: {shown}.",
-                "Points above the line learned in fewer epochs than full attention of the same seed. An arrow "
-                "means that one run never reached the target: the true speed-up lies somewhere in its direction.",
-            ),
-            Shown(
-                speed_up_against_dispersion,
-                "Speed-up over full attention against the ratio of median dispersions at the last checkpoint, "
-                "logarithmic axes: {shown}.",
-                "If a smaller dispersion went with faster learning, points would fall from the upper left to the "
-                "lower right. Bars are intervals over inputs only. Runs of one attention are not independent "
-                "points.",
-            ),
+            learning_curves,
+            speed_up,
+            speed_up_against_dispersion,
         ),
         (
             "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier "
@@ -278,16 +259,4 @@ _HEADINGS = (
             "show that one causes the other: both are measured after training.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="convergence",
-    needs=("runs",),
-    glance=measured_glance("runs"),
-    headings=_HEADINGS,
-    external=(),
-    in_short=convergence_in_short,
-    details=convergence_sentences,
-    tables=convergence_tables,
 )

@@ -1,30 +1,17 @@
 """Measure training runs at their last checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from semdiag.capturing.loading import load_all
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.measuring.training_runs import TARGET, run_table
+from semdiag.measuring.training_runs import run_table
+from semdiag.questions.convergence import ConvergencePlan
 from semdiag_models import InputError
 from semdiag_models.reading import unknown_name
 from semdiag_models.training import find_device
-
-
-@dataclass(frozen=True)
-class ConvergencePlan:
-    """What is measured of training runs."""
-
-    target: float = TARGET  # training accuracy that counts as having learned
-    targets: Mapping[str, float] = field(default_factory=dict)  # for single tasks, instead of the target
-
-    def __post_init__(self) -> None:
-        for target in (self.target, *self.targets.values()):
-            if not 0 < target <= 1:
-                raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
 
 
 def convergence_survey(

@@ -34,10 +34,11 @@ from semdiag.measuring.findings.findings import (
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
 from semdiag.measuring.probe import percentiles
-from semdiag.measuring.words import counted, interval_words, ratio_words
+from semdiag.measuring.words import count_of, counted, interval_words, ratio_words, span_words
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
-from semdiag.presenting.section import Answer, Glance, count_of, drawn_word, span_words, top_words
+from semdiag.questions.percentile_tables import percentile_tables
 from semdiag_models import InputError, TrainingConfig, configure, find_task, read_checkpoint
 
 GATED = ("p50", "p75", "p90", "p95")
@@ -161,7 +162,7 @@ _NO_OPTIONS = (
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
 
 
-def dispersion_summary(findings: Findings) -> Summary:
+def dispersion_results(findings: Findings) -> dict[str, Summary]:
     """Return percentiles of δ, and of δ_h(k) and mass where they were measured, by layer and head and pooled."""
     queries = findings.measurements.queries
 
@@ -174,7 +175,7 @@ def dispersion_summary(findings: Findings) -> Summary:
             numbers |= {"recall": of("recall")["mean"], "without_keys": undefined}
         return numbers
 
-    return by_layer("dispersion", findings, describe)
+    return by_layer(findings, describe)
 
 
 def recall_table(findings: Findings) -> pd.DataFrame:
@@ -182,8 +183,7 @@ def recall_table(findings: Findings) -> pd.DataFrame:
     models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
     keys = findings.measurements.queries.groupby("model")["keys"].max()
     rows = []
-    for result in findings(dispersion_summary)["results"]:
-        model = result["model"]
+    for model, result in findings(dispersion_results).items():
         for row in (*result["layers"], {"layer": "all", "head": "all", **result["all"]}):
             if "recall" in row:
                 at_random = min(1.0, models[model]["k"] / keys[model])
@@ -337,9 +337,9 @@ def dispersion_glance(findings: Findings) -> Glance:
         judged = [pair for pair in pairs if not pair.gate.unknown]
         if not judged:
             words = "of a full and a top-k model have a finite dispersion δ on both sides"
-            return Glance(Answer.OPEN, count_of(0, len(pairs), "pair"), words, claim=True)
+            return Glance(Outcome.OPEN, count_of(0, len(pairs), "pair"), words, claim=True)
         passed = sum(pair.gate.passed for pair in judged)
-        answer = Answer.HOLDS if passed == len(judged) else Answer.DOES_NOT
+        outcome = Outcome.HOLDS if passed == len(judged) else Outcome.DOES_NOT
         number = count_of(passed, len(judged), "pair")
         words = f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
         words += "and 95th percentile"
@@ -348,11 +348,11 @@ def dispersion_glance(findings: Findings) -> Glance:
         words += f" ({'; '.join(notes)})" if notes else ""
         words += "" if trained else "; they are not trained yet"
         words += f"; {len(pairs) - len(judged)} more cannot be judged" if len(judged) < len(pairs) else ""
-        return Glance(answer if trained else Answer.OPEN, number, words, claim=True)
+        return Glance(outcome if trained else Outcome.OPEN, number, words, claim=True)
     every = findings(pooled_percentiles, "dispersion").values()
     known = [each for each in every if np.isfinite(each["p50"])]
     if not known:
-        return Glance(Answer.OPEN, f"0 of {counted(len(every), 'model')}", "have a finite dispersion δ")
+        return Glance(Outcome.OPEN, f"0 of {counted(len(every), 'model')}", "have a finite dispersion δ")
     queries = sum(int(each["queries"]) for each in known)
     span = span_words([each["p50"] for each in known], "{:.3g}")
     among = f"{counted(queries, 'query')}{drawn_word(findings)}"
@@ -360,13 +360,13 @@ def dispersion_glance(findings: Findings) -> Glance:
     words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
     if external(findings.measurements.models).all():
         words += f"; in trained models 90% of the heads have {reference_words('dispersion')}"
-        return Glance(Answer.MEASURED, f"{span} nats", words)
+        return Glance(Outcome.MEASURED, f"{span} nats", words)
     why = (
         "only some queries were drawn or kept, but a verdict on pairs needs all of them"
         if in_part(findings)
         else ("no pair of a full and a top-k model to compare")
     )
-    return Glance(Answer.OPEN, f"{span} nats", f"{words}; {why}")
+    return Glance(Outcome.OPEN, f"{span} nats", f"{words}; {why}")
 
 
 def before_training(findings: Findings) -> list[float]:
@@ -472,4 +472,19 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
     return (
         f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
         f"{delta['p95']:.3g} at the 95th percentile, over {of}."
+    )
+
+
+def answer(findings: Findings) -> Answer:
+    """Return how far apart the scores of a query are, and whether top-k attention has the smaller range."""
+    results, recall = findings(dispersion_results), findings(recall_table)
+    tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    if not external(findings.measurements.models).all():
+        tables["dispersion_ratio"] = findings(layer_ratios)
+    return Answer(
+        dispersion_glance(findings),
+        dispersion_in_short(findings),
+        tables=tables | ({"recall": recall} if len(recall) else {}),
+        results=results,
+        shown=percentile_tables(findings, "dispersion", results),
     )

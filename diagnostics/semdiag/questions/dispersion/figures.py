@@ -1,4 +1,4 @@
-"""The section ``dispersion`` of a report: its figures, sentences and tables."""
+"""Figures: its figures, sentences and tables."""
 
 import numpy as np
 import pandas as pd
@@ -9,6 +9,7 @@ from semdiag.capturing.attention_call import DENSE, external
 from semdiag.measuring.findings.estimates import Percentiles, known_rows, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.words import counted
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -23,27 +24,29 @@ from semdiag.presenting.drawing.style import (
     FAINT,
     AttentionStyle,
     draw_band,
+    drawing,
     finished,
     lightened,
     number_layers,
     panel_grid,
-    paper_style,
     plain_numbers,
     title_with_facts,
 )
-from semdiag.presenting.section import Heading, Section, Shown, percentile_csv
 from semdiag.questions.dispersion.answer import (
     FEWEST,
     RATIO_PERCENTILES,
     dispersion_by_number_of_keys,
-    dispersion_glance,
-    dispersion_in_short,
     layer_ratios,
-    recall_table,
 )
 
 
-@paper_style
+@drawing(
+    "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
+    "95th percentile, with 95% intervals and a line at 1: {shown}.",
+    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; equal steps on the "
+    "axis are equal factors. The bars are 95% intervals from resampling whole sequences: if a bar crosses 1, "
+    "these inputs do not settle the question for that layer.",
+)
 def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
     ratios = findings(layer_ratios)
@@ -98,7 +101,13 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
     number_layers(ax, sorted(ratios["layer"].unique()))
 
 
-@paper_style
+@drawing(
+    "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
+    "logarithmic abscissa, as a median line in two bands: {shown}.",
+    "A range over more scores is wider to begin with: compare queries with the same number of keys. A line that "
+    "is flat says that the width of the scores, not their number, sets δ; in causal models the first queries "
+    "see few keys and pull every pooled percentile down (--min-keys leaves them out).",
+)
 def dispersion_by_keys(findings: Findings) -> Figure:
     """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled."""
     curves = findings(dispersion_by_number_of_keys)
@@ -144,7 +153,14 @@ def _band(ax: Axes, table: pd.DataFrame, ends: tuple[float, float], style: Atten
 MARKED = (50, 75, 90, 95)
 
 
-@paper_style
+@drawing(
+    "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve "
+    "per model, percentiles 50, 75, 90 and 95 marked: {shown}.",
+    "Compare the curves at the same height: a curve further left has the smaller dispersion δ, "
+    "the range (largest minus smallest) of the scores a query's softmax mixes. A small δ means "
+    "that the kept keys compete on nearly equal terms: none can take more than e^δ/(e^δ + k − 1) "
+    "of the weight. The paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
+)
 def dispersion_ecdf(findings: Findings) -> Figure:
     """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked."""
     panels = panels_of(findings.measurements.models)
@@ -186,7 +202,13 @@ def _draw_ecdf(
         ax.plot(marks, heights, color=style.color, marker=style.marker, linestyle="none", markersize=4)
 
 
-@paper_style
+@drawing(
+    "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a "
+    "logarithmic axis, attention kinds side by side: {shown}.",
+    "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse models (δₕ, over the "
+    "kept keys): there the scores spread most. Where an initialisation is shown in a panel of its own, compare "
+    "with it: what is already there before training comes from the mask, not from learning.",
+)
 def dispersion_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis."""
     panels = panels_of(findings.measurements.models)
@@ -206,57 +228,22 @@ def dispersion_by_layer(findings: Findings) -> Figure:
     return finished(figure, f"{READING}; marker: maximum{grey}")
 
 
-def dispersion_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return percentiles of δ, its ratios to full attention's if models can be compared, and recall if defined."""
-    tables = {"dispersion": percentile_csv(findings, "dispersion")}
-    if not external(findings.measurements.models).all():
-        tables["dispersion_ratio"] = findings(layer_ratios)
-    if len(recall := findings(recall_table)):
-        tables["recall"] = recall
-    return tables
-
-
-_BY_KEYS = Shown(
-    dispersion_by_keys,
-    "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
-    "logarithmic abscissa, as a median line in two bands: {shown}.",
-    "A range over more scores is wider to begin with: compare queries with the same number of keys. A line that "
-    "is flat says that the width of the scores, not their number, sets δ; in causal models the first queries "
-    "see few keys and pull every pooled percentile down (--min-keys leaves them out).",
-)
 _PAIRED = (
-    "This is a comparison across models: two models, each trained with its own attention on the same data "
-    "and seed, each measured on its own scores. Nothing here says what one of them would do with the "
-    "other's mask."
+    "This is a comparison across models: two models, each trained with its own attention on the same data and "
+    "seed, each measured on its own scores. Nothing here says what one of them would do with the other's mask."
 )
 _POOLED = (
     "Percentiles pool the queries of all layers and heads; the 95th percentiles of two models need not come from "
     "the same layer. The maximum (p100) is one single query, so it is shown but not judged."
 )
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "focus",
         "Do the scores of the sparse model span less?",
         (
-            Shown(
-                dispersion_ecdf,
-                "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve "
-                "per model, percentiles 50, 75, 90 and 95 marked: {shown}.",
-                "Compare the curves at the same height: a curve further left has the smaller dispersion δ, "
-                "the range (largest minus smallest) of the scores a query's softmax mixes. A small δ means "
-                "that the kept keys compete on nearly equal terms: none can take more than e^δ/(e^δ + k − 1) "
-                "of the weight. The paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
-            ),
-            Shown(
-                dispersion_by_layer,
-                "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a "
-                "logarithmic axis, attention kinds side by side: {shown}.",
-                "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse models "
-                "(δₕ, over the kept keys): there the scores spread most. Where an initialisation is shown in a "
-                "panel of its own, compare with it: what is already there before training comes from the mask, "
-                "not from learning.",
-            ),
-            _BY_KEYS,
+            dispersion_ecdf,
+            dispersion_by_layer,
+            dispersion_by_keys,
         ),
         (
             _PAIRED,
@@ -268,17 +255,7 @@ _HEADINGS = (
     Heading(
         "ratio",
         "How much smaller, layer by layer?",
-        (
-            Shown(
-                dispersion_ratio,
-                "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
-                "95th percentile, with 95% intervals and a line at 1: {shown}.",
-                "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; "
-                "equal steps on the axis are equal factors. The bars are 95% intervals from resampling "
-                "whole sequences: if a bar crosses 1, these inputs do not settle the question for that "
-                "layer.",
-            ),
-        ),
+        (dispersion_ratio,),
         (
             "The intervals are about other inputs of the same kind, not about other seeds or training runs. "
             "Queries of one sequence depend on each other, therefore sequences are drawn, never single queries.",
@@ -287,21 +264,19 @@ _HEADINGS = (
         ),
     ),
 )
-_EXTERNAL = (
+EXTERNAL = (
     Heading(
         "spread",
         "How far apart are the scores?",
         (
-            Shown(
-                dispersion_by_layer,
+            dispersion_by_layer.described(
                 "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a logarithmic "
-                "axis: "
-                "{shown}.",
+                "axis: {shown}.",
                 "δ is the range, largest minus smallest, of the scores that a query's softmax mixes. A small δ "
                 "means that all keys compete on nearly equal terms: none can take more than e^δ/(e^δ + n − 1) of "
                 "the weight of n keys. The paper's bounds on how fast a model learns grow with e^δ.",
             ),
-            _BY_KEYS,
+            dispersion_by_keys,
         ),
         (
             "Percentiles pool the queries of all heads of a layer. The maximum (p100) is one single query.",
@@ -310,15 +285,4 @@ _EXTERNAL = (
             "fast or slowly.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="dispersion",
-    needs=(),
-    headings=_HEADINGS,
-    external=_EXTERNAL,
-    in_short=dispersion_in_short,
-    glance=dispersion_glance,
-    tables=dispersion_tables,
 )

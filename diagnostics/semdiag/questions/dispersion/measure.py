@@ -1,4 +1,4 @@
-"""The probe ``initialisation``: how far apart a run's scores were before it was trained."""
+"""Measure how far apart a run's scores were before it was trained."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ def _reported(options: ReportOptions) -> InitialisationPlan:
     return InitialisationPlan()
 
 
-INITIALISATION_PROBE = Probe(
+PROBE = Probe(
     name="the initialisation",
     plan=InitialisationPlan,
     tables=(INITIALISATION,),

@@ -76,7 +76,7 @@ class NeededKeys:
         self.layers.setdefault(place, call.layer)
         allowed = allowed_keys(part)
         counted = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
-        order = real_first(allowed, call)
+        order = real_first(allowed.any(1).any(1), call)
         allowed, scores = ordered(allowed, order), ordered(part.scores(torch.float64), order)
         scores = scores.masked_fill(~allowed, -torch.inf)
         weights = scores.softmax(-1).masked_fill(~allowed, 0)

@@ -17,6 +17,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.outputs import masked_language
 from semdiag.measuring.probe import Probe, Subject, percentiles, plan_of
 from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.budgets import (
@@ -29,7 +30,6 @@ from semdiag.questions.k_sweep.budgets import (
     masks_of,
     search,
 )
-from semdiag.questions.k_sweep.outputs import masked_language
 from semdiag.questions.k_sweep.rerun import (
     NO_MASK,
     QUARTERS_TABLE,
@@ -162,6 +162,16 @@ class KSweepPlan:
     seconds: float | None = None  # without rerun: external models are run on what fits in so much time
     jobs: int = 1  # processes among which the masks of a rerun are divided
 
+    @property
+    def largest_k(self) -> int:
+        """The largest k that is measured, where inputs are long enough."""
+        return max(self.max_k or LARGEST_K, *self.ks, 1)
+
+    @property
+    def masks(self) -> int:
+        """About how many masks are run on all inputs."""
+        return len(self.ks or few_ks(64)) * len(self.kinds or EXTERNAL_KINDS) if self.rerun else 0
+
     def __post_init__(self) -> None:
         if self.max_k is not None and self.max_k < 1:
             raise InputError(f"The largest k must be at least 1. Got {self.max_k}.")
@@ -263,9 +273,8 @@ def k_sweep_tables(
     collected, draws = seen.scores, seen.scores.draws
     for text in draws.remarks:
         remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
-    if collected.share < 1:
-        one = f"one in {round(1 / collected.share)} queries and keys of the sweep by k was drawn (seed {seed})"
-        remark(f"{one}: all are too many to hold; extremes are those of the drawn ones", "k-sweep-thinned")
+    if collected.thinned:
+        remark(collected.thinned, "k-sweep-thinned")
     ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)

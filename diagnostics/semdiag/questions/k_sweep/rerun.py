@@ -14,11 +14,11 @@ from semdiag.capturing.batches import MASK_NAMES, PADDED, Batch
 from semdiag.capturing.kept_keys import Keep
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
-from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation
+from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation, no_room
+from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
 from semdiag.measuring.table import Table
 from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST
-from semdiag.questions.k_sweep.outputs import Answers, Reader, output_change, position_terms
 from semdiag_models import InputError
 
 QUARTERS = 4
@@ -207,6 +207,8 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
             except InputError:
                 raise
             except Exception as error:  # whatever the model raises
+                if (full := no_room(loaded.path, batch, error)) is not None:
+                    raise full from None
                 message = " ".join(str(error).split())[:200]
                 raise InputError(
                     f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."

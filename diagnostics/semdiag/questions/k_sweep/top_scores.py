@@ -1,6 +1,7 @@
 """What a k-sweep keeps of every query while a model runs, and every quantity of every k that follows from it."""
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +18,223 @@ from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.probe import percentile_columns
+from semdiag.measuring.outputs import Streams, output_changes, output_ks
+from semdiag.measuring.probe import COLUMNS, rank_error, summaries
 from semdiag.measuring.table import ALL
-from semdiag.questions.k_sweep.outputs import Streams, output_changes, output_ks
 
 _CHANGES = ("head_change", "stream_change")
 _ESTIMATED = ("dispersion", "ratio", "separation", "mass", "mass_without_first", *_CHANGES)
-_MOST_NUMBERS = 200_000_000  # held at once: 0.8 GB
-_OF_KEYS = "load", "luck_of_key"  # what is held of each key; all else is held of each query
+_MOST_NUMBERS = 64_000_000  # held at once of queries, and of keys: 0.26 GB each
+_HEADS = 2**16  # no layer has as many
+_UNUSED = 2.0  # luck of a row that does not count: above every share
+Columns = dict[str, Tensor]
+
+
+class Rows:
+    """Rows of queries, or of keys, by layer and head: all up to a limit, then a share beside totals of all."""
+
+    def __init__(self, seed: int, stream: int, ks: Sequence[int], output_ks: Sequence[int]) -> None:
+        self.share = 1.0  # probability with which a row is held; halved whenever there are too many
+        self._ks, self._output_ks = ks, output_ks
+        self._seed, self._stream, self._held = seed, stream, 0
+        self._whole: list[tuple[int, Columns]] = []  # (…, H, N) of each call, while all rows are held
+        self._drawn: list[Columns] = []  # (…, n), afterwards
+        # generators of luck, by layer and head; they follow the rows, whatever the batches
+        self._dice: dict[tuple[int, int], np.random.Generator] = {}
+        self._totals: dict[tuple[int, str, int], Tensor] = {}  # by k, quantity and layer: see _totals
+
+    def add(self, layer: int, columns: Columns, counted: Tensor) -> None:
+        """Add the rows of a call, (…, H, N), of which those count that ``counted`` (H, N) says."""
+        sizes = counted.sum(1).tolist()
+        if not sum(sizes):
+            return
+        luck = torch.from_numpy(np.concatenate([self._rolled(layer, head, n) for head, n in enumerate(sizes)]))
+        luck = luck.to(counted.device)
+        if all(n == counted.shape[1] for n in sizes):
+            luck = luck.view(counted.shape)
+        else:  # rows that do not count may hold anything: they repeat the first one that does
+            some = counted.flatten().nonzero()[:, 0]
+            rows = torch.full((counted.numel(),), int(some[0]), device=some.device)
+            rows[some] = some
+            columns = {name: x.flatten(-2)[..., rows].view(x.shape) for name, x in columns.items()}
+            luck = torch.full(counted.shape, _UNUSED, device=some.device).masked_scatter_(counted, luck)
+        part = {**{name: x.contiguous() for name, x in columns.items()}, "luck": luck}
+        if self.share < 1:
+            self._count(layer, part)
+            self._drawn.append(_drawn(layer, part, self.share))
+            self._held += _size(self._drawn[-1])
+        else:
+            self._whole.append((layer, part))
+            self._held += _size(part)
+        while self._held > _MOST_NUMBERS:
+            for whole in self._whole:
+                self._count(*whole)
+            self.share /= 2
+            self._drawn = [_chosen(part, part["luck"] < self.share) for part in self._drawn]
+            while self._whole:
+                self._drawn.append(_drawn(*self._whole.pop(0), self.share))
+            self._held = sum(map(_size, self._drawn))
+
+    def _rolled(self, layer: int, head: int, size: int) -> NDArray[np.float32]:
+        seed = [number + 1 for number in (self._seed, layer, head, self._stream)]  # a layer may be unknown, -1
+        dice = self._dice.setdefault((layer, head), np.random.default_rng(seed))
+        return dice.random(size, dtype=np.float32)
+
+    def _count(self, layer: int, part: Columns) -> None:
+        """Add the rows of a call to the totals."""
+        used = part["luck"] < _UNUSED
+        for k, name, values in quantities(part, self._ks, self._output_ks):
+            totals = [_totals(values, used)]
+            if (k, name, layer) in self._totals:
+                totals.append(self._totals[k, name, layer])
+            heads = max(map(len, totals))  # calls of one layer may differ in their number of heads
+            self._totals[k, name, layer] = _joint(torch.stack([_padded(x, heads) for x in totals]))
+
+    def held(self) -> Columns:
+        """Return what is held, (…, n), in the order of layers and heads; ``place`` numbers these."""
+        parts = [*self._drawn, *(_drawn(*whole, 1) for whole in self._whole)]
+        self._drawn, self._whole = parts, []
+        home, names = parts[0]["place"].device, [*parts[0]]  # layers may be on several devices
+        order = torch.cat([part["place"].to(home) for part in parts]).argsort(stable=True)
+        joined = {name: torch.cat([part.pop(name).to(home) for part in parts], -1)[..., order] for name in names}
+        self._drawn = [joined]
+        return joined
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of rows that is held of a head."""
+        return int(_sizes(self.held()["place"])[1].min())
+
+    def table(self) -> pd.DataFrame:
+        """Return the percentiles of all quantities for each k, by layer and head, then pooled."""
+        held = self.held()
+        codes, sizes = _sizes(held["place"])
+        layers, heads = codes.div(_HEADS, rounding_mode="floor"), codes.remainder(_HEADS)
+        names, rows = list[tuple[int, str]](), list[Tensor]()
+        for k, name, values in quantities(held, self._ks, self._output_ks):
+            rows.append(torch.cat([summaries(_by_place(values, sizes), sizes), summaries(values[None])]))
+            if self.share < 1:
+                rows[-1][:, _EXACT] = _exact(self._of_places(k, name, layers, heads))
+            names.append((k, name))
+        numbers = torch.stack(rows, 1).flatten(0, 1).cpu().numpy()  # (places + 1) · quantities
+        table = pd.DataFrame(numbers, columns=[*COLUMNS]).astype(dict.fromkeys(_COUNTS, np.int64))
+        whose = (torch.cat([x, x.new_tensor([ALL])]).cpu().numpy().repeat(len(names)) for x in (layers, heads))
+        ks, quantity = (np.tile(np.array(each), len(codes) + 1) for each in zip(*names, strict=True))
+        return table.assign(**dict(zip(("layer", "head"), whose, strict=True)), k=ks, quantity=quantity)
+
+    def _of_places(self, k: int, name: str, layers: Tensor, heads: Tensor) -> Tensor:
+        """Return the totals of a quantity by layer and head, then of all, (places + 1, 6)."""
+        known = {layer: x for (at, other, layer), x in self._totals.items() if (at, other) == (k, name)}
+        starts = np.cumsum([0, *map(len, known.values())])
+        first = dict(zip(known, starts.tolist(), strict=False))
+        every = torch.cat([x.to(heads.device) for x in known.values()])
+        at = torch.tensor([first[layer] for layer in layers.tolist()], device=heads.device) + heads
+        return torch.cat([every[at], _joint(every)[None]])
+
+
+_EXACT = [COLUMNS.index(name) for name in ("queries", "undefined", "not_positive", "mean", "p0", "p100")]
+_COUNTS = ("queries", "undefined", "not_positive")
+
+
+def _totals(values: Tensor, used: Tensor) -> Tensor:
+    """Return numbers of rows, undefined and not positive ones, sum and extremes of each head, (H, 6)."""
+    finite = values.isfinite() & used
+    counts = [x.sum(1).double() for x in (used, used & ~finite, finite & (values <= 0))]
+    low, high = (values.where(finite, end) for end in (math.inf, -math.inf))
+    return torch.stack([*counts, values.where(finite, 0).sum(1), low.amin(1), high.amax(1)], 1)
+
+
+def _joint(totals: Tensor) -> Tensor:
+    """Put totals (n, …, 6) together."""
+    return torch.cat([totals[..., :4].sum(0), totals[..., 4:5].amin(0), totals[..., 5:].amax(0)], -1)
+
+
+def _padded(totals: Tensor, heads: int) -> Tensor:
+    nothing = totals.new_tensor([0, 0, 0, 0, math.inf, -math.inf])
+    return torch.cat([totals, nothing.expand(heads - len(totals), 6)])
+
+
+def _exact(totals: Tensor) -> Tensor:
+    """Return totals as the columns _EXACT: the mean, and no extremes where nothing is defined."""
+    known = totals[:, :1] - totals[:, 1:2]
+    ends = totals[:, 4:].masked_fill(known == 0, math.nan)
+    return torch.cat([totals[:, :3], totals[:, 3:4] / known, ends], 1)
+
+
+def _by_place(values: Tensor, sizes: Tensor) -> Tensor:
+    """Return values in the order of places as rows, padded at their ends."""
+    most = int(sizes.max())
+    if len(values) == most * len(sizes):
+        return values.view(len(sizes), most)
+    rows = values.new_full((len(sizes), most), math.nan)
+    return rows.masked_scatter_(torch.arange(most, device=values.device) < sizes[:, None], values)
+
+
+def _sizes(places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places, which are in order, and how often each occurs."""
+    found: tuple[Tensor, Tensor] = torch.unique_consecutive(places, return_counts=True)
+    return found
+
+
+def _size(part: Columns) -> int:
+    return sum(x.numel() for x in part.values())
+
+
+def _drawn(layer: int, part: Columns, share: float) -> Columns:
+    """Return the rows of a call that luck draws, (…, n), and the place of each."""
+    heads = torch.arange(len(part["luck"]), device=part["luck"].device)
+    place = (layer * _HEADS + heads)[:, None].expand_as(part["luck"])
+    return _chosen(
+        {name: x.flatten(-2) for name, x in (part | {"place": place}).items()}, part["luck"].flatten() < share
+    )
+
+
+def _chosen(part: Columns, some: Tensor) -> Columns:
+    rows = some.nonzero()[:, 0]
+    return {name: x.index_select(-1, rows) for name, x in part.items()}
+
+
+def quantities(part: Columns, ks: Sequence[int], output_ks: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield every quantity of every k in float64, over the queries or keys of columns (…, n)."""
+    if "load" in part:
+        yield from ((k, "load", values.double()) for k, values in zip(ks, part["load"], strict=False))
+        return
+    top, whole, keys = part["top"], part["range"].double(), part["keys"]
+    full = fixed_mask_stability(whole, keys).log_value
+    yield 0, "dispersion", whole
+    yield 0, "ln_sound", full
+    yield 0, "evenness", part["entropy"] / keys.clamp(min=2).double().log().masked_fill(keys < 2, math.nan)
+    highest, others = top[0].double(), part["others"].double().where(keys > 1, 0)
+    mass, besides = torch.zeros_like(whole), torch.zeros_like(whole)
+    for k in range(1, ks[-1] + 1):
+        score, drops = top[k - 1].double(), keys > k  # where nothing is dropped scores may be -inf
+        mass += (score - part["log_sum_exp"]).exp()
+        besides += (score.masked_fill(part["first_rank"] == k - 1, -math.inf) - others).exp()
+        if k not in ks:
+            continue
+        lowest, following = score.where(drops, 0), top[k].double().where(drops, 0)
+        dispersion = (highest - lowest).where(drops, whole)
+        separation = (lowest - following).masked_fill(~drops, math.inf)
+        row = dispersion, separation, keys.clamp(max=k)
+        sound = heavy_hitter_stability(*row).log_value
+        yield k, "dispersion", dispersion
+        yield k, "ratio", (dispersion / whole).masked_fill(~(drops & (whole > 0)), math.nan)
+        yield k, "separation", separation
+        yield k, "mass", mass.clamp(max=1).masked_fill(~drops, math.nan)
+        yield k, "mass_without_first", besides.clamp(max=1).masked_fill(~drops, math.nan)
+        for name in _CHANGES:
+            if name in part and k in output_ks:
+                yield k, name, part[name][output_ks.index(k)].double().masked_fill(~drops, math.nan)
+        yield k, "ln_sound", sound
+        yield k, "ln_paper", log_paper_heavy_hitter(*row)
+        yield k, "sound_better", (sound < full).double()
+
+
+# of a table, after which quantities of one k are ordered
+_ORDER = (
+    "dispersion", "ratio", "separation", "mass", "mass_without_first", *_CHANGES, "load", "ln_sound", "ln_paper",
+    "sound_better", "evenness",
+)  # fmt: skip
 
 
 @dataclass
@@ -39,168 +249,90 @@ class TopScores:
     own_keys: bool = False
     run: tuple[int, ...] = ()  # the k that the model is run with
     streams: Streams = field(default_factory=Streams)  # residual streams of the model
-    # by layer and head, one of each call
-    parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
-    share: float = 1.0  # share of queries and keys that is held; halved, by chance, whenever they are too many
-    held: int = 0  # numbers held
     most_keys: int = 0  # the most that a query has
     samples: SampleNumbers = field(default_factory=SampleNumbers)  # their numbers; each batch is to be begun
-    # generators of luck, by layer and head; they follow the queries, whatever the batches
-    dice: dict[tuple[int, int], tuple[np.random.Generator, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._output_ks = output_ks(self.largest, self.run)
+        self._ks = [*range(1, self.largest + 1)] if self.every_k else [*self._output_ks]
+        self.queries, self.keys = (Rows(self.draws.seed, n, self._ks, self._output_ks) for n in (0, 1))
 
     def add(self, call: AttentionCall) -> None:
         """Keep what a call says of its queries and keys, or of a share of them where all are too many."""
-        places, ks = self.draws.places(call), self._output_ks
+        places = self.draws.places(call)
         if self.own_keys and call.selected is not None:
             call = replace(call, allowed=allowed_keys(call.part()), causal=False, first_query=0)
         stream = self.streams.of(call) if call.selected is None or self.own_keys else None
         rows = counted_rows(replace(call, selected=None), self.largest, places)
-        changes = output_changes(rows, ks, stream)
-        statistics, keys = rows.statistics, rows.keys
+        changes = output_changes(rows, self._output_ks, stream)
+        statistics = rows.statistics
         self.most_keys = max(self.most_keys, int(statistics.keys.max()))
-        numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
-        for head in range(call.q.shape[1]):
-            own = rows.attending[:, head] & (statistics.keys[:, head] >= self.min_keys)
-            part = {
-                "entropy": statistics.entropy[:, head][own],
-                "top": statistics.top[:, head][own].T,
-                "range": (statistics.maximum - statistics.minimum)[:, head][own],
-                "keys": statistics.keys[:, head][own],
-                "log_sum_exp": statistics.log_sum_exp[:, head][own],
-                "load": statistics.top_load[:, :, head][:, keys[:, head]].int(),
-                **{name: values[:, head][own].movedim(0, -1) for name, values in changes.items()},
-            }
-            if places is not None:
-                sample = numbers[:, None].expand_as(own)
-                stratum = torch.arange(own.shape[1], device=own.device).expand_as(own) // PER_STRATUM
-                part |= {"sample": sample[own], "stratum": stratum[own]}
-            held: dict[str, NDArray[Any]] = {n: values.contiguous().cpu().numpy() for n, values in part.items()}
-            place = call.layer, head
-            dice = self.dice.setdefault(
-                place, (_dice(self.draws.seed, *place, 0), _dice(self.draws.seed, *place, 1))
-            )
-            for name, like, rng in zip(("luck", "luck_of_key"), ("keys", "load"), dice, strict=True):
-                held[name] = rng.random((held[like].shape[-1],), dtype=np.float32)
-            held = self._thinned(held)
-            self.held += sum(values.size for values in held.values())
-            self.parts.setdefault(place, []).append(held)
-        while self.held > _MOST_NUMBERS:
-            self.share /= 2
-            self.parts = {place: [self._thinned(part) for part in parts] for place, parts in self.parts.items()}
-            self.held = sum(x.size for parts in self.parts.values() for part in parts for x in part.values())
-
-    def _thinned(self, part: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Return the share of a part's queries and keys that is held."""
-        if self.share == 1:
-            return part
-        queries, keys = (part[name] < self.share for name in ("luck", "luck_of_key"))
-        return {name: values[..., keys if name in _OF_KEYS else queries] for name, values in part.items()}
-
-    @property
-    def _output_ks(self) -> tuple[int, ...]:
-        return output_ks(self.largest, self.run)
-
-    @property
-    def _swept(self) -> tuple[int, ...]:
-        """The k of the table: of a model's own keys none that all queries have."""
-        ks = range(1, self.largest + 1) if self.every_k else self._output_ks
-        most = max(1, self.most_keys - 1) if self.own_keys else self.largest
-        return tuple(k for k in ks if k <= most)
-
-    def _places(self) -> dict[tuple[int, int], dict[str, NDArray[Any]]]:
-        return {
-            place: {name: np.concatenate([part[name] for part in parts], -1) for name in parts[0]}
-            for place, parts in sorted(self.parts.items())
+        columns = {
+            "entropy": statistics.entropy,
+            "top": statistics.top.movedim(-1, 0),
+            "range": statistics.maximum - statistics.minimum,
+            "keys": statistics.keys,
+            "log_sum_exp": statistics.log_sum_exp,
+            **{name: values if values.ndim == 3 else values.movedim(-1, 0) for name, values in changes.items()},
         }
+        if places is not None:
+            numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
+            shape, index = places.shape, torch.arange(places.shape[2], device=call.q.device)
+            columns["sample"] = numbers[:, None, None].expand(shape)
+            columns["stratum"] = index.div(PER_STRATUM, rounding_mode="floor").expand(shape)
+        counted = rows.attending & (statistics.keys >= self.min_keys)
+        self.queries.add(call.layer, {n: _by_head(x) for n, x in columns.items()}, _by_head(counted))
+        loads = statistics.top_load[[k - 1 for k in self._ks]]
+        self.keys.add(call.layer, {"load": _by_head(loads)}, _by_head(rows.keys))
+
+    @property
+    def thinned(self) -> str:
+        """Say which share of queries and keys was drawn, and how far off percentiles may be; empty of all."""
+        some = {name: x for name, x in (("queries", self.queries), ("keys", self.keys)) if x.share < 1}
+        if not some:
+            return ""
+        drawn = " and ".join(f"one in {round(1 / x.share)} {name}" for name, x in some.items())
+        error = max(rank_error(x.fewest) for x in some.values())
+        return (
+            f"percentiles of the sweep by k are those of {drawn}, drawn by chance (seed {self.draws.seed}): of a "
+            f"head off by at most {error:.1%} in rank (99% confidence); counts, means and extremes are of all"
+        )
 
     def estimates(self) -> Iterator[dict[str, Any]]:
         """Yield rows of the table of estimates, pooled; only for drawn queries."""
-        places = self._places()
-        together = _joined(places.values())
-        numbers = np.concatenate([np.full_like(p["sample"], at) for at, p in enumerate(places.values())])
-        key = np.stack([numbers, together["sample"], together["stratum"]], 1)
-        strata = np.unique(key, axis=0, return_inverse=True)[1].ravel()
-        for k, quantity, values in _quantities(together, self._swept, self._output_ks):
-            if quantity not in _ESTIMATED:
+        held = self.queries.held()
+        samples = held["sample"].cpu().numpy()
+        key = torch.stack([held["place"], held["sample"], held["stratum"]], 1)
+        strata = torch.unique(key, dim=0, return_inverse=True)[1].cpu().numpy()
+        for k, quantity, values in quantities(held, self._ks, self._output_ks):
+            if quantity not in _ESTIMATED or k > self._most:
                 continue
-            for estimate in sampled_estimates(values, together["sample"], strata, self.draws.share, (5, 50, 95)):
+            each = values.cpu().numpy()
+            for estimate in sampled_estimates(each, samples, strata, self.draws.share, (5, 50, 95)):
                 for target, (low, high) in zip(TARGETS, (estimate.these, estimate.such), strict=True):
                     row = {"k": k, "quantity": quantity, "statistic": estimate.statistic, "target": target}
                     yield {**row, "estimate": estimate.estimate, "low": low, "high": high}
 
     def table(self) -> pd.DataFrame:
         """Return the table without the column model: all quantities for each k, by head, then pooled."""
-        places = self._places()
-        together = _joined(places.values())
-        labels = [*places, (ALL, ALL)]
-        sizes, loads = ([p[name].shape[-1] for p in places.values()] for name in ("keys", "load"))
-        columns: list[dict[str, NDArray[Any]]] = []
-        names: list[tuple[int, str]] = []
-        for k, quantity, values in _quantities(together, self._swept, self._output_ks):
-            own = _by_place(values.astype(np.float64, copy=False), loads if quantity == "load" else sizes)
-            columns.append(percentile_columns(own, pooled=True))
-            names.append((k, quantity))
-        order = np.arange(len(names) * len(labels)).reshape(len(names), -1).T.ravel()
-        table = pd.DataFrame({name: np.concatenate([c[name] for c in columns])[order] for name in columns[0]})
-        layers, heads = np.array(labels).repeat(len(names), 0).T
-        ks, quantities = (np.tile(np.array(each), len(labels)) for each in zip(*names, strict=True))
-        return table.assign(layer=layers, head=heads, k=ks, quantity=quantities)
+        table = pd.concat([self.queries.table(), self.keys.table()], ignore_index=True)
+        table = table[table["k"] <= self._most]
+        order = pd.DataFrame(
+            {
+                "pooled": table["layer"] == ALL,
+                **{n: table[n] for n in ("layer", "head", "k")},
+                "quantity": table["quantity"].map(_ORDER.index),
+            }
+        )
+        return table.loc[order.sort_values([*order], kind="stable").index].reset_index(drop=True)
+
+    @property
+    def _most(self) -> int:
+        """The largest k of the table: of a model's own keys none that all queries have."""
+        return min(self.largest, max(1, self.most_keys - 1)) if self.own_keys else self.largest
 
 
-def _dice(*seed: int) -> np.random.Generator:
-    return np.random.default_rng([number + 1 for number in seed])  # layers may be unknown, -1
-
-
-def _by_place(values: NDArray[np.float64], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
-    """Return concatenated values as tables with a row per layer and head: one table if all have equal lengths."""
-    if len({*sizes}) == 1:
-        return [values.reshape(len(sizes), -1)]
-    return [part[None] for part in np.split(values, np.cumsum(sizes)[:-1])]
-
-
-def _joined(places: Collection[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    return {name: np.concatenate([p[name] for p in places], -1) for name in next(iter(places))}
-
-
-def _quantities(
-    place: dict[str, NDArray[Any]], ks: Sequence[int], output_ks: Sequence[int]
-) -> Iterator[tuple[int, str, NDArray[Any]]]:
-    """Yield every quantity of every k, over the queries (or keys) of one layer and head."""
-    top, whole, keys = place["top"], place["range"].astype(np.float64), place["keys"]
-    full = fixed_mask_stability(_tensor(whole), _tensor(keys)).log_value.numpy()
-    yield 0, "dispersion", whole
-    yield 0, "ln_sound", full
-    several = np.where(keys > 1, np.log(np.maximum(keys, 2)), np.nan)
-    yield 0, "evenness", place["entropy"] / several
-    highest, others = top[0].astype(np.float64), np.where(keys > 1, place["others"], 0.0)
-    mass, besides = np.zeros_like(whole), np.zeros_like(whole)
-    for k in range(1, ks[-1] + 1):
-        score = top[k - 1].astype(np.float64)
-        mass += np.exp(score - place["log_sum_exp"])
-        besides += np.exp(np.where(place["first_rank"] == k - 1, -np.inf, score) - others)
-        if k not in ks:
-            continue
-        drops = keys > k  # elsewhere scores may be -inf
-        lowest, following = (np.where(drops, each, 0.0) for each in (score, top[k].astype(np.float64)))
-        dispersion = np.where(drops, highest - lowest, whole)
-        separation = np.where(drops, lowest - following, np.inf)
-        kept = np.minimum(keys, k)
-        row = _tensor(dispersion), _tensor(separation), _tensor(kept)
-        sound = heavy_hitter_stability(*row).log_value.numpy()
-        yield k, "dispersion", dispersion
-        spread = drops & (whole > 0)
-        yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=spread)
-        yield k, "separation", separation
-        yield k, "mass", np.where(drops, np.minimum(mass, 1.0), np.nan)
-        yield k, "mass_without_first", np.where(drops, np.minimum(besides, 1.0), np.nan)
-        for name in _CHANGES:
-            if name in place and k in output_ks:
-                yield k, name, np.where(drops, place[name][output_ks.index(k)], np.nan)
-        yield k, "load", place["load"][k - 1]
-        yield k, "ln_sound", sound
-        yield k, "ln_paper", log_paper_heavy_hitter(*row).numpy()
-        yield k, "sound_better", (sound < full).astype(np.float64)
-
-
-def _tensor(values: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(values.astype(np.float64))
+def _by_head(values: Tensor) -> Tensor:
+    """Return (…, B, H, N) as (…, H, B · N); where torch has no float64 on the device, on the CPU."""
+    values = values.cpu() if values.device.type == "mps" else values
+    return values.transpose(-3, -2).flatten(-2)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object
-from semdiag.measuring.words import counted, number_words
+from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
+from semdiag.measuring.words import counted, number_words, text
+from semdiag.presenting.answer import Answer, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.question import title
-from semdiag.presenting.section import Column, NumberTable, text, wide_console
+from semdiag.presenting.tables import Column, NumberTable
 
 WORKING = 0.95  # accuracy
 
@@ -44,20 +44,27 @@ def working_distance(cells: pd.DataFrame) -> float:
 _CELLS = ("loss", "accuracy")
 
 
-def landscape_summary(findings: Findings) -> Summary:
+def answer(findings: Findings) -> Answer:
     """Return every plane of every model, with its cells and its summary numbers."""
-    measurements = findings.measurements
-    facts = findings(landscape_facts)
-    results = []
-    for row in measurements.models.to_dict("records"):
-        planes_of_model = measurements.landscape[measurements.landscape["model"] == row["model"]]
+    table, facts = findings.measurements.landscape, findings(landscape_facts)
+    results: dict[str, Summary] = {}
+    shown: list[str | NumberTable] = []
+    for model in findings.measurements.models["model"]:
         planes = []
-        for number, cells in planes_of_model.groupby("plane", sort=True):
-            summaries = facts[(facts["model"] == row["model"]) & (facts["plane"] == number)]
-            planes.append({**summaries.drop(columns="model").to_dict("records")[0], **_matrices(cells)})
-        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats", "planes": planes}
-        results.append(result)
-    return json_object("landscape", findings, results=results)
+        for number, cells in table[table["model"] == model].groupby("plane", sort=True):
+            (summary,) = records(
+                facts[(facts["model"] == model) & (facts["plane"] == number)].drop(columns="model")
+            )
+            planes.append({**summary, **_matrices(cells)})
+        results[model] = json_ready({"unit": "nats", "planes": planes})
+        shown += [f"{title(findings, model)}: landscape", NumberTable(_COLUMNS, results[model]["planes"])]
+    return Answer(
+        measured_glance(findings, table),
+        details=landscape_sentences(findings),
+        tables={"landscape": with_facts(findings, table), "landscape_planes": with_facts(findings, facts)},
+        results=results,
+        shown=shown,
+    )
 
 
 def _matrices(cells: pd.DataFrame) -> Summary:
@@ -102,11 +109,3 @@ _COLUMNS = (
     Column("lowest_loss", "lowest"), Column("highest_loss", "highest"),
     Column("checkpoint_accuracy", "accuracy here"), Column("working_distance", "≥ 95% up to (‖θ‖)"),
 )  # fmt: skip
-
-
-def print_landscape(findings: Findings) -> None:
-    """Print a row for every plane of every model."""
-    console = wide_console()
-    for result in findings(landscape_summary)["results"]:
-        console.print(f"\n{title(result)}: landscape")
-        console.print(NumberTable(_COLUMNS, result["planes"]))

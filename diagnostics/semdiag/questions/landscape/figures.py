@@ -1,4 +1,4 @@
-"""The section ``landscape`` of a report: evaluated cells of planes through a checkpoint."""
+"""Figures: evaluated cells of planes through a checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.words import counted
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of
-from semdiag.presenting.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
-from semdiag.presenting.section import Heading, Section, Shown, measured_glance, with_facts
-from semdiag.questions.landscape.answer import landscape_facts, landscape_sentences
+from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
 
 _LOGARITHMIC = 30.0  # largest over smallest value, from which on colours and heights are logarithmic
 
@@ -102,7 +101,12 @@ _LEVELS = 8
 _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "cividis")}
 
 
-@paper_style
+@drawing(
+    "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each "
+    "checkpoint, contour lines over the loss, checkpoint marked: {shown}.",
+    "Compare the size of the region around the cross in which the accuracy stays high. Every cell is "
+    "a model that was run, and models of one figure share their colour scale.",
+)
 def landscape_contour(findings: Findings) -> Figure:
     """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss."""
     cells = plane_cells(findings, "loss")
@@ -153,7 +157,12 @@ def _facts(plane: PlaneCells, name: str) -> list[str]:
     return [cells, f"checkpoint {plane.checkpoint[name]:.3g}"]
 
 
-@paper_style
+@drawing(
+    "Cross-entropy and accuracy against the distance from the checkpoint, along both axes of each "
+    "plane, attention kinds together: {shown}.",
+    "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
+    "differ much from direction to direction, one plane says little about that model.",
+)
 def landscape_cuts(findings: Findings) -> Figure:
     """Draw loss and accuracy along both axes of every plane, models of a task and seed on the same axes."""
     cells = plane_cells(findings, "loss")
@@ -209,37 +218,17 @@ def _cuts(plane: PlaneCells) -> Iterator[tuple[np.ndarray, pd.DataFrame]]:
         yield rows[axis].to_numpy(float), rows
 
 
-def landscape_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return every evaluated cell, and a summary of each plane."""
-    return {
-        "landscape": with_facts(findings, findings.measurements.landscape),
-        "landscape_planes": with_facts(findings, findings(landscape_facts)),
-    }
-
-
 _TWO_OF_MANY = (
     "A plane shows two of more than a hundred thousand directions. Random ones miss the steep directions: a flat "
     "picture does not mean a flat loss."
 )
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "landscape",
         "What does the loss look like around the checkpoint?",
         (
-            Shown(
-                landscape_contour,
-                "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each "
-                "checkpoint, contour lines over the loss, checkpoint marked: {shown}.",
-                "Compare the size of the region around the cross in which the accuracy stays high. Every cell is "
-                "a model that was run, and models of one figure share their colour scale.",
-            ),
-            Shown(
-                landscape_cuts,
-                "Cross-entropy and accuracy against the distance from the checkpoint, along both axes of each "
-                "plane, attention kinds together: {shown}.",
-                "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
-                "differ much from direction to direction, one plane says little about that model.",
-            ),
+            landscape_contour,
+            landscape_cuts,
         ),
         (
             _TWO_OF_MANY,
@@ -248,15 +237,4 @@ _HEADINGS = (
             "One trained model per surface: how surfaces of other seeds look is not in these pictures.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="landscape",
-    needs=("landscape",),
-    glance=measured_glance("landscape"),
-    headings=_HEADINGS,
-    external=(),
-    details=landscape_sentences,
-    tables=landscape_tables,
 )

@@ -1,8 +1,6 @@
 """The loss on planes through a checkpoint in parameter space."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,8 @@ from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.encoders.weights import MovableEncoder, usable_samples
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
-from semdiag_models import Encoder, InputError
+from semdiag.questions.landscape import LandscapePlan
+from semdiag_models import Encoder
 
 LANDSCAPE = Table(
     "landscape",
@@ -34,34 +33,6 @@ LANDSCAPE = Table(
 )
 
 
-@dataclass(frozen=True)
-class LandscapePlan:
-    """Which points are evaluated.
-
-    Raises:
-        InputError: if a value is illegal.
-    """
-
-    planes: int = 1
-    radius: float = 1.0  # half the side of a random plane, relative to each tensor's norm
-    grid: int = 25  # cells per side; odd, so that the checkpoint is one of them
-
-    def __post_init__(self) -> None:
-        if self.planes < 1:
-            raise InputError(f"planes must be at least 1. Got {self.planes}.")
-        if not 0 < self.radius < math.inf:
-            raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
-        if self.grid < 3 or self.grid % 2 == 0:
-            raise InputError(
-                f"grid must be an odd number of at least 3, so that the checkpoint is a cell. Got {self.grid}."
-            )
-
-    @property
-    def points(self) -> int:
-        """Return the number of evaluated points of one model."""
-        return self.planes * (self.grid**2 + 1)
-
-
 def landscape(
     model: LoadedModel | Encoder,
     tokens: Tensor,
@@ -73,37 +44,7 @@ def landscape(
     dtype: torch.dtype = torch.float32,
     after_point: Callable[[int], None] = lambda points: None,
 ) -> pd.DataFrame:
-    """Evaluate loss and accuracy on every cell of random planes through a checkpoint.
-
-    Every row is a model that was run, none is interpolated. The model itself is not changed: a copy is moved.
-
-    Source: docs/theory.md#empirical. Deviation: the directions of a random plane are orthogonal tensor by tensor.
-
-    Args:
-        model: A model from :func:`semdiag.load`, or an encoder of one's own.
-        tokens: (N, L) int64.
-        labels: (N,) classes.
-        plan: planes, size and resolution.
-        seed: Random seed for the directions.
-        device: where to run.
-        dtype: float32 or float64.
-        after_point: called with 1 after each point.
-
-    Returns:
-        One row per point: plane, kind (random), x and y (1 moves each tensor by its own norm), distance from the
-        checkpoint, place (grid, checkpoint), loss (nats), accuracy.
-
-    Raises:
-        InputError: if the labels are missing, or there is no sample.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> few = LandscapePlan(grid=3)
-        >>> table = landscape(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), plan=few)
-        >>> len(table), table["loss"].notna().all().item()
-        (10, True)
-    """
+    """Evaluate loss and accuracy on every cell of random planes through a checkpoint, of which a copy is moved."""
     loaded = unnamed(model)
     plan = plan or LandscapePlan()
     moved = MovableEncoder(loaded.encoder, device=device, dtype=dtype)
@@ -140,7 +81,7 @@ def _measure(subject: Subject, plan: LandscapePlan, prepared: Any) -> Mapping[st
     return {"landscape": table}
 
 
-LOSS_SURFACE = Probe(
+PROBE = Probe(
     "loss surface",
     LandscapePlan,
     (LANDSCAPE,),

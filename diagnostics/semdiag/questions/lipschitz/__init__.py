@@ -1,41 +1,41 @@
 """How steep is the loss, measured from below?"""
 
+import math
+from dataclasses import dataclass
 from typing import Annotated
 
-import typer
+from semdiag.presenting.options import SHARED, option
+from semdiag.presenting.question import Question
 
-from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+FEWEST_DRAWS = 5
 
 
-@command(leave_out=("dtype", "min_keys", "per_query", "head"), samples=100)
-def lipschitz(
-    models: options.Models = None,
-    against: options.Against = None,
-    planes: Annotated[
-        int,
-        typer.Option(
-            help="Random planes in which secants are taken. Intervals resample the planes.",
-            rich_help_panel=options.MEASURE,
-        ),
-    ] = 8,
-    directions: Annotated[
-        int,
-        typer.Option(help="Points on each circle in a plane, one per direction.", rich_help_panel=options.MEASURE),
-    ] = 8,
-    draws: Annotated[
-        int, typer.Option(help="Random parameters at which gradients are taken.", rich_help_panel=options.MEASURE)
-    ] = 120,
+@dataclass(frozen=True)
+class LipschitzPlan:
+    """What is drawn."""
+
+    samples: Annotated[int, SHARED] = 100  # inputs behind every loss
+    planes: Annotated[int, option("Random planes in which secants are taken. Intervals resample the planes.")] = 8
+    directions: Annotated[int, option("Points on each circle in a plane, one per direction.")] = 8
+    draws: Annotated[int, option("Random parameters at which gradients are taken.")] = 120
     radius: Annotated[
         float,
-        typer.Option(
-            help="Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last.",
-            rich_help_panel=options.MEASURE,
-        ),
-    ] = 1.0,
-    *,
-    shared: Shared,
-) -> None:
+        option("Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last."),
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        from semdiag_models.reading import InputError
+
+        for name, least in (("samples", 1), ("planes", 2), ("directions", 2), ("draws", FEWEST_DRAWS)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+        if not 0 < self.radius < math.inf:
+            raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
+
+
+QUESTION = Question(
+    "lipschitz",
+    __name__,
     """Estimate how steep the loss is in the parameters. Every estimate is a lower one, beside an upper bound.
 
     Measured: secants in random planes and on lines, gradient norms at random parameters, and
@@ -44,23 +44,12 @@ def lipschitz(
 
     [bold]semdiag lipschitz checkpoints/even-pairs-full-seed-153476998
     checkpoints/even-pairs-topk-5-seed-153476998[/]
-    """
-    from semdiag.questions.lipschitz.answer import print_lipschitz
-    from semdiag.questions.lipschitz.measure import LipschitzPlan
-
-    conditions = shared.conditions(
-        dtype="float64",
-        encoders_only=True,
-        plans=(LipschitzPlan(shared.values["samples"], planes, directions, draws, radius),),
-    )
-    shared.deliver("lipschitz", shared.measured(models, conditions, against=against), print_lipschitz)
-
-
-QUESTION = Question(
-    "lipschitz",
-    __name__,
-    measured_by="measure:LIPSCHITZ",
-    summarised_by="answer:lipschitz_summary",
-    shown_by="figures:SECTION",
-    asked_by=":lipschitz",
+    """,
+    LipschitzPlan,
+    takes=("against",),
+    leave_out=("dtype", "min_keys", "per_query", "head"),
+    defaults={"samples": 100},
+    conditions={"dtype": "float64", "encoders_only": True},
+    needs=("loss_gradients",),
+    external=False,
 )

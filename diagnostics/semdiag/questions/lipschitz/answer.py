@@ -9,14 +9,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
     Finding,
     Findings,
     Pair,
     Summary,
     Verdict,
     compared_pairs,
-    json_object,
+    json_ready,
     log10,
     of_rows,
     records,
@@ -25,10 +24,10 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
-from semdiag.measuring.words import FEWEST, interval, number
+from semdiag.measuring.words import FEWEST, interval, number, text
+from semdiag.presenting.answer import Answer, measured_glance, title, verdict_line, with_facts
 from semdiag.presenting.drawing.panels import factors, model_labels
-from semdiag.presenting.question import title
-from semdiag.presenting.section import NEVER, Column, NumberTable, print_verdicts, text, wide_console
+from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
 RESAMPLES = 500
@@ -180,49 +179,64 @@ def lipschitz_findings(findings: Findings) -> list[Finding]:
     return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
 
 
-def lipschitz_summary(findings: Findings) -> Summary:
+def answer(findings: Findings) -> Answer:
     """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss."""
-    measurements = findings.measurements
-    judged, curves = findings(estimate_findings), findings(secant_percentiles)
-    results = []
-    for row in measurements.models.to_dict("records"):
-        measured = measurements.of(row["model"])
-        gradients = measured.loss_gradients.groupby("group", sort=False)
-        groups = [
-            {
-                "group": group,
-                "gradient": percentiles(rows["slope"]),
-                "at_checkpoint": float(rows.loc[rows["draw"] == 0, "slope"].iloc[0]),
-                "largest_secant": measured.loss_secants.loc[
-                    measured.loss_secants["group"] == group, "slope"
-                ].max(),
-                "ln_sound": rows["ln_sound"].max(),
-                "ln_point": rows["ln_point"].max(),
-            }
-            for group, rows in gradients
-        ]
-        result = {key: row[key] for key in MODEL_FACTS} | {
-            "unit": "nats per unit of the parameters",
-            "groups": groups,
-        }
-        result["secants"] = records(curves[curves["model"] == row["model"]].drop(columns="model"))
-        result["blocks"] = [
-            {"layer": layer, "stretch": percentiles(rows["norm"])}
-            | {name: rows[name].max() for name in ("ln_sound", "ln_point", "ln_exact")}
-            for layer, rows in measured.jacobians.groupby("layer", sort=True)
-        ]
-        results.append(result | {"verdicts": verdicts_of(judged, row["model"])})
-    pairs = [
+    judged, results = findings(estimate_findings), {}
+    shown: list[str | NumberTable] = []
+    for model in findings.measurements.models["model"]:
+        results[model] = json_ready(_result(findings, model) | {"verdicts": verdicts_of(judged, model)})
+        name = f"{title(findings, model)}: Lipschitz estimates of the loss"
+        shown += [name, NumberTable(_COLUMNS, results[model]["groups"])]
+        shown += [verdict_line(f) for f in judged if f.subject == model]
+    pairs, tables = [], _tables(findings)
+    for pair in findings(compared_pairs):
+        ratios = records(findings(secant_ratios, pair))
+        verdicts = verdicts_of(findings(ordering_findings, pair), pair.label)
+        names = {"label": pair.label, "reference": pair.full, "other": pair.other}
+        pairs.append(names | {"ratios": ratios, "verdicts": verdicts})
+        shown += [f"\n{pair.label}: secants of {pair.other} over those of {pair.full}", _ratio_cells(ratios)]
+    return Answer(
+        measured_glance(findings, findings.measurements.loss_gradients),
+        details=lipschitz_sentences(findings),
+        claims=findings(lipschitz_findings),
+        tables=tables,
+        results=results,
+        more={"scope": SCOPE, "pairs": pairs},
+        shown=[*shown, SCOPE],
+    )
+
+
+def _result(findings: Findings, model: str) -> Summary:
+    """Return the estimates of one model, by group, radius and block."""
+    measured, curves = findings.measurements.of(model), findings(secant_percentiles)
+    secants = measured.loss_secants
+    groups = [
         {
-            "label": pair.label,
-            "reference": pair.full,
-            "other": pair.other,
-            "ratios": findings(secant_ratios, pair).to_dict("records"),
-            "verdicts": verdicts_of(findings(ordering_findings, pair), pair.label),
+            "group": group,
+            "gradient": percentiles(rows["slope"]),
+            "at_checkpoint": float(rows.loc[rows["draw"] == 0, "slope"].iloc[0]),
+            "largest_secant": secants.loc[secants["group"] == group, "slope"].max(),
+            "ln_sound": rows["ln_sound"].max(),
+            "ln_point": rows["ln_point"].max(),
         }
-        for pair in findings(compared_pairs)
+        for group, rows in measured.loss_gradients.groupby("group", sort=False)
     ]
-    return json_object("lipschitz", findings, scope=SCOPE, results=results, pairs=pairs)
+    blocks = [
+        {"layer": layer, "stretch": percentiles(rows["norm"])}
+        | {name: rows[name].max() for name in ("ln_sound", "ln_point", "ln_exact")}
+        for layer, rows in measured.jacobians.groupby("layer", sort=True)
+    ]
+    by_radius = records(curves[curves["model"] == model].drop(columns="model"))
+    return {"unit": "nats per unit of the parameters", "groups": groups, "secants": by_radius, "blocks": blocks}
+
+
+def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
+    """Return secants by radius, gradients, Jacobians, and one model's secants over another's."""
+    tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
+    for name in ("loss_gradients", "jacobians"):
+        tables[name] = with_facts(findings, getattr(findings.measurements, name))
+    ratios = [findings(secant_ratios, pair).assign(pair=pair.label) for pair in findings(compared_pairs)]
+    return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
 
 
 _ENDS = (min, "smallest"), (max, "largest")
@@ -307,20 +321,6 @@ _COLUMNS = (
     Column("largest_secant", drop=NEVER),
     Column("ln_sound", "ln bound", drop=NEVER),
 )  # fmt: skip
-
-
-def print_lipschitz(findings: Findings) -> None:
-    """Print estimates and bounds of every model by group, and the ratios of every pair by radius."""
-    console = wide_console()
-    summary = findings(lipschitz_summary)
-    for result in summary["results"]:
-        console.print(f"\n{title(result)}: Lipschitz estimates of the loss")
-        console.print(NumberTable(_COLUMNS, result["groups"]))
-        print_verdicts(console, (f for f in findings(estimate_findings) if f.subject == result["model"]))
-    for pair in summary["pairs"]:
-        console.print(f"\n{pair['label']}: secants of {pair['other']} over those of {pair['reference']}")
-        console.print(_ratio_cells(pair["ratios"]))
-    console.print(summary["scope"])
 
 
 def _ratio_cells(ratios: list[Summary]) -> NumberTable:

@@ -1,4 +1,4 @@
-"""The section ``lipschitz`` of a report: empirical estimates under the sound bound, group by group."""
+"""Figures: empirical estimates under the sound bound, group by group."""
 
 import math
 from typing import Any
@@ -8,18 +8,22 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.findings import Findings, compared_pairs, log10
+from semdiag.measuring.findings.findings import Findings, log10
 from semdiag.measuring.measurements import Measurements
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, Series, panels_of
-from semdiag.presenting.drawing.style import FAINT, INK, finished, panel_grid, paper_style, title_with_facts
-from semdiag.presenting.section import Heading, Section, Shown, measured_glance, with_facts
+from semdiag.presenting.drawing.style import (
+    FAINT,
+    INK,
+    drawing,
+    finished,
+    panel_grid,
+    title_with_facts,
+)
 from semdiag.questions.lipschitz.answer import (
     PERCENTILES,
     RESAMPLES,
-    lipschitz_findings,
-    lipschitz_sentences,
     secant_percentiles,
-    secant_ratios,
 )
 from semdiag.questions.lipschitz.measure import GROUPS
 
@@ -30,7 +34,13 @@ _NAMES = {
 }  # fmt: skip
 
 
-@paper_style
+@drawing(
+    "Decimal logarithm of the largest secant, the largest gradient norm and the sound bound for each group of "
+    "parameters, and of queries and keys a bound at the checkpoint: {shown}.",
+    "Secants and gradients are two estimates from below, in no order among themselves. "
+    "The bound at the checkpoint belongs to the open circle below it, and could have failed. The grey "
+    "lines are what the sound bound leaves open, in powers of ten.",
+)
 def lipschitz_rungs(findings: Findings) -> Figure:
     """Draw log10 of the largest secant, the largest gradient and the bounds of each group."""
     measurements = findings.measurements
@@ -103,7 +113,12 @@ def _note(findings: Findings) -> str:
     )
 
 
-@paper_style
+@drawing(
+    "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random planes "
+    "against the radius, logarithmic axes, with 95% bands, attention kinds together: {shown}.",
+    "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
+    "top-k. Where the bands overlap, these planes do not settle it.",
+)
 def lipschitz_percentiles(findings: Findings) -> Figure:
     """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands."""
     table = findings(secant_percentiles)
@@ -163,7 +178,13 @@ def _note_lipschitz_percentiles(findings: Findings, table: pd.DataFrame) -> str:
 _HIGHEST = 600.0  # logarithm of what still fits an axis
 
 
-@paper_style
+@drawing(
+    "How much each block stretches a small change of its input at most, sample by sample, below bars "
+    "for the bound λ_X, logarithmic axis: {shown}.",
+    "Compare the points of both models at the same block: the higher ones pass a change of the input "
+    "on more strongly. The black dashes bound them closely, at these inputs; the bars above them are "
+    "what the theory promises of all with the same δ, Δ and norms.",
+)
 def block_stretch(findings: Findings) -> Figure:
     """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X."""
     table = findings.measurements.jacobians
@@ -210,45 +231,14 @@ def _draw_block_stretch(ax: Axes, panel: Panel, table: pd.DataFrame) -> list[str
     return ["; ".join(facts)]
 
 
-def lipschitz_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return secants by radius, gradients, Jacobians, and one model's secants over another's."""
-    tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
-    for name in ("loss_gradients", "jacobians"):
-        tables[name] = with_facts(findings, getattr(findings.measurements, name))
-    ratios = [findings(secant_ratios, pair).assign(pair=pair.label) for pair in findings(compared_pairs)]
-    return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "lipschitz",
         "How steep is the loss around the checkpoint?",
         (
-            Shown(
-                lipschitz_percentiles,
-                "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random "
-                "planes against the radius, logarithmic axes, with 95% bands, attention kinds together: "
-                "{shown}.",
-                "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
-                "top-k. Where the bands overlap, these planes do not settle it.",
-            ),
-            Shown(
-                lipschitz_rungs,
-                "Decimal logarithm of the largest secant, the largest gradient norm "
-                "and the sound bound for each group of parameters, and of queries and keys a bound at the "
-                "checkpoint: {shown}.",
-                "Secants and gradients are two estimates from below, in no order among themselves. "
-                "The bound at the checkpoint belongs to the open circle below it, and could have failed. The grey "
-                "lines are what the sound bound leaves open, in powers of ten.",
-            ),
-            Shown(
-                block_stretch,
-                "How much each block stretches a small change of its input at most, sample by sample, below bars "
-                "for the bound λ_X, logarithmic axis: {shown}.",
-                "Compare the points of both models at the same block: the higher ones pass a change of the input "
-                "on more strongly. The black dashes bound them closely, at these inputs; the bars above them are "
-                "what the theory promises of all with the same δ, Δ and norms.",
-            ),
+            lipschitz_percentiles,
+            lipschitz_rungs,
+            block_stretch,
         ),
         (
             "A trained model whose loss is near 0 is flat nearby whatever its attention: gradients and secants "
@@ -259,16 +249,4 @@ _HEADINGS = (
             "The intervals are about other random planes around these models, not about other training runs.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="lipschitz",
-    needs=("loss_gradients",),
-    glance=measured_glance("loss_gradients"),
-    headings=_HEADINGS,
-    external=(),
-    details=lipschitz_sentences,
-    verdicts=lipschitz_findings,
-    tables=lipschitz_tables,
 )

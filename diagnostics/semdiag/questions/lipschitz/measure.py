@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,8 +31,9 @@ from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_input
 from semdiag.measuring.encoders.weights import MovableEncoder, not_finite, usable_samples
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
+from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag_models import AttentionCore, Encoder, InputError
-from semdiag_models.attention.dense_attention import plain_selected_attention
+from semdiag_models.attention import plain_selected_attention
 from semdiag_models.training import with_float64
 
 SAMPLES = 20
@@ -294,41 +294,14 @@ JACOBIANS = Table(
     },
 )
 
-FEWEST_DRAWS = 5
+
 TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, JACOBIANS)
 
 
-@dataclass(frozen=True)
-class LipschitzPlan:
-    """What is drawn.
-
-    Raises:
-        InputError: if a value is illegal.
-    """
-
-    samples: int = 100  # inputs behind every loss
-    planes: int = 8  # random planes, the units of the intervals
-    directions: int = 8  # points on each circle in a plane
-    draws: int = 120  # random parameters at which gradients are taken
-    radius: float = 1.0  # the largest, relative to each tensor's norm
-
-    def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("planes", 2), ("directions", 2), ("draws", FEWEST_DRAWS)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
-        if not 0 < self.radius < math.inf:
-            raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
-
-    @property
-    def sizes(self) -> tuple[float, ...]:
-        """Return the radii of the circles and lines."""
-        return radii(self.radius)
-
-    @property
-    def points(self) -> int:
-        """Return the number of evaluated parameter settings of one model."""
-        circles = self.planes * self.directions + len(GROUPS) * LINES * 2
-        return circles * len(self.sizes) + self.draws + 3
+def _settings(plan: LipschitzPlan) -> int:
+    """Return the number of evaluated parameter settings of one model."""
+    circles = plan.planes * plan.directions + len(GROUPS) * LINES * 2
+    return circles * len(radii(plan.radius)) + plan.draws + 3
 
 
 def lipschitz(
@@ -341,37 +314,7 @@ def lipschitz(
     device: torch.device | str = "cpu",
     after_point: Callable[[int], None] = lambda points: None,
 ) -> dict[str, pd.DataFrame]:
-    """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
-
-    The model itself is not changed: a copy is moved.
-
-    Source: docs/theory.md#empirical. Deviation: see each part.
-
-    Args:
-        model: A model from :func:`semdiag.load`, or an encoder of one's own.
-        tokens: (N, L) int64; the first ``plan.samples`` are used.
-        labels: (N,) classes.
-        plan: how much is drawn, and how far.
-        seed: Random seed for all draws.
-        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
-        after_point: called with 1 after each parameter setting.
-
-    Returns:
-        The tables ``loss_secants`` (:func:`~.secants.plane_secants`,
-        ``line_secants``), ``loss_gradients`` (:func:`~.gradients.ball_gradients`) and ``jacobians``
-        (:func:`~.block_jacobians.block_jacobians`).
-
-    Raises:
-        InputError: if the labels are missing, there is no sample, or a parameter is not a number.
-
-    Example:
-        >>> from semdiag_models import ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> few = LipschitzPlan(planes=2, directions=2, draws=5)
-        >>> tables = lipschitz(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), plan=few)
-        >>> sorted(tables), bool((tables["loss_gradients"]["slope"] > 0).any())
-        (['jacobians', 'loss_gradients', 'loss_secants'], True)
-    """
+    """Estimate from below how steep the loss of a copy is in the parameters, and each block in its input."""
     loaded = unnamed(model)
     plan = plan or LipschitzPlan()
     device = with_float64(device)
@@ -388,8 +331,8 @@ def lipschitz(
         return moved.loss_and_accuracy(tokens, labels)[0]
 
     rows: dict[str, list[Row]] = {"jacobians": list(block_jacobians(moved.encoder, tokens, seed))}
-    secants = plane_secants(moved, loss, plan.sizes, plan.planes, plan.directions, seed)
-    rows["loss_secants"] = [*secants, *line_secants(moved, loss, plan.sizes, seed)]
+    secants = plane_secants(moved, loss, radii(plan.radius), plan.planes, plan.directions, seed)
+    rows["loss_secants"] = [*secants, *line_secants(moved, loss, radii(plan.radius), seed)]
     gradients = ball_gradients(moved, tokens, labels, plan.radius, plan.draws, seed)
     rows["loss_gradients"] = list(_counting(gradients, after_point))
     return {
@@ -422,12 +365,12 @@ def _provenance(plan: LipschitzPlan, samples: int, few: int) -> dict[str, Any]:
     return {"lipschitz_samples": min(plan.samples, samples)}
 
 
-LIPSCHITZ = Probe(
+PROBE = Probe(
     "Lipschitz estimates",
     LipschitzPlan,
     TABLES,
     _measure,
-    steps=lambda plan: int(plan.points),
+    steps=_settings,
     provenance=_provenance,
     reported=lambda options: LipschitzPlan() if options.thorough else None,
 )

@@ -8,24 +8,15 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.question import Asked, Question
 
 _LEFT_OUT = (
-    "labels",
-    "samples",
-    "batch_size",
-    "min_keys",
-    "jobs",
-    "ray",
-    "out",
-    "as_json",
-    "per_query",
-    "figures",
+    *("labels", "samples", "batch_size", "min_keys", "jobs", "ray"),
+    *("out", "as_json", "per_query", "figures"),
 )
 
 
-@command(leave_out=_LEFT_OUT)
-def look(
+def _ask(
     model: Annotated[
         Path,
         typer.Argument(
@@ -35,45 +26,36 @@ def look(
     ],
     text: Annotated[
         str | None,
-        typer.Option(
-            metavar="WORDS",
-            help="Look at this text. Or name a file with --inputs: its first sample is taken. "
+        options.option(
+            "Look at this text. Or name a file with --inputs: its first sample is taken. "
             "Default: the first sample that the run held out.",
-            rich_help_panel=options.MEASURE,
+            metavar="WORDS",
             show_default=False,
         ),
     ] = None,
     k: Annotated[
         int,
-        typer.Option(
-            help="In heads that attend to every key, show the k largest scores of each query as kept. The page "
-            "can change it.",
-            rich_help_panel=options.MEASURE,
+        options.option(
+            "In heads that attend to every key, show the k largest scores of each query as kept. The page can "
+            "change it."
         ),
     ] = 5,
     out: Annotated[
         Path | None,
-        typer.Option(
+        options.option(
+            "The page, an .html file. Default: reports/look-MODEL.html.",
+            panel=options.OUTPUT,
             metavar="FILE",
-            help="The page, an .html file. Default: reports/look-MODEL.html.",
-            rich_help_panel=options.OUTPUT,
             show_default=False,
         ),
     ] = None,
     *,
-    shared: Shared,
+    shared: Asked,
 ) -> None:
-    """See one text through every head: which keys each query keeps, its scores, and what would be dropped.
-
-    Writes one page that works without a network: a map of the heads by δ, entropy and weight on the first key.
-    A click on a head shows its scores before the softmax, and the gap Δ between the kept and the dropped ones.
-
-    [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
-    """
     from semdiag.capturing.loading import find_checkpoints, load_all
     from semdiag.measuring.words import counted
     from semdiag.presenting.progress import Stages
-    from semdiag.presenting.section import say_sentences
+    from semdiag.presenting.tables import say_sentences
     from semdiag.presenting.terminal import say, tell
     from semdiag.questions.look.measure import fitting_k, see_loaded
     from semdiag.questions.look.page import all_heads, cautions, lead, place_of, write_look
@@ -103,4 +85,16 @@ def look(
     say(f"Page: {place}")
 
 
-QUESTION = Question("look", __name__, asked_by=":look")
+QUESTION = Question(
+    "look",
+    __name__,
+    """See one text through every head: which keys each query keeps, its scores, and what would be dropped.
+
+    Writes one page that works without a network: a map of the heads by δ, entropy and weight on the first key.
+    A click on a head shows its scores before the softmax, and the gap Δ between the kept and the dropped ones.
+
+    [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
+    """,
+    ask=_ask,
+    leave_out=_LEFT_OUT,
+)

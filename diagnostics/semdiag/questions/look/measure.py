@@ -18,7 +18,7 @@ from semdiag.capturing.inputs import SUFFIXES, TextOptions, Tokeniser, read_text
 from semdiag.capturing.kept_keys import CROSS
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import Layers, as_mask
-from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
+from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, counted_rows
 from semdiag.measuring.calls.running import placed, running
 from semdiag.measuring.encoders.traces import checked_tokens, fitting
 from semdiag.measuring.measure import DTYPES, Conditions, no_attention
@@ -245,7 +245,9 @@ class _Collector:
             self.folded.append(call.module)
         call = call.part(slice(0, 1))
         rows = counted_rows(call)
-        self.layers.add(rows)
+        arrivals = Arrivals()
+        self.layers.add(rows, arrivals)
+        arrivals.settle()
         exact = rows.statistics.kept_log_sum_exp.dtype
         self.size += exact.itemsize * int((rows.statistics.keys * rows.queries).sum())
         if self.size > LARGEST:

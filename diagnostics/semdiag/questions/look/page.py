@@ -19,9 +19,9 @@ from semdiag.capturing.audit import WARNING
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.words import counted, layer_name, percent
+from semdiag.measuring.words import counted, finite, layer_name, percent
+from semdiag.presenting.answer import file_safe, page_environment, page_style
 from semdiag.presenting.drawing.style import reference_words
-from semdiag.presenting.section import file_safe, finite, page_environment, page_style
 from semdiag.questions.look.measure import (
     LARGEST,
     LONGEST,

@@ -2,9 +2,4 @@
 
 from semdiag.presenting.question import Question
 
-QUESTION = Question(
-    "mask-precision",
-    __name__,
-    measured_by="measure:MASK_PRECISION",
-    shown_by="figures:SECTION",
-)
+QUESTION = Question("mask-precision", __name__, needs=("rounded_masks",))

@@ -1,16 +1,32 @@
-"""What a number format does to masks: by model, format and layer, and pooled."""
+"""What a number format does to masks: by model, format and layer, pooled, and in words."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted
-from semdiag.presenting.section import Answer, Glance, percent_span
+from semdiag.measuring.words import (
+    count,
+    counted,
+    fine_percent,
+    interval_words,
+    percent,
+    percent_interval,
+    percent_span,
+    plain,
+    strict_percent,
+    text,
+)
+from semdiag.presenting.answer import Answer, Glance, Outcome, with_facts
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.tables import NEVER, Column, NumberTable
+from semdiag.questions.mask_stability.mask_rows import SELECTIONS
 
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
@@ -73,13 +89,143 @@ def precision_glance(findings: Findings) -> Glance:
     table = findings(precision_table)
     rows = table[(table["layer"] == ALL) & table["changed"].notna()]
     if rows.empty:
-        return Glance(Answer.OPEN, "0 models", "have a mask that the error model covers")
+        return Glance(Outcome.OPEN, "0 models", "have a mask that the error model covers")
     first = rows["format"].iloc[0]
     rows = rows[rows["format"] == first]
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     return Glance(
-        Answer.MEASURED,
+        Outcome.MEASURED,
         percent_span(list(rows["changed"])),
         f"of the masks of {counted(len(rows), 'model')} change in {first}, however ties are broken; {changed:,} "
         f"of {certified:,} certified ones changed",
+    )
+
+
+def precision_in_short(findings: Findings) -> list[str]:
+    """Return the first screen's sentence on masks in number formats: pooled, last snapshots only."""
+    if findings.measurements.rounded_masks.empty:
+        return []
+    parts, faults, scope = [], 0, ""
+    for model, label in model_labels(findings.measurements.models, last_only=True).items():
+        formats = [(answer["format"], answer["all"]) for answer in precision_of(findings, model)]
+        known = [
+            f"{kind} {strict_percent(row['changed'])}" for kind, row in formats if not math.isnan(row["changed"])
+        ]
+        parts += [f"{label}: {', '.join(known)}"] if known else []
+        faults += sum(row["certified_changed"] for _, row in formats)
+        scope = ", of the rows that are covered" if any(row["not_covered"] for _, row in formats) else scope
+    if not parts:
+        return ["Masks in number formats: no row that the error model covers."]
+    fault = f" Certified rows that changed: {faults:,}, an error of semdiag." if faults else ""
+    return [f"Masks that change in a number format, however ties are broken{scope}: {'; '.join(parts)}.{fault}"]
+
+
+def precision_sentences(findings: Findings) -> list[str]:
+    """Return a sentence for each model on what each number format does to its masks."""
+    sentences = []
+    for model, label in model_labels(findings.measurements.models).items():
+        parts = [part for of_format in precision_of(findings, model) for part in _of_format(of_format)]
+        words = mask_words(findings, model)
+        why = next(iter(refusals(findings, model)), words)
+        sentences.append(f"{label} ({words}): {' '.join(parts)}" if parts else f"{label}: {why}.")
+    return sentences
+
+
+def certified_words(row: Summary) -> str:
+    """Return how many certified rows of a format changed or tied, in words; none may."""
+    changed = row["certified_changed"]
+    fault = ", which is an error of semdiag" if changed else ""
+    return f"Certified rows that changed: {changed:,} of {row['certified_rows']:,}{fault}."
+
+
+def not_covered_words(row: Summary) -> str:
+    """Return how many rows of a format the error model does not cover, and why; empty if it covers all."""
+    if not row["not_covered"]:
+        return ""
+    return f"Not covered: {row['not_covered']:,} of {counted(row['queries'], 'row')} ({row['why']})."
+
+
+def _of_format(answer: Summary) -> Iterator[str]:
+    row, kind = answer["all"], answer["format"]
+    if row["queries"] > row["not_covered"]:
+        interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
+        yield (
+            f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken "
+            f"({interval}), "
+            f"{strict_percent(row['tied'])} have a tie at the boundary, {strict_percent(row['changed_or_tied'])} "
+            f"either; certified {strict_percent(row['certified'])}."
+        )
+        if not math.isnan(row["lost_p50"]):
+            yield f"A changed row loses {row['lost_p50']:.2g} of its weight (median; mean {row['lost_mean']:.2g})."
+        yield certified_words(row)
+    else:
+        yield f"In {kind}:"
+    if row["not_covered"]:
+        yield not_covered_words(row)
+
+
+_SHOWN = (
+    Column("format", form=text), Column("layer", form=plain),
+    Column("queries not_covered", "rows", lambda queries, not_covered: count(queries - not_covered)),
+    Column("certified", form=lambda share: "not covered" if share is None else percent(share), drop=NEVER),
+    Column("changed", form=fine_percent, drop=NEVER),
+    Column("changed_low changed_high", "changed 95%", percent_interval, drop=1),
+    Column("tied", form=fine_percent, drop=NEVER), Column("changed_or_tied", form=fine_percent),
+    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", drop=2),
+)  # fmt: skip
+
+
+def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
+    """Yield how one model's masks change, a row for each format and layer, and what was certified."""
+    yield NumberTable(
+        _SHOWN, [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
+    )
+    for one in formats:
+        row, uncovered = one["all"], not_covered_words(one["all"])
+        words = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
+        yield f"{one['format']}: {' '.join(words)}"
+
+
+SUPPOSED = "the model selects no keys: this is the mask that top-{k} would choose from its scores"
+NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
+
+
+def mask_words(findings: Findings, model: str) -> str:
+    """Return which mask of a model was judged, or why none was."""
+    measurements = findings.measurements
+    row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
+    kind = str(row["attention"])
+    if SELECTIONS.get(kind) is None:
+        return NOT_APPLICABLE.format(attention=kind)
+    kept_keys = pd.concat(
+        [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
+    )
+    if kept_keys.empty:
+        return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
+    if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
+        kept = (
+            f"{kept_keys.min()} to {kept_keys.max()} keys"
+            if kept_keys.min() < kept_keys.max()
+            else f"k = {kept_keys.iloc[0]}"
+        )
+        return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
+    return (
+        SUPPOSED.format(k=kept_keys.iloc[0]) if kind in DENSE else f"the model's own mask, k = {kept_keys.iloc[0]}"
+    )
+
+
+def refusals(findings: Findings, model: str) -> list[str]:
+    """Return why a model's masks were not tested under noise or number formats although requested."""
+    remarks = findings.measurements.remarks
+    codes = remarks["code"].isin(["no-mask-stability", "no-mask-precision"])
+    return [str(text) for text in remarks["text"][(remarks["model"] == model) & codes]]
+
+
+def answer(findings: Findings) -> Answer:
+    """Return how many masks survive each number format; the page of mask stability shows it."""
+    table = findings(precision_table)
+    layer = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
+    tables = {"mask_precision": with_facts(findings, table.assign(layer=layer))} if len(table) else {}
+    return Answer(
+        precision_glance(findings), precision_in_short(findings), precision_sentences(findings), tables=tables
     )

@@ -1,19 +1,23 @@
-"""The section ``mask-precision`` of a report: its figure, sentences and tables."""
+"""Figures: its figure, sentences and tables."""
 
-import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
-from semdiag.presenting.section import Heading, Section, Shown, with_facts
-from semdiag.questions.mask_precision.answer import precision_glance, precision_table
-from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
+from semdiag.presenting.answer import Heading
+from semdiag.presenting.drawing.style import drawing, finished, panel_grid
+from semdiag.questions.mask_precision.answer import precision_table
 from semdiag.questions.mask_stability.figures import MARKERS, judged_models, shades
 
 
-@paper_style
+@drawing(
+    "Share of queries whose mask is the same in float64 and with queries, keys and scores rounded to "
+    "a number format, per layer, with the certified share dotted: {shown}.",
+    "The band of a format is due to ties at the boundary, which engines break in their own ways. The "
+    "dotted share is proven: no engine within the error model changes it. Masks above it stay the "
+    "same where sums are added in the order of this computer.",
+)
 def masks_in_formats(findings: Findings) -> Figure:
     """Draw the share of masks that stay the same, a curve for each number format against layers."""
     models = judged_models(findings, "rounded_masks")
@@ -42,29 +46,11 @@ def masks_in_formats(findings: Findings) -> Figure:
     )
 
 
-def precision_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return the masks by number format and layer, heads pooled."""
-    table = findings(precision_table)
-    if table.empty:
-        return {}
-    layer = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
-    return {"mask_precision": with_facts(findings, table.assign(layer=layer))}
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "mask-precision",
         "Do masks survive a number format?",
-        (
-            Shown(
-                masks_in_formats,
-                "Share of queries whose mask is the same in float64 and with queries, keys and scores rounded to "
-                "a number format, per layer, with the certified share dotted: {shown}.",
-                "The band of a format is due to ties at the boundary, which engines break in their own ways. The "
-                "dotted share is proven: no engine within the error model changes it. Masks above it stay the "
-                "same where sums are added in the order of this computer.",
-            ),
-        ),
+        (masks_in_formats,),
         (
             "Certified means: no rounding of operands, sum and score can move a kept score below a dropped one, "
             "or level with it. The proof holds for an error model (docs/theory.md, Scores of rounded queries and "
@@ -78,16 +64,4 @@ _HEADINGS = (
             "its scores. The weight lost is a share of the weight over all allowed keys.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="mask-precision",
-    needs=("rounded_masks",),
-    headings=_HEADINGS,
-    external=_HEADINGS,
-    in_short=precision_in_short,
-    details=precision_sentences,
-    glance=precision_glance,
-    tables=precision_tables,
 )

@@ -1,4 +1,4 @@
-"""The probe ``mask-precision``: masks of queries and keys in float64 against those of a number format."""
+"""Compare masks of queries and keys in float64 against those of a number format."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table
+from semdiag.questions.mask_stability import SUPPOSED_K
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
-from semdiag.questions.mask_stability.measure import SUPPOSED_K
 from semdiag_models import InputError
 
 _STRIP = 2**21  # scores held at a time (or one query of every sample and head)
@@ -171,11 +171,7 @@ LOST_WEIGHTS = Table(
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """In which number formats masks are compared with those in float64.
-
-    Raises:
-        InputError: if a format is unknown or is float64, or k is below 1.
-    """
+    """In which number formats masks are compared with those in float64."""
 
     formats: tuple[str, ...] = ("bfloat16",)  # short names or torch's; stored as torch's, each once
     k: int = SUPPOSED_K  # keys in the mask that top-k would choose in a model without a selection of its own
@@ -201,35 +197,7 @@ def mask_precision(
     dtype: torch.dtype | None = None,
     min_keys: int = 1,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Compare the mask of every query in float64 with that of its rounded query, keys and scores.
-
-    The queries and keys of a clean forward pass are taken as exact: rounding is not passed on from layer to layer.
-    A full-attention model has no mask: the one that top-k would choose from its scores stands in.
-
-    Source: docs/theory.md#rounded-operands. Deviation: not in the paper.
-
-    Args:
-        model: A model from :func:`semdiag.load`, or any module.
-        inputs: what :func:`~semdiag.measuring.measure.measure` takes.
-        plan: the formats, and k of a model without a mask; by default bfloat16.
-        batch_size: samples at a time.
-        device: where to run; None: where the model is.
-        dtype: Number format of the model; None: its own.
-        min_keys: queries with fewer keys are left out.
-
-    Returns:
-        The tables ``rounded_masks`` and ``lost_weights``; no rows for a mask that does not depend on the input.
-
-    Raises:
-        NotAvailableError: if the scores alone do not say which keys are kept.
-
-    Example:
-        >>> from semdiag_models import Encoder, ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
-        >>> masks, lost = mask_precision(encoder, torch.tensor([[0, 1, 1, 0]]))
-        >>> masks[["format", "kept", "queries", "not_covered", "certified_changed"]].values.tolist()
-        [['bfloat16', 2, 4, 0, 0]]
-    """
+    """Compare the mask of every query in float64 with that of its rounded query, keys and scores."""
     plan = plan_of(PrecisionPlan, plan)
     loaded = unnamed(model)
     kind = "full" if loaded.external else loaded.encoder.config.attention
@@ -308,7 +276,7 @@ def _provenance(plan: PrecisionPlan, samples: int, few: int) -> dict[str, Any]:
     }
 
 
-MASK_PRECISION = Probe(
+PROBE = Probe(
     "mask precision",
     PrecisionPlan,
     (ROUNDED_MASKS, LOST_WEIGHTS),

@@ -1,5 +1,6 @@
-"""Masks under noise in numbers: by noise level, layer and head, and why a model has none."""
+"""Masks under noise: by noise level, layer and head, at one glance, in words, and on the terminal."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,74 +10,28 @@ import scipy
 
 from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.estimates import all_by_name, without
-from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object, records
+from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
 from semdiag.measuring.findings.resampling import mean_interval, rank_correlation_interval
 from semdiag.measuring.table import ALL
-from semdiag.questions.mask_precision.answer import precision_of
-from semdiag.questions.mask_stability.mask_rows import SELECTIONS
+from semdiag.measuring.words import (
+    counted,
+    fine_percent,
+    interval,
+    interval_words,
+    number_from_json,
+    percent,
+    percent_interval,
+    percent_span,
+    plain,
+)
+from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, title, with_facts
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.tables import Column, NumberTable, not_shown
+from semdiag.questions.mask_precision.answer import mask_words, precision_of, precision_rows, refusals
 
 RESAMPLES = 200
 _BINS = 10  # of equal counts; one more holds what lies above them
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
-SUPPOSED = "the model selects no keys: this is the mask that top-{k} would choose from its scores"
-NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
-
-
-def mask_summary(findings: Findings) -> Summary:
-    """Return agreement, certificate and prediction by noise level, head and pooled; and by number format."""
-    results = []
-    table = findings(mask_table)
-    effects = findings(effect_table)
-    for row in findings.measurements.models.to_dict("records"):
-        of_model = table[table["model"] == row["model"]]
-        result = {key: row[key] for key in MODEL_FACTS} | {"mask": mask_words(findings, row["model"])}
-        changed = int(of_model.loc[of_model["layer"] == ALL, "certified_changed"].sum())
-        precision = precision_of(findings, row["model"])
-        result |= {
-            "applicable": bool(precision) or not of_model.empty,
-            "refused": refusals(findings, row["model"]),
-        }
-        result["certified_changed"] = changed
-        result["certified_rows"] = int(of_model.loc[of_model["layer"] == ALL, "certified_rows"].sum())
-        levels = []
-        for level, rows in of_model.groupby("level"):
-            entries = all_by_name(rows).drop(columns=["model", "level"]).to_dict("records")
-            after = records(effects[(effects["model"] == row["model"]) & (effects["level"] == level)])
-            output = without(after[0], "model", "level") if after else {}
-            levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
-        results.append(result | {"levels": levels, "precision": precision})
-    return json_object("mask-stability", findings, results=results)
-
-
-def mask_words(findings: Findings, model: str) -> str:
-    """Return which mask of a model was judged, or why none was."""
-    measurements = findings.measurements
-    row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    kind = str(row["attention"])
-    if SELECTIONS.get(kind) is None:
-        return NOT_APPLICABLE.format(attention=kind)
-    kept_keys = pd.concat(
-        [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
-    )
-    if kept_keys.empty:
-        return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
-    if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
-        kept = (
-            f"{kept_keys.min()} to {kept_keys.max()} keys"
-            if kept_keys.min() < kept_keys.max()
-            else f"k = {kept_keys.iloc[0]}"
-        )
-        return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
-    return (
-        SUPPOSED.format(k=kept_keys.iloc[0]) if kind in DENSE else f"the model's own mask, k = {kept_keys.iloc[0]}"
-    )
-
-
-def refusals(findings: Findings, model: str) -> list[str]:
-    """Return why a model's masks were not tested under noise or number formats although requested."""
-    remarks = findings.measurements.remarks
-    codes = remarks["code"].isin(["no-mask-stability", "no-mask-precision"])
-    return [str(text) for text in remarks["text"][(remarks["model"] == model) & codes]]
 
 
 def mask_table(findings: Findings) -> pd.DataFrame:
@@ -179,3 +134,227 @@ def _described(part: pd.DataFrame) -> Summary:
         "certified_rows": round(float((part["certified"].astype(np.float64) * part["draws"]).sum())),
         "certified_changed": int(part["certified_changed"].sum()),
     }
+
+
+def masks_in_short(findings: Findings) -> list[str]:
+    """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only."""
+    if findings.measurements.masks.empty:
+        return []
+    table = findings(mask_table)
+    table = table[table["layer"] == ALL]
+    levels = sorted(table["level"].unique())
+    if not levels:
+        return []
+    level = levels[len(levels) // 2]
+    labels = model_labels(findings.measurements.models, last_only=True)
+    shown = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
+    kinds = findings.measurements.models.set_index("model")["attention"]
+    kept = findings.measurements.masks.groupby("model")["kept"].max()
+    supposed = {
+        model: f"; the mask that top-{kept[model]} would choose" for model in shown.index if kinds[model] in DENSE
+    }
+    parts = [
+        f"{label} {shown.loc[model, 'exact']:.0%} (certified {shown.loc[model, 'certified']:.0%}"
+        f"{supposed.get(model, '')})"
+        for model, label in labels.items()
+        if model in shown.index
+    ]
+    if not parts:
+        return []
+    changed, certified = int(shown["certified_changed"].sum()), int(shown["certified_rows"].sum())
+    others = int(table["certified_changed"].sum()) - changed
+    more = f" (and {others:,} under other noise or of other snapshots)" if others else ""
+    fault = f"{more}, which is an error of semdiag" if changed or others else ""
+    return [
+        f"Masks that survive noise of {noise_words(findings, float(level))} unchanged: {'; '.join(parts)}. "
+        f"Certified rows that changed: {changed:,} of {certified:,}{fault}."
+    ]
+
+
+def mask_sentences(findings: Findings) -> list[str]:
+    """Return a sentence on the noise, then a few per model: masks that survive, the part of Δ, and outputs."""
+    if findings.measurements.masks.empty:
+        return ["Not applicable: no mask of these models depends on the input, so none can change."]
+    table, effects = findings(mask_table), findings(effect_table)
+    sentences = [f"{mask_facts(findings)}."]
+    for model, label in model_labels(findings.measurements.models).items():
+        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
+        if rows.empty:
+            sentences.append(f"{label}: {mask_words(findings, model)}.")
+            continue
+        changed, certified = int(rows["certified_changed"].sum()), int(rows["certified_rows"].sum())
+        fault = ", which is an error of semdiag" if changed else ""
+        parts = list(_levels(findings, rows, effects[effects["model"] == model]))
+        parts.append(f"Certified rows that changed: {changed:,} of {certified:,}{fault}.")
+        sentences.append(f"{label} ({mask_words(findings, model)}): {' '.join(parts)}")
+    return sentences
+
+
+def _levels(findings: Findings, rows: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
+    outputs = effects.set_index("level")
+    masks = findings.measurements.masks
+    samples = masks.loc[masks["model"].isin(rows["model"]), "sample"].nunique()
+    for row in rows.to_dict("records"):
+        known = row["level"] in outputs.index
+        flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
+        promised = f"; certified {row['certified']:.1%}, predicted {row['predicted']:.1%}"
+        interval = interval_words(row["exact_low"], row["exact_high"], "{:.1%}".format, samples)
+        yield (
+            f"Under {noise_words(findings, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
+            f"the same ({interval}{'' if np.isnan(row['predicted']) else promised}), {row['agreement']:.1%} of "
+            f"their keys are kept; {_correlation(row, samples)}{flipped}."
+        )
+
+
+def _correlation(row: dict[Any, Any], samples: int) -> str:
+    """Return the correlation of Δ with changes of masks, or why it is unknown."""
+    rho, low, high = (row[name] for name in ("spearman", "spearman_low", "spearman_high"))
+    if np.isnan(rho):
+        same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"
+        return f"{same}, and Δ has no rank correlation with disagreement"
+    ends = interval_words(low, high, samples=samples, level="")
+    return f"rank correlation of Δ with disagreement {rho:.2f} ({ends})"
+
+
+def masks_glance(findings: Findings) -> Glance:
+    """Return the share of masks, own and supposed, that stay the same under the middle noise level."""
+    table = findings(mask_table)
+    table = table[table["layer"] == ALL]
+    if table.empty:
+        return Glance(Outcome.OPEN, "0 models", "have a mask that depends on the input")
+    levels = sorted(table["level"].unique())
+    rows = table[table["level"] == levels[len(levels) // 2]]
+    kinds = findings.measurements.models.set_index("model")["attention"]
+    without = rows["model"].map(kinds).isin(DENSE)
+    with_mask, supposed = rows[~without], rows[without]
+    noise = f"stay the same under noise of {noise_words(findings, levels[len(levels) // 2])}"
+    chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
+    certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
+    tail = f"{changed:,} of {certified:,} certified ones changed"
+    if with_mask.empty:
+        return Glance(
+            Outcome.MEASURED,
+            _share(supposed),
+            f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}",
+        )
+    if len(supposed):
+        tail = f"{_share(supposed)} of those {chosen} in {counted(len(supposed), 'model')} without a mask; {tail}"
+    words = f"of the masks of {counted(len(with_mask), 'model')} {noise}; {tail}"
+    return Glance(Outcome.MEASURED, _share(with_mask), words)
+
+
+def _share(masks: pd.DataFrame) -> str:
+    return percent_span(list(masks["exact"]))
+
+
+def noise_words(findings: Findings, level: float) -> str:
+    """Return a size of noise in words: ``1%``, or ``0.01`` if it is absolute."""
+    return f"{level:g}" if _plan(findings).get("absolute") else percent(level, "g")
+
+
+def mask_facts(findings: Findings) -> str:
+    """Return noise, samples and draws behind the judged masks."""
+    plan = _plan(findings)
+    block = plan.get("block", 0)
+    where = "the embedded tokens" if not block else f"the input of block {block}"
+    size = "absolute standard deviation" if plan.get("absolute") else "relative to each token's RMS"
+    samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
+    seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
+    draws = int(findings.measurements.masks["draws"].iloc[0])
+    return f"Noise on {where}, {size}; {counted(samples, 'sample')} per model, {draws} draws{seed}"
+
+
+def _plan(findings: Findings) -> dict[str, Any]:
+    plan = findings.measurements.provenance.get("mask_noise", {})
+    return plan if isinstance(plan, dict) else {}
+
+
+_SHOWN_COLUMNS = (
+    Column("noise"), Column("layer", form=plain),
+    Column("head", form=lambda head: "" if head == "all" else str(head)),
+    Column("separation_p50", "Δ p50", drop=4), Column("certified", form=percent),
+    Column("predicted", form=percent), Column("exact", "observed", percent),
+    Column("exact_low exact_high", "observed 95%", percent_interval, drop=3), Column("agreement", form=percent),
+    Column("response"), Column("spearman", "Spearman Δ", drop=2),
+    Column("spearman_low spearman_high", "Spearman 95%", interval, drop=1),
+)  # fmt: skip
+
+
+_MOST_HEADS = 24  # of more, only the least stable are shown
+_LEAST_STABLE = 5
+
+
+def _heads(level: Summary, every: bool) -> list[Summary]:
+    """Return the rows of the heads, or of many heads the least stable, in the order of the model."""
+    heads: list[Summary] = level["layers"]
+    if every or len(heads) <= _MOST_HEADS:
+        return heads
+    least_stable = sorted(heads, key=lambda row: number_from_json(row["exact"]))[:_LEAST_STABLE]
+    return [row for row in heads if any(row is one for one in least_stable)]
+
+
+def _output(level: Summary) -> str:
+    output = level["output"]
+    moved = number_from_json(output["logit_change"])
+    change = f"logits move by {fine_percent(moved)} of their norm"
+    change = change if math.isfinite(moved) else "some logits are not numbers"
+    words = f"Noise {level['noise']:g}: {change}, {fine_percent(output['flipped'])} of the predictions change"
+    if output["accuracy_after"] is not None:
+        words += f", accuracy {percent(output['accuracy_before'])} → {percent(output['accuracy_after'])}"
+    return words + "."
+
+
+def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
+    """Yield the tables of one model: certified, predicted and observed, and related numbers."""
+    yield f"{name}: {result['mask']}"
+    yield from (f"{refused}." for refused in result["refused"] if refused != result["mask"])
+    yield from precision_rows(result["precision"]) if result["precision"] else ()
+    levels = result["levels"]
+    if not levels:
+        return
+    short, whole = (
+        [{"noise": one["noise"], **row} for one in levels for row in [*_heads(one, every), one["all"]]]
+        for every in (False, True)
+    )
+    left_out = len(whole) - len(short)
+    note = [f"Shown are the {_LEAST_STABLE} heads whose masks change most. {not_shown(left_out)}"] * bool(left_out)
+    yield Folded([NumberTable(_SHOWN_COLUMNS, short), *note], [NumberTable(_SHOWN_COLUMNS, whole)])
+    yield f"Certified rows that changed: {result['certified_changed']:,} of {result['certified_rows']:,}."
+    yield from (_output(level) for level in levels if level["output"])  # unknown of an external model
+
+
+def answer(findings: Findings) -> Answer:
+    """Return agreement, certificate and prediction by noise level, head and pooled; and by number format."""
+    table, effects, results = findings(mask_table), findings(effect_table), {}
+    shown: list[str | NumberTable | Folded] = []
+    for model in findings.measurements.models["model"]:
+        of_model, precision = table[table["model"] == model], precision_of(findings, model)
+        pooled = of_model[of_model["layer"] == ALL]
+        levels = []
+        for level, rows in of_model.groupby("level"):
+            entries = all_by_name(rows).drop(columns=["model", "level"]).to_dict("records")
+            after = records(effects[(effects["model"] == model) & (effects["level"] == level)])
+            output = without(after[0], "model", "level") if after else {}
+            levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
+        results[model] = json_ready(
+            {
+                "mask": mask_words(findings, model),
+                "applicable": bool(precision) or not of_model.empty,
+                "refused": refusals(findings, model),
+                "certified_changed": int(pooled["certified_changed"].sum()),
+                "certified_rows": int(pooled["certified_rows"].sum()),
+                "levels": levels,
+                "precision": precision,
+            }
+        )
+        shown += _shown(title(findings, model), results[model])
+    tables = {"mask_stability": with_facts(findings, all_by_name(table))}
+    tables |= {"noise_effects": with_facts(findings, effects)} if len(effects) else {}
+    return Answer(
+        masks_glance(findings),
+        masks_in_short(findings),
+        mask_sentences(findings),
+        tables=tables,
+        results=results,
+        shown=shown,
+    )

@@ -1,4 +1,4 @@
-"""The section ``mask-stability`` of a report: its figures and tables."""
+"""Figures: its figures and tables."""
 
 import numpy as np
 import pandas as pd
@@ -7,33 +7,26 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from semdiag.capturing.attention_call import DENSE
-from semdiag.measuring.findings.estimates import all_by_name
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, ink, panels_of
 from semdiag.presenting.drawing.style import (
     FAINT,
     INK,
+    drawing,
     finished,
     note_below,
     number_layers,
     panel_grid,
-    paper_style,
 )
-from semdiag.presenting.section import Heading, Section, Shown, with_facts
 from semdiag.questions.mask_stability.answer import (
-    effect_table,
     foreseen_margin,
     heads_pooled,
-    mask_table,
-    reliability_tables,
-)
-from semdiag.questions.mask_stability.words import (
     mask_facts,
-    mask_sentences,
-    masks_glance,
-    masks_in_short,
+    mask_table,
     noise_words,
+    reliability_tables,
 )
 
 MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
@@ -62,7 +55,13 @@ def shades(count: int) -> list[str]:
     return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]
 
 
-@paper_style
+@drawing(
+    "Observed and predicted share of unchanged masks against Δ over the standard deviation of the "
+    "boundary pair's change, one curve per noise level: {shown}.",
+    "Where the points lie on the dashed curve, Δ alone predicts which masks survive. Points below it "
+    "lose their masks to other pairs than the one at the boundary; above it, a few large changes, as "
+    "after a swap in an earlier layer, make the standard deviation larger than most changes.",
+)
 def mask_reliability(findings: Findings) -> Figure:
     """Draw the share of unchanged masks, observed and predicted, against Δ/sd, one curve per noise level."""
     binned = findings(reliability_tables)
@@ -115,7 +114,12 @@ def _label_axis(ax: Axes, highest: float, shares: list[float]) -> None:
     ax.set_xlabel(f"Δ / sd (> {highest:.2g}: {most} of the queries)")
 
 
-@paper_style
+@drawing(
+    "Share of unchanged masks as coloured cells, layers by noise levels, or by models: {shown}.",
+    "Read the layers in their order: noise is passed on from layer to layer, so later masks can "
+    "change although nothing was added there. --at-block adds the noise to the input of one block and "
+    "leaves earlier blocks clean.",
+)
 def mask_heat_map(findings: Findings) -> Figure:
     """Draw the share of unchanged masks for every layer and noise level as coloured cells."""
     models = judged_models(findings)
@@ -166,7 +170,12 @@ def _side_by_side(
     return figure
 
 
-@paper_style
+@drawing(
+    "Share of queries whose mask stays exactly the same under input noise, per layer, with 95% "
+    "intervals and the certified share dotted: {shown}.",
+    "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what can be "
+    "proven from Δ and the change of the scores alone; masks between it and the curves survive without a proof.",
+)
 def masks_unchanged(findings: Findings) -> Figure:
     """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers."""
     models = judged_models(findings)
@@ -218,42 +227,14 @@ def _against_layers(ax: Axes, rows: pd.DataFrame, findings: Findings) -> None:
     ax.set_ylim(0, 1.03)
 
 
-def mask_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return masks by noise level, layer and head; the effect of the noise on outputs, if known."""
-    tables = {"mask_stability": with_facts(findings, all_by_name(findings(mask_table)))}
-    if len(findings.measurements.noise_effects):
-        tables["noise_effects"] = with_facts(findings, findings(effect_table))
-    return tables
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "mask-stability",
         "Do masks survive noise?",
         (
-            Shown(
-                masks_unchanged,
-                "Share of queries whose mask stays exactly the same under input noise, per layer, with 95% "
-                "intervals and the certified share dotted: {shown}.",
-                "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what "
-                "can be proven from Δ and the change of the scores alone; masks between it and the curves survive "
-                "without a proof.",
-            ),
-            Shown(
-                mask_reliability,
-                "Observed and predicted share of unchanged masks against Δ over the standard deviation of the "
-                "boundary pair's change, one curve per noise level: {shown}.",
-                "Where the points lie on the dashed curve, Δ alone predicts which masks survive. Points below it "
-                "lose their masks to other pairs than the one at the boundary; above it, a few large changes, as "
-                "after a swap in an earlier layer, make the standard deviation larger than most changes.",
-            ),
-            Shown(
-                mask_heat_map,
-                "Share of unchanged masks as coloured cells, layers by noise levels, or by models: {shown}.",
-                "Read the layers in their order: noise is passed on from layer to layer, so later masks can "
-                "change although nothing was added there. --at-block adds the noise to the input of one block and "
-                "leaves earlier blocks clean.",
-            ),
+            masks_unchanged,
+            mask_reliability,
+            mask_heat_map,
         ),
         (
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
@@ -266,16 +247,4 @@ _HEADINGS = (
             "are about other inputs of the same kind, not about other seeds of the training.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="mask-stability",
-    needs=("masks", "noise_effects"),
-    headings=_HEADINGS,
-    external=_HEADINGS,
-    in_short=masks_in_short,
-    details=mask_sentences,
-    glance=masks_glance,
-    tables=mask_tables,
 )

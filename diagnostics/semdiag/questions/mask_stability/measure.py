@@ -20,8 +20,9 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, ReportOptions, Subject, plan_of
 from semdiag.measuring.table import Table
+from semdiag.questions.mask_stability import SUPPOSED_K, NoisePlan
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
-from semdiag.questions.stability.measure import NOISE, check_levels, noise_of_samples, noisy_copies, token_size
+from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, token_size
 from semdiag_models import InputError
 
 MASKS = Table(
@@ -139,31 +140,7 @@ def effects_table(
     return NOISE_EFFECTS.of_parts(parts)
 
 
-DRAWS = 5
 _REPORT_DRAWS = 3  # enough for a first look
-SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
-
-
-@dataclass(frozen=True)
-class NoisePlan:
-    """Which noise is added, and how often.
-
-    Raises:
-        InputError: if a value is illegal.
-    """
-
-    levels: tuple[float, ...] = (NOISE,)  # standard deviations
-    draws: int = DRAWS
-    absolute: bool = False  # whether the levels are absolute; else relative to each token's RMS
-    block: int = 0  # the block at whose input the noise enters; 0: the embedded tokens
-    k: int = SUPPOSED_K  # keys in the mask that a full-attention model would choose
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_levels(self.levels)
-        for name, least in (("draws", 1), ("block", 0), ("k", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
 
 
 def mask_stability(
@@ -181,46 +158,8 @@ def mask_stability(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Compare the mask of every query with the masks of noisy copies of the same input.
 
-    Gaussian noise enters at the embedded tokens or at one block's input, and everything downstream follows. Clean
-    samples and all their copies share a forward pass; the noise differs between levels in its size alone.
-    A full-attention model has no mask: the one that top-k would choose from its scores stands in. The model
-    itself is not changed: a copy is moved, converted and put into evaluation mode.
-
-    Source: docs/theory.md#mask-stability. Deviation: not in the paper. In float32 the certificate leaves
-    room for the rounding of the scores, so that a certified row that changes its mask is an error.
-
-    Args:
-        model: A model from :func:`semdiag.load`, or any module. In an external model noise enters behind the token
-            embedding, and attention that it does not reach has no rows.
-        tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
-        labels: (N,) classes, for the accuracy; None if unknown.
-        plan: levels, draws, place and seed of the noise; by default 1% of each embedded token's RMS, 5 draws.
-        batch_size: samples at a time, noisy copies included.
-        device: where to run.
-        dtype: Number format of the model and of the scores: float32 or float64.
-        min_keys: queries with fewer keys are left out.
-        after_batch: called with the number of clean samples of each finished batch.
-        note: called with what is not available, why, and in which module (may be empty).
-
-    Returns:
-        The tables ``masks`` (one row per noise level and query that drops a key: kept k, separation Δ,
-        agreement E|S ∩ S'|/|S|, exact share of draws with S = S', certified share, certified_changed count,
-        predicted probability, swing_sd its standard deviation of dz_(k) − dz_(k+1) per layer and head,
-        response ‖p − p'‖₁ of the first draw) and ``noise_effects`` (one row per level and sample:
-        logit_change relative to ‖logits‖₂, flipped share, correct before, share correct after). No rows of
-        ``masks`` for a mask that does not depend on the input.
-
-    Raises:
-        InputError: if the kind of attention is not known, or the model has no such block.
-        NotAvailableError: if an attention does not keep the samples apart (heads or windows in its batch axis), or
-            has sinks, or noise cannot enter or reaches none.
-
-    Example:
-        >>> from semdiag_models import Encoder, ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
-        >>> masks, effects = mask_stability(encoder, torch.tensor([[0, 1, 1, 0]]), plan=NoisePlan((1e-9,)))
-        >>> masks[["query", "kept", "agreement"]].values.tolist()[0], len(effects)
-        ([0.0, 2.0, 1.0], 1)
+    In float32 the certificate leaves room for the rounding of the scores, so that a certified row that changes its
+    mask is an error.
     """
     plan = plan_of(NoisePlan, plan)
     loaded = unnamed(model)
@@ -267,7 +206,7 @@ def _external(
                 run(copies)
             run.alike()
             after_batch(probe.samples)
-    probe.sums.leave_out(reach.left_out(MASK_STABILITY.name, note))
+    probe.sums.leave_out(reach.left_out(PROBE.name, note))
     return probe.sums.table(loaded.path, plan.levels, plan.draws)
 
 
@@ -371,7 +310,7 @@ def _reported(options: ReportOptions) -> NoisePlan:
     return NoisePlan(options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed)
 
 
-MASK_STABILITY = Probe(
+PROBE = Probe(
     "mask stability",
     NoisePlan,
     (MASKS, NOISE_EFFECTS),

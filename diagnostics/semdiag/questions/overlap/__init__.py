@@ -1,48 +1,39 @@
 """Do layers and heads keep the same keys?"""
 
+from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
-from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.options import option
+from semdiag.presenting.question import Question
 
 
-@command(leave_out=("min_keys", "per_query"), samples=50)
-def overlap(
-    models: options.Models = None,
+@dataclass(frozen=True)
+class OverlapPlan:
+    """Which masks are compared."""
+
     k: Annotated[
-        int,
-        typer.Option(
-            help="Full-attention models have no masks: compare those that top-k would choose, with this k.",
-            rich_help_panel=options.MEASURE,
-        ),
-    ] = 5,
-    *,
-    shared: Shared,
-) -> None:
+        int, option("Full-attention models have no masks: compare those that top-k would choose, with this k.")
+    ] = 5
+
+    def __post_init__(self) -> None:
+        from semdiag_models.reading import InputError
+
+        if self.k < 1:
+            raise InputError(f"k must be at least 1. Got {self.k}.")
+
+
+QUESTION = Question(
+    "overlap",
+    __name__,
     """Test whether layers, heads and successive queries keep the same keys, and so could share one selection.
 
     Shown: the Jaccard index of the sets of kept keys, for every two layers and heads at the same query, and for
     each query and the one before it. Beside it stands the index of sets drawn at random.
 
     [bold]semdiag overlap checkpoints/even-pairs-topk-5-seed-153476998[/]
-    """
-    from semdiag.measuring.findings.estimates import check_supposed_k
-    from semdiag.questions.overlap.answer import print_overlap
-    from semdiag.questions.overlap.measure import OverlapPlan
-
-    findings = shared.measured(models, shared.conditions(plans=(OverlapPlan(k),)))
-    if "k" in shared.typed:
-        check_supposed_k(findings, k)
-    shared.deliver("overlap", findings, print_overlap)
-
-
-QUESTION = Question(
-    "overlap",
-    __name__,
-    measured_by="measure:MASK_OVERLAP",
-    summarised_by="answer:overlap_summary",
-    shown_by="figures:SECTION",
-    asked_by=":overlap",
+    """,
+    OverlapPlan,
+    leave_out=("min_keys", "per_query"),
+    defaults={"samples": 50},
+    needs=("overlap",),
 )

@@ -6,12 +6,14 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.findings.findings import MODEL_FACTS, Findings, Summary, json_object
+from semdiag.capturing.attention_call import DENSE
+from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import interval
-from semdiag.presenting.question import title
-from semdiag.presenting.section import NEVER, Column, NumberTable, text, three_decimals, wide_console
+from semdiag.measuring.words import counted, interval, interval_words, text, three_decimals
+from semdiag.presenting.answer import Answer, measured_glance, title, with_facts
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 _COLUMNS = [
     "model", "what", "layer", "other_layer", "pairs", "queries", "samples", "jaccard", "low", "high", "chance",
@@ -50,14 +52,28 @@ def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[st
     }  # fmt: skip
 
 
-def overlap_summary(findings: Findings) -> Summary:
-    """Return the overlap of every model's masks."""
-    table = findings(overlap_table)
-    results = []
-    for row in findings.measurements.models.to_dict("records"):
-        of_model = table[table["model"] == row["model"]].drop(columns="model")
-        results.append({key: row[key] for key in MODEL_FACTS} | {"overlap": of_model.to_dict("records")})
-    return json_object("overlap", findings, k=findings.measurements.provenance.get("overlap_k"), results=results)
+def answer(findings: Findings) -> Answer:
+    """Return the overlap of every model's masks, or why there is none."""
+    table, remarks = findings(overlap_table), findings.measurements.remarks
+    results: dict[str, Summary] = {}
+    shown: list[str | NumberTable] = []
+    for model in findings.measurements.models["model"]:
+        rows = records(table[table["model"] == model].drop(columns="model"))
+        results[model] = {"overlap": rows}
+        if rows:
+            shown += [f"{title(findings, model)}: Jaccard index of kept keys", NumberTable(_COLUMNS_SHOWN, rows)]
+        else:
+            reasons = remarks.loc[(remarks["model"] == model) & (remarks["code"] == "no-overlap"), "text"]
+            reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
+            shown.append(f"{title(findings, model)}: {reason}")
+    return Answer(
+        glance=measured_glance(findings, findings.measurements.overlap),
+        details=overlap_sentences(findings),
+        tables={"overlap": with_facts(findings, table)},
+        results=results,
+        more={"k": findings.measurements.provenance.get("overlap_k")},
+        shown=shown,
+    )
 
 
 def _layer(layer: int) -> str:
@@ -65,23 +81,37 @@ def _layer(layer: int) -> str:
 
 
 _interval = partial(interval, form=three_decimals, unknown="no interval")
-_TERMINAL_COLUMNS = (
+_COLUMNS_SHOWN = (
     Column("what", "between", text), Column("layer", form=_layer), Column("other_layer", "and layer", _layer),
     Column("pairs", drop=1), Column("jaccard", "index", three_decimals, drop=NEVER),
     Column("low high", "95%", _interval, drop=2), Column("chance", "at random", three_decimals, drop=NEVER),
 )  # fmt: skip
+_BETWEEN = {
+    "layers": "two layers",
+    "heads": "two heads of a layer",
+    "previous": "a query and the one before it",
+}
 
 
-def print_overlap(findings: Findings) -> None:
-    """Print a table per model, or why there is none."""
-    console, remarks = wide_console(), findings.measurements.remarks
-    for result in findings(overlap_summary)["results"]:
-        if result["overlap"]:
-            console.print(f"\n{title(result)}: Jaccard index of kept keys")
-            console.print(NumberTable(_TERMINAL_COLUMNS, result["overlap"]))
-        else:
-            reasons = remarks.loc[
-                (remarks["model"] == result["model"]) & (remarks["code"] == "no-overlap"), "text"
-            ]
-            reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
-            console.print(f"\n{title(result)}: {reason}")
+def overlap_sentences(findings: Findings) -> list[str]:
+    """Return a sentence for each model on how much the masks of layers, heads and successive queries overlap."""
+    table, models = findings(overlap_table), findings.measurements.models
+    kinds = dict(zip(models["model"], models["attention"], strict=True))
+    ends = partial(interval_words, form="{:.3f}".format, level="")
+    sentences = []
+    for model, label in model_labels(models).items():
+        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
+        parts = [
+            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} "
+            f"({ends(row['low'], row['high'], samples=row['samples'])}; at random "
+            f"{row['chance']:.3f}; {counted(row['pairs'], 'pair')}, {counted(row['samples'], 'sample')})"
+            for row in rows.to_dict("records")
+        ]
+        k = findings.measurements.provenance.get("overlap_k")
+        supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
+        sentences.append(
+            f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
+            if parts
+            else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
+        )
+    return sentences

@@ -1,23 +1,25 @@
-"""The section ``overlap`` of a report: its figure, sentences and tables."""
-
-from functools import partial
+"""Figures: its figure, sentences and tables."""
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval_words
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
-from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
-from semdiag.presenting.section import Heading, Section, Shown, answers_with_facts, measured_glance
+from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.questions.overlap.answer import overlap_table
 
 _WRITTEN = 14  # layers up to which the cells bear their numbers
 
 
-@paper_style
+@drawing(
+    "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the "
+    "diagonal, and beside it for successive queries: {shown}.",
+    "A bright cell is a pair of layers that could share one selection: for the same query they keep "
+    "the same keys. The column on the right tells how much of a query's selection the next one could "
+    "reuse. Compare with the value that random sets of the same size have, in the panel's title.",
+)
 def mask_overlap(findings: Findings) -> Figure:
     """Draw the mean Jaccard index of kept keys for every two layers, and for successive queries."""
     table = findings(overlap_table)
@@ -57,51 +59,11 @@ def mask_overlap(findings: Findings) -> Figure:
     return figure
 
 
-_BETWEEN = {
-    "layers": "two layers",
-    "heads": "two heads of a layer",
-    "previous": "a query and the one before it",
-}
-
-
-def overlap_sentences(findings: Findings) -> list[str]:
-    """Return a sentence for each model on how much the masks of layers, heads and successive queries overlap."""
-    table, models = findings(overlap_table), findings.measurements.models
-    kinds = dict(zip(models["model"], models["attention"], strict=True))
-    ends = partial(interval_words, form="{:.3f}".format, level="")
-    sentences = []
-    for model, label in model_labels(models).items():
-        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
-        parts = [
-            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} "
-            f"({ends(row['low'], row['high'], samples=row['samples'])}; at random "
-            f"{row['chance']:.3f}; {counted(row['pairs'], 'pair')}, {counted(row['samples'], 'sample')})"
-            for row in rows.to_dict("records")
-        ]
-        k = findings.measurements.provenance.get("overlap_k")
-        supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
-        sentences.append(
-            f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
-            if parts
-            else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
-        )
-    return sentences
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "overlap",
         "Do layers keep the same keys?",
-        (
-            Shown(
-                mask_overlap,
-                "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the "
-                "diagonal, and beside it for successive queries: {shown}.",
-                "A bright cell is a pair of layers that could share one selection: for the same query they keep "
-                "the same keys. The column on the right tells how much of a query's selection the next one could "
-                "reuse. Compare with the value that random sets of the same size have, in the panel's title.",
-            ),
-        ),
+        (mask_overlap,),
         (
             "A model that keeps every key has no masks: those that top-k would choose from its scores are "
             "compared, and its output does not depend on them. Queries with too few keys to drop one are left "
@@ -111,14 +73,4 @@ _HEADINGS = (
             "Intervals resample sequences; they are about other inputs of the same kind.",
         ),
     ),
-)
-
-SECTION = Section(
-    name="overlap",
-    needs=("overlap",),
-    glance=measured_glance("overlap"),
-    headings=_HEADINGS,
-    external=_HEADINGS,
-    details=overlap_sentences,
-    tables=answers_with_facts(overlap=overlap_table),
 )

@@ -1,4 +1,4 @@
-"""The probe ``overlap``: whether layers, heads and successive queries keep the same keys."""
+"""Measure whether layers, heads and successive queries keep the same keys."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from semdiag.measuring.calls.collector import check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table
-from semdiag_models import InputError
+from semdiag.questions.overlap import OverlapPlan
 
 OVERLAP = Table(
     "overlap",
@@ -32,19 +32,7 @@ OVERLAP = Table(
         **dict.fromkeys(("jaccard", "chance"), "float64"),
     },
 )
-SUPPOSED_K = 5
 _ENTRIES = 2**26  # of the masks that are compared at a time
-
-
-@dataclass(frozen=True)
-class OverlapPlan:
-    """Which masks are compared."""
-
-    k: int = SUPPOSED_K  # keys in the mask that top-k would choose in a model without a selection of its own
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise InputError(f"k must be at least 1. Got {self.k}.")
 
 
 def mask_overlap(
@@ -236,4 +224,4 @@ def _provenance(plan: OverlapPlan, samples: int, few: int) -> dict[str, Any]:
     return {"overlap_k": plan.k, "probe_samples": few}
 
 
-MASK_OVERLAP = Probe("overlap", OverlapPlan, (OVERLAP,), _measure, provenance=_provenance)
+PROBE = Probe("overlap", OverlapPlan, (OVERLAP,), _measure, provenance=_provenance)

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.options import option
+from semdiag.presenting.question import Asked, Question
 
 if TYPE_CHECKING:
+    from semdiag.presenting.answer import Answer
     from semdiag.questions.selections.compare import OwnSelections, Saving
 
 _PANEL = "What is asked"
-_OF_MODELS = (
+_OF_MODELS = [
     "inputs",
     "max_length",
     "tokenizer",
@@ -24,13 +26,12 @@ _OF_MODELS = (
     "out",
     "figures",
     "save",
-)
+]
 _OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
 
-@command(leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query"))
-def selections(
+def _ask(
     file: Annotated[
         Path,
         typer.Argument(
@@ -50,82 +51,61 @@ def selections(
     ] = None,
     format: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="The precision in which the engine computed its scores: float32, bfloat16, float16, "
+        option(
+            "The precision in which the engine computed its scores: float32, bfloat16, float16, "
             "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains; of a model, which choices are "
             "certified (bfloat16 if it is left out).",
-            rich_help_panel=_PANEL,
+            panel=_PANEL,
+            metavar="NAME",
         ),
     ] = "float32",
     causal: Annotated[
         bool,
-        typer.Option(
-            "--causal",
-            help="Keys after the query may not be chosen. The last dimension before the keys is the query's, and "
+        option(
+            "Keys after the query may not be chosen. The last dimension before the keys is the query's, and "
             "queries are the last tokens.",
-            rich_help_panel=_PANEL,
+            "--causal",
+            panel=_PANEL,
         ),
     ] = False,
     keys: Annotated[
         int | None,
-        typer.Option(
-            help="How many keys there are, if the file has no scores.", rich_help_panel=_PANEL, show_default=False
-        ),
+        option("How many keys there are, if the file has no scores.", panel=_PANEL, show_default=False),
     ] = None,
     layout: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,NAME[:NAME,NAME]",
-            help="With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
+        option(
+            "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
             "second file behind a colon if they are others. Default: tokens; tokens,layers; "
             "batch,sequence,layers; batch,sequence,layers,heads.",
-            rich_help_panel=_PANEL,
+            panel=_PANEL,
+            metavar="NAME,NAME[:NAME,NAME]",
             show_default=False,
         ),
     ] = "",
     save: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.npz",
-            help="Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
+        option(
+            "Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
             "files can be compared.",
-            rich_help_panel=options.OUTPUT,
+            panel=options.OUTPUT,
+            metavar="FILE.npz",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
+        option(
+            "Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
             "forbidden.",
-            rich_help_panel=options.OUTPUT,
+            panel=options.OUTPUT,
+            metavar="DIR",
             show_default=False,
         ),
     ] = None,
     *,
-    shared: Shared,
+    shared: Asked,
 ) -> None:
-    """Check whether a selection is the top-k of its scores, or whether two engines choose alike.
-
-    Selections are what sparse-attention indexers, routers of experts and top-k kernels return. Each row is exact,
-    a legal tie, within rounding, or faulty: wrong, missing, duplicate, padding, future, out of range. Exit code 1:
-    a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
-    semdiag.check_selection.
-
-    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code
-    1: it does not explain all of them.
-
-    With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
-    from rounding.
-
-    [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
-
-    [bold]semdiag selections training.npz serving.npz --format bfloat16[/]
-
-    [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
-    """
     from semdiag.capturing import pretrained
     from semdiag.capturing.loading import recognised
     from semdiag_models import InputError
@@ -156,7 +136,7 @@ def _option(name: str) -> str:
     return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
-def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path | None) -> NoReturn:
+def _own(model: Path, format: str, shared: Asked, save: Path | None, out: Path | None) -> NoReturn:
     """Measure what a model selects."""
     from semdiag.capturing.batches import split
     from semdiag.capturing.inputs import read_batches
@@ -165,7 +145,7 @@ def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path 
     from semdiag.measuring.measure import DTYPES
     from semdiag.presenting.options import listed_names
     from semdiag.presenting.terminal import tell
-    from semdiag.questions.selections.answer import own_summary, print_own
+    from semdiag.questions.selections.answer import own_answer, own_summary
     from semdiag.questions.selections.compare import Saving, own_selections
     from semdiag_models import InputError
     from semdiag_models.training import find_device
@@ -191,7 +171,7 @@ def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path 
     if written and not shared.values["quiet"]:
         tell(f"Written: {', '.join(map(str, written))}")
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
-    _deliver(own_summary(measured, str(model), kind.name, options), shared, print_own)
+    _deliver(own_summary(measured, str(model), kind.name, options), shared, own_answer)
 
 
 def _write(
@@ -217,9 +197,9 @@ def _write(
         raise InputError(f"{out} cannot be written to: {error.strerror or error}.") from None
 
 
-def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shared) -> NoReturn:
+def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Asked) -> NoReturn:
     """Check one selection."""
-    from semdiag.questions.selections.answer import check_summary, print_check
+    from semdiag.questions.selections.answer import check_answer, check_summary
     from semdiag.questions.selections.check import check_selection, read_selection
     from semdiag_models import InputError
 
@@ -234,12 +214,12 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shar
         raise InputError(f"{file}: {error}") from None
     summary = check_summary(checked, str(file), _provenance(format=checked.format, causal=causal))
     summary["results"][0] |= {"ignored": list(read.ignored), "format_named": "format" in shared.typed}
-    _deliver(summary, shared, print_check)
+    _deliver(summary, shared, check_answer)
 
 
-def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared) -> NoReturn:
+def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked) -> NoReturn:
     """Compare two selections."""
-    from semdiag.questions.selections.answer import comparison_summary, print_comparison
+    from semdiag.questions.selections.answer import comparison_answer, comparison_summary
     from semdiag.questions.selections.check import read_selection
     from semdiag.questions.selections.compare import compare_selections
 
@@ -250,7 +230,7 @@ def _compare(first: Path, second: Path, format: str, layout: str, shared: Shared
     options = _provenance(format=compared.format, layout=layout)
     summary = comparison_summary(compared, str(first), str(second), options)
     summary["results"][0] |= {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
-    _deliver(summary, shared, print_comparison)
+    _deliver(summary, shared, comparison_answer)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:
@@ -264,18 +244,46 @@ def _provenance(**options: Any) -> dict[str, Any]:
     return {**versions, **options, "command": ["semdiag", *sys.argv[1:]]}
 
 
-def _deliver(summary: dict[str, Any], shared: Shared, show: Callable[[dict[str, Any]], None]) -> NoReturn:
+def _deliver(summary: dict[str, Any], shared: Asked, answer_of: "Callable[[dict[str, Any]], Answer]") -> NoReturn:
     """Print the summary as one JSON object and as tables, and leave with the exit code."""
     import json
 
+    from semdiag.presenting.answer import show
+    from semdiag.presenting.tables import say_sentences
     from semdiag.presenting.terminal import beside_json
 
     if shared.values["as_json"]:
         typer.echo(json.dumps(summary, allow_nan=False))
     if not shared.values["quiet"]:
         with beside_json(shared.values["as_json"]):
-            show(summary)
+            answer = answer_of(summary)
+            say_sentences(answer.opening or ())
+            show(answer)
     raise typer.Exit(int(not summary["results"][0]["passed"]))
 
 
-QUESTION = Question("selections", __name__, asked_by=":selections")
+QUESTION = Question(
+    "selections",
+    __name__,
+    """Check whether a selection is the top-k of its scores, or whether two engines choose alike.
+
+    Selections are what sparse-attention indexers, routers of experts and top-k kernels return. Each row is exact,
+    a legal tie, within rounding, or faulty: wrong, missing, duplicate, padding, future, out of range. Exit code 1:
+    a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
+    semdiag.check_selection.
+
+    With two files: overlap, the layer that differs first, and how many differences rounding explains. Exit code
+    1: it does not explain all of them.
+
+    With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
+    from rounding.
+
+    [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
+
+    [bold]semdiag selections training.npz serving.npz --format bfloat16[/]
+
+    [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
+    """,
+    ask=_ask,
+    leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query"),
+)

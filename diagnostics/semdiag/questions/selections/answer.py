@@ -11,19 +11,9 @@ import torch
 from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.probe import percentiles
-from semdiag.measuring.words import counted, number
-from semdiag.presenting.section import (
-    NEVER,
-    Column,
-    NumberTable,
-    count,
-    four_decimals,
-    plain,
-    rough_percent,
-    say_sentences,
-    text,
-    wide_console,
-)
+from semdiag.measuring.words import count, counted, four_decimals, number, plain, rough_percent, text
+from semdiag.presenting.answer import Answer
+from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.selections.check import CheckedSelection
 from semdiag.questions.selections.compare import (
     BUG,
@@ -194,61 +184,53 @@ _KEYS = (
 )  # fmt: skip
 
 
-def print_check(summary: Summary) -> None:
-    """Print the counts of a checked selection, its worst row and the verdict."""
+def check_answer(summary: Summary) -> Answer:
+    """Return the counts of a checked selection, its worst row and the verdict."""
     (result,) = summary["results"]
-    console = wide_console()
     keys = "" if result["keys"] is None else f" of {counted(result['keys'], 'key')}"
     rows = counted(result["rows"], "row").replace(str(result["rows"]), f"{result['rows']:,}")
-    say_sentences([f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty."])
-    console.print(f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}")
     counts = {**result["counts"], "not_judged": result["not_judged"]}
     classes = [
         {"class": name, "means": meaning, "rows": counts[name], "worst": result["worst_of_class"][name]}
         for name, meaning in _MEANING.items()
         if counts[name]
     ]
-    console.print(NumberTable(_CLASSES, classes))
-    console.print(_worst(result))
+    shown: list[str | NumberTable] = [
+        f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}",
+        NumberTable(_CLASSES, classes),
+        _worst(result),
+    ]
     if result["not_checked"]:
-        console.print(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
+        shown.append(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
     if result["counts"]["out_of_range"]:
-        console.print("Indices that are no key may be slots of a paged cache: give positions in the sequence.")
-    for sentence in ignored_sentences(result):
-        console.print(sentence)
+        shown.append("Indices that are no key may be slots of a paged cache: give positions in the sequence.")
+    verdict = f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty."
+    return Answer(opening=[verdict], shown=[*shown, *ignored_sentences(result)])
 
 
-def print_comparison(summary: Summary) -> None:
-    """Print how far two selections agree, by layer, and what their differences are."""
+def comparison_answer(summary: Summary) -> Answer:
+    """Return how far two selections agree, by layer, and what their differences are."""
     (result,) = summary["results"]
-    console = wide_console()
     layers = counted(result["layers"][-1]["layer"] + 1, "layer")
     heads = "" if result["heads"] == 1 else f" × {result['heads']:,} heads"
     verdict, *more = comparison_sentences(result)
-    say_sentences([verdict])
     size = f"{counted(result['tokens'], 'token')} × {layers}{heads}, k = {result['k']:,}"
-    console.print(f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}")
+    name = f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}"
     left_out = {"numeric", "bug"} if result["classes"]["unexplained"] else {"unexplained"}
     left_out |= set() if result["lost"]["of"] else {"lost"}
-    console.print(NumberTable([one for one in _LAYERS if one.name not in left_out], result["layers"]))
-    for sentence in more:
-        console.print(sentence)
+    table = NumberTable([one for one in _LAYERS if one.name not in left_out], result["layers"])
+    return Answer(opening=[verdict], shown=[name, table, *more])
 
 
-def print_own(summary: Summary) -> None:
-    """Print a model's own selections: of experts, and of keys."""
+def own_answer(summary: Summary) -> Answer:
+    """Return a model's own selections: of experts, and of keys."""
     (result,) = summary["results"]
-    console = wide_console()
     rows = result["selections"]
     verdict, *more = own_sentences(result)
-    say_sentences([verdict])
-    console.print(f"\n{result['model']}: {counted(len(rows), 'selection')}, certified for {result['format']}")
-    if experts := [row for row in rows if row["kind"] == "experts"]:
-        console.print(NumberTable(_EXPERTS, experts))
-    if others := [row for row in rows if row["kind"] != "experts"]:
-        console.print(NumberTable(_KEYS, others))
-    for sentence in more:
-        console.print(sentence)
+    name = f"\n{result['model']}: {counted(len(rows), 'selection')}, certified for {result['format']}"
+    of_experts, others = ([row for row in rows if (row["kind"] == "experts") == it] for it in (True, False))
+    tables = [NumberTable(columns, of) for columns, of in ((_EXPERTS, of_experts), (_KEYS, others)) if of]
+    return Answer(opening=[verdict], shown=[name, *tables, *more])
 
 
 def _worst(result: Summary) -> str:

@@ -7,9 +7,10 @@ import numpy as np
 from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.estimates import SAMPLED, Percentile, by_layer, drawn, pooled_percentiles, without
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
-from semdiag.measuring.words import counted
+from semdiag.measuring.words import counted, span_words
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words
 from semdiag.presenting.drawing.panels import panels_of
-from semdiag.presenting.section import Answer, Glance, drawn_word, span_words, top_words
+from semdiag.questions.percentile_tables import percentile_tables
 
 
 def separation_in_short(findings: Findings) -> list[str]:
@@ -58,21 +59,21 @@ def separation_glance(findings: Findings) -> Glance:
         percentiles[model] for model in sparse if model in percentiles and np.isfinite(percentiles[model]["p5"])
     ]
     if not every:
-        return Glance(Answer.OPEN, "0 models", "keep the keys with the largest scores")
+        return Glance(Outcome.OPEN, "0 models", "keep the keys with the largest scores")
     if not tables:
         words = "that keep the keys with the largest scores have a finite separation Δ"
-        return Glance(Answer.OPEN, f"0 of {counted(len(every), 'model')}", words)
+        return Glance(Outcome.OPEN, f"0 of {counted(len(every), 'model')}", words)
     bad, queries = (sum(int(table[name]) for table in tables) for name in ("not_positive", "queries"))
     words = (
         f"is the 5th percentile of the separation Δ of {counted(len(tables), 'model')} with {top_words(findings)} "
     )
     words += f"masks; {bad:,} of {counted(queries, 'query')}{drawn_word(findings)} have none (Δ ≤ 0, a tie)"
     words += f"; for {len(every) - len(tables)} more it is not a number" if len(tables) < len(every) else ""
-    answer = Answer.DOES_NOT if bad and not drawn(findings) else Answer.MEASURED
-    return Glance(answer, f"{span_words([table['p5'] for table in tables], '{:.2g}')} nats", words)
+    outcome = Outcome.DOES_NOT if bad and not drawn(findings) else Outcome.MEASURED
+    return Glance(outcome, f"{span_words([table['p5'] for table in tables], '{:.2g}')} nats", words)
 
 
-def separation_summary(findings: Findings) -> Summary:
+def separation_results(findings: Findings) -> dict[str, Summary]:
     """Return percentiles of Δ and of the raw key loads per layer and head, and pooled."""
 
     def describe(of: Percentile, suffix: str) -> Summary:
@@ -80,4 +81,16 @@ def separation_summary(findings: Findings) -> Summary:
         load["keys"] = load.pop("queries")
         return {"separation": of("separation" + suffix), "load": load}
 
-    return by_layer("separation", findings, describe)
+    return by_layer(findings, describe)
+
+
+def answer(findings: Findings) -> Answer:
+    """Return how far apart kept and dropped keys are, and which keys are relied on."""
+    results = findings(separation_results)
+    return Answer(
+        separation_glance(findings),
+        separation_in_short(findings),
+        tables={name: percentile_csv(findings, name) for name in ("separation", "load")},
+        results=results,
+        shown=percentile_tables(findings, "separation", results),
+    )

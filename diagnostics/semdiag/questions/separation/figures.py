@@ -1,4 +1,4 @@
-"""The section ``separation`` of a report: separation by layer, and the load of the keys."""
+"""Figures: separation by layer, and the load of the keys."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.estimates import Percentiles, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -22,16 +23,19 @@ from semdiag.presenting.drawing.panels import (
 from semdiag.presenting.drawing.style import (
     FAINT,
     AttentionStyle,
+    drawing,
     finished,
     panel_grid,
-    paper_style,
     plain_numbers,
 )
-from semdiag.presenting.section import Heading, Section, Shown, percentile_csv
-from semdiag.questions.separation.answer import separation_glance, separation_in_short
 
 
-@paper_style
+@drawing(
+    "Share of keys that at least x queries keep, logarithmic axis, with k and the largest load marked: {shown}.",
+    "Read a curve from left to right: how many keys are kept by at least that many queries. A curve "
+    "that falls at k keeps every key about as often; a long tail means sinks, a few keys that many "
+    "queries rely on, beside keys that no query keeps.",
+)
 def key_load(findings: Findings) -> Figure:
     """Draw the share of keys that at least x queries keep, raw counts, layers and heads pooled."""
     loads = {
@@ -84,7 +88,13 @@ def load_fact(label: str, *tables: Percentiles) -> str:
     return f"{label}: largest load {max(table['p100'] for table in tables):g}; {unused:.0%} of keys never kept"
 
 
-@paper_style
+@drawing(
+    "Distribution of the semantic separation Δ in nats per layer, as nested boxes on a "
+    "logarithmic axis, with the share of queries at or below 0 stated: {shown}.",
+    "Δ is the lowest kept score minus the highest dropped one; the lower ends of the boxes are "
+    "what matters. A tiny Δ means that a small change of the input can swap keys in and out of "
+    "the mask, and the bounds of a heavy-hitter mask grow as 1/Δ.",
+)
 def separation_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of Δ over queries per layer on a logarithmic axis, and at its foot the share ≤ 0."""
     tables, pooled = findings(layer_percentiles, "separation"), findings(pooled_percentiles, "separation")
@@ -126,25 +136,11 @@ def _write_share(ax: Axes, x: float, row: Mapping[Hashable, float], color: str) 
         )  # fmt: skip
 
 
-def separation_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return percentiles of Δ and of the key loads."""
-    return {name: percentile_csv(findings, name) for name in ("separation", "load")}
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "separation",
         "Is the mask well separated?",
-        (
-            Shown(
-                separation_by_layer,
-                "Distribution of the semantic separation Δ in nats per layer, as nested boxes on a "
-                "logarithmic axis, with the share of queries at or below 0 stated: {shown}.",
-                "Δ is the lowest kept score minus the highest dropped one; the lower ends of the boxes are "
-                "what matters. A tiny Δ means that a small change of the input can swap keys in and out of "
-                "the mask, and the bounds of a heavy-hitter mask grow as 1/Δ.",
-            ),
-        ),
+        (separation_by_layer,),
         (
             "Full attention drops no key, so Δ is undefined there. Masks that ignore the input (banded, "
             "block-local, random) drop larger scores than they keep for most queries, and bottom-k does for all: "
@@ -155,30 +151,10 @@ _HEADINGS = (
     Heading(
         "load",
         "Which keys carry the load?",
-        (
-            Shown(
-                key_load,
-                "Share of keys that at least x queries keep, logarithmic axis, with k and the largest load "
-                "marked: {shown}.",
-                "Read a curve from left to right: how many keys are kept by at least that many queries. A curve "
-                "that falls at k keeps every key about as often; a long tail means sinks, a few keys that many "
-                "queries rely on, beside keys that no query keeps.",
-            ),
-        ),
+        (key_load,),
         (
             "Loads are raw counts within one sequence, layers and heads pooled; they cannot exceed its "
             "length. They count how often a key is kept, not the weight it gets.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="separation",
-    needs=(),
-    headings=_HEADINGS,
-    external=(),
-    in_short=separation_in_short,
-    glance=separation_glance,
-    tables=separation_tables,
 )

@@ -1,16 +1,37 @@
 """How much do weights move when scores move, and do the bounds hold?"""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.question import Question
+
+NOISE = 0.01  # of each embedded token's root mean square
 
 
-@command(dtype="float64")
-def stability(
-    models: options.Models = None,
-    noise: options.Noise = "0.01",
-    *,
-    shared: Shared,
-) -> None:
+def check_levels(levels: Sequence[float]) -> None:
+    """Check noise levels."""
+    from semdiag_models.reading import InputError
+
+    wrong = [level for level in levels if not 0 < level < float("inf")]
+    if wrong:
+        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
+
+
+@dataclass(frozen=True)
+class SecantsPlan:
+    """Which noise is added."""
+
+    levels: Annotated[tuple[float, ...], options.NOISE, options.positive_numbers] = (NOISE,)
+
+    def __post_init__(self) -> None:
+        check_levels(self.levels)
+
+
+QUESTION = Question(
+    "stability",
+    __name__,
     """Measure how much attention weights move when scores move, and compare it with the paper's and a sound bound.
 
     ξ bounds the change of the weights p by that of the scores z: ‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ (paper, Theorem 5).
@@ -18,22 +39,8 @@ def stability(
     (mean change of the weights), ξ in both forms, and whether each bound holds.
 
     [bold]semdiag stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
-    """
-    from semdiag.questions.stability.answer import print_stability
-    from semdiag.questions.stability.measure import SecantsPlan
-
-    conditions = shared.conditions(
-        plans=(SecantsPlan(options.positive_numbers(noise, "--noise")),),
-    )
-    findings = shared.measured(models, conditions)
-    shared.deliver("stability", findings, print_stability)
-
-
-QUESTION = Question(
-    "stability",
-    __name__,
-    measured_by="measure:SOFTMAX_SECANTS",
-    summarised_by="answer:stability_summary",
-    shown_by="figures:SECTION",
-    asked_by=":stability",
+    """,
+    SecantsPlan,
+    defaults={"dtype": "float64"},
+    needs=("secants",),
 )

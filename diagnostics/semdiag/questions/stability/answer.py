@@ -12,25 +12,33 @@ from numpy.typing import NDArray
 
 from semdiag.capturing.attention_call import BOUNDED, DENSE, FIXED_MASKS
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.findings.estimates import without
+from semdiag.measuring.findings.estimates import all_by_name, without
 from semdiag.measuring.findings.findings import (
-    MODEL_FACTS,
     Finding,
     Findings,
     Summary,
     Verdict,
     compared_pairs,
-    json_object,
+    json_ready,
     of_rows,
     verdicts_of,
 )
-from semdiag.measuring.findings.resampling import ratio_interval
+from semdiag.measuring.findings.resampling import rank_correlation_interval, ratio_interval
+from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles, pooled_table
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval_words, number_words, percent
+from semdiag.measuring.words import counted, interval_words, number_words, percent, plain
+from semdiag.presenting.answer import (
+    Answer,
+    Glance,
+    Outcome,
+    title,
+    verdict_line,
+    verdict_table,
+    with_facts,
+)
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.question import title
-from semdiag.presenting.section import Answer, Column, Glance, NumberTable, plain, print_verdicts, wide_console
+from semdiag.presenting.tables import Column, NumberTable
 from semdiag.questions.stability.measure import local_stability, with_bounds
 
 RESAMPLES = 300
@@ -200,22 +208,42 @@ def response_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(results, columns=["pair", "level", "mean", "full_mean", "ratio", "low", "high"])
 
 
-def stability_summary(findings: Findings) -> Summary:
-    """Return percentiles of the local constant, secants, response and both forms of ξ, by head and pooled."""
-    measurements = findings.measurements
-    judged = findings(stability_findings)
-    results = []
-    for row in measurements.models.to_dict("records"):
-        measured = measurements.of(row["model"])
-        secants = with_bounds(measured.secants, str(row["attention"]))
-        layers = []
-        for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
-            parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
-            layers.append({"layer": int(layer), "head": int(head), **_describe(*parts)})
-        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "per nat", "layers": layers}
-        result |= {"all": _describe(measured.queries, secants), "verdicts": verdicts_of(judged, row["model"])}
-        results.append(result)
-    return json_object("stability", findings, results=results)
+def answer(findings: Findings) -> Answer:
+    """Return the local constant, secants, response both forms of ξ, and whether they bound the changes."""
+    judged, results = findings(stability_findings), {}
+    shown: list[str | NumberTable] = []
+    for row in findings.measurements.models.to_dict("records"):
+        model = row["model"]
+        described = _result(findings.measurements.of(model), str(row["attention"]))
+        results[model] = json_ready(described | {"verdicts": verdicts_of(judged, model)})
+        shown += _shown(title(findings, model), results[model])
+        shown += [verdict_line(f) for f in judged if f.subject == model]
+    by_place = with_facts(findings, all_by_name(findings(stability_table)))
+    return Answer(
+        stability_glance(findings),
+        stability_in_short(findings),
+        [*stability_sentences(findings), *gain_sentences(findings)],
+        judged,
+        tables={"stability": by_place, "stability_verdicts": verdict_table(judged), "gains": gain_table(findings)},
+        results=results,
+        shown=shown,
+    )
+
+
+def _result(measured: Measurements, attention: str) -> Summary:
+    """Return the percentiles of one model by layer and head, and pooled."""
+    secants, layers = with_bounds(measured.secants, attention), []
+    for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
+        parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
+        gains = measured.gains[(measured.gains["layer"] == layer) & (measured.gains["head"] == head)]
+        layers.append({"layer": int(layer), "head": int(head), **_describe(*parts), **_medians(gains)})
+    pooled = {**_describe(measured.queries, secants), **_medians(measured.gains)}
+    return {"unit": "per nat", "layers": layers, "all": pooled}
+
+
+def _medians(gains: pd.DataFrame) -> Summary:
+    """Return the median gains over samples; nothing if none was measured."""
+    return {} if gains.empty else {name: float(gains[name].median()) for name in _GAINS}
 
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
@@ -244,13 +272,13 @@ def stability_glance(findings: Findings) -> Glance:
     """Return how many measured pairs of rows exceed the paper's bound."""
     exceeded = findings(exceeding_pairs)
     if "paper" not in exceeded:
-        return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known", claim=True)
+        return Glance(Outcome.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known", claim=True)
     paper, pair = exceeded["paper"], exceeded[OF_PAIR]
     mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
     # Even if no pair exceeds it, the paper's form is not a bound for every row (docs/theory.md).
-    answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.MEASURED
+    outcome = Outcome.DOES_NOT if paper["violated"] else Outcome.OPEN if mostly_vacuous else Outcome.MEASURED
     return Glance(
-        answer, f"{paper['violated']:,} of {paper['rows']:,}",
+        outcome, f"{paper['violated']:,} of {paper['rows']:,}",
         f"measured pairs of rows exceed the paper's bound ξ{_of_fixed(paper)} (for {paper['vacuous']:,} it is "
         f"too loose to test), {pair['violated']:,} exceed the sound one of the pair (too loose for "
         f"{pair['vacuous']:,})",
@@ -350,7 +378,35 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
 
 
+def gain_table(findings: Findings) -> pd.DataFrame:
+    """Return the median gains over samples of each layer and head."""
+    gains = findings.measurements.gains
+    return gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median().reset_index()
+
+
+def gain_sentences(findings: Findings) -> list[str]:
+    """Return which layer amplifies most, and whether ξ foretells it."""
+    sentences = []
+    for model, label in model_labels(findings.measurements.models).items():
+        gains = findings.measurements.of(model).gains
+        if gains.empty:
+            continue
+        by_layer = gains.groupby("layer")["gain"].median()
+        samples = counted(gains["sample"].nunique(), "sample")
+        text = f"{label}: a small change of queries, keys and values can change a head's output by "
+        text += f"{by_layer.max():.3g} times as much in layer {by_layer.idxmax()}, where the median over heads is "
+        text += f"largest, and {by_layer.min():.3g} in layer {by_layer.idxmin()} ({samples})."
+        if gains.groupby(["layer", "head"]).ngroups >= _FEWEST_HEADS:
+            foretold = rank_correlation_interval(gains, "xi", "gain", RESAMPLES)
+            interval = interval_words(foretold.low, foretold.high, _short, gains["sample"].nunique())
+            text += f" Its rank correlation with ξ over heads is {foretold.estimate:.2f}, {interval}."
+        sentences.append(text)
+    return sentences
+
+
 _short = "{:.2g}".format
+_GAINS = ("gain", "score_gain", "value_gain")
+_FEWEST_HEADS = 10  # for a rank correlation
 
 _COLUMNS = (
     Column("layer", form=plain), Column("head", form=plain),
@@ -358,21 +414,18 @@ _COLUMNS = (
     Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", drop=3),
     Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", drop=2),
     Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", drop=1),
-    Column("same_set", form=percent),
+    Column("same_set", form=percent), Column("gain", drop=2),
 )  # fmt: skip
-_WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))
+_WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set", "gain"))
 
 
-def print_stability(findings: Findings) -> None:
-    """Print one table per model and noise level, and each model's verdicts."""
-    console = wide_console()
-    for result in findings(stability_summary)["results"]:
-        rows = [*result["layers"], {"layer": "all", "head": "", **result["all"]}]
-        levels = [level["noise"] for level in result["all"].get("response", [])]
-        for place, level in enumerate(levels or [None]):
-            at = f" at noise {level:g}" if len(levels) > 1 else ""
-            console.print(f"\n{title(result)}: softmax stability{at}")
-            moved = [{**row, **row["by_noise"][place]} if at else row for row in rows]
-            response = [Column(f"response.{place}.mean", f"response {level:g}")] if levels else []
-            console.print(NumberTable([*_COLUMNS, *response], [_WITHOUT_NOISE | row for row in moved]))
-        print_verdicts(console, (f for f in findings(stability_findings) if f.subject == result["model"]))
+def _shown(name: str, result: Summary) -> Iterator[str | NumberTable]:
+    """Yield a table of one model for each noise level."""
+    rows = [*result["layers"], {"layer": "all", "head": "", **result["all"]}]
+    levels = [level["noise"] for level in result["all"].get("response", [])]
+    for place, level in enumerate(levels or [None]):
+        at = f" at noise {level:g}" if len(levels) > 1 else ""
+        moved = [{**row, **row["by_noise"][place]} if at else row for row in rows]
+        response = [Column(f"response.{place}.mean", f"response {level:g}")] if levels else []
+        yield f"{name}: softmax stability{at}"
+        yield NumberTable([*_COLUMNS, *response], [_WITHOUT_NOISE | row for row in moved])

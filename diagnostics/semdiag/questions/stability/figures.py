@@ -1,4 +1,4 @@
-"""The section ``stability`` of a report: ξ against the dispersion, and what was measured below it."""
+"""Figures: ξ against the dispersion, and what was measured below it."""
 
 import math
 
@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.findings.estimates import all_by_name
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.words import counted, percent
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -29,22 +29,16 @@ from semdiag.presenting.drawing.style import (
     FAINT,
     INK,
     attention_style,
+    drawing,
     finished,
     lightened,
     panel_grid,
-    paper_style,
     plain_numbers,
     title_with_facts,
 )
-from semdiag.presenting.section import Heading, Section, Shown, verdict_table, with_facts
 from semdiag.questions.stability.answer import (
     exceeding,
     response_by_layer,
-    stability_findings,
-    stability_glance,
-    stability_in_short,
-    stability_sentences,
-    stability_table,
 )
 from semdiag.questions.stability.measure import with_bounds
 
@@ -56,7 +50,15 @@ _MOST = 3  # panels
 _SHADE = "#f6dcc3"
 
 
-@paper_style
+@drawing(
+    "Constant ξ of a softmax row against its dispersion δ for a small, a middle and a large number "
+    "of keys, logarithmic axes, in the paper's form and the sound one, with measured secants of "
+    "full attention and fixed masks: {shown}.",
+    "Every point, a measured change of attention over the change of its scores, must lie below the "
+    "solid curve, the smallest constant that holds for all rows of that δ. Where the paper's dashed "
+    "curve lies below it (shaded) it is not an upper bound, even if no point exceeds it; points that "
+    "do are ringed. Further right it grows without limit, while the sound constant stays at ½.",
+)
 def stability_curves(findings: Findings) -> Figure:
     """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants."""
     rows = _rows(findings)
@@ -148,7 +150,13 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
 _DECADES = 1e6  # from the largest response down: what lies below is no response
 
 
-@paper_style
+@drawing(
+    "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as nested boxes on a "
+    "logarithmic axis with the mean marked, attention kinds side by side: {shown}.",
+    "The marked mean of a layer is how far noise of the same relative size moves its attention; of "
+    "two attentions at one layer, the higher moves more. A mean far above its box comes from few "
+    "queries that exchange a whole key, as a top-k mask does where Δ is small.",
+)
 def attention_response(findings: Findings) -> Figure:
     """Draw the distribution of ‖p − p'‖₁ under input noise per layer, heads pooled, with its mean."""
     secants = findings.measurements.secants
@@ -173,38 +181,13 @@ def attention_response(findings: Findings) -> Figure:
     return finished(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean.{cut}")
 
 
-def stability_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return percentiles by layer and head, and the verdicts."""
-    return {
-        "stability": with_facts(findings, all_by_name(findings(stability_table))),
-        "stability_verdicts": verdict_table(findings(stability_findings)),
-    }
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "stability",
         "Is the stability bound respected?",
         (
-            Shown(
-                stability_curves,
-                "Constant ξ of a softmax row against its dispersion δ for a small, a middle and a large number "
-                "of keys, logarithmic axes, in the paper's form and the sound one, with measured secants of "
-                "full attention and fixed masks: {shown}.",
-                "Every point, a measured change of attention over the change of its scores, must lie below the "
-                "solid curve, the smallest constant that holds for all rows of that δ. Where the paper's dashed "
-                "curve lies below it (shaded) it is not an upper bound, even if no point exceeds it; points that "
-                "do are ringed. Further right it grows without limit, while the sound constant stays at ½.",
-            ),
-            Shown(
-                attention_response,
-                "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as "
-                "nested boxes on a logarithmic axis with the mean marked, attention kinds side by side: "
-                "{shown}.",
-                "The marked mean of a layer is how far noise of the same relative size moves its attention; of "
-                "two attentions at one layer, the higher moves more. A mean far above its box comes from few "
-                "queries that exchange a whole key, as a top-k mask does where Δ is small.",
-            ),
+            stability_curves,
+            attention_response,
         ),
         (
             "A constant bounds the worst pair of rows; the response is an average under one kind of noise (level, "
@@ -216,17 +199,4 @@ _HEADINGS = (
             " not meet its assumptions and are counted, not judged.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="stability",
-    needs=("secants",),
-    headings=_HEADINGS,
-    external=_HEADINGS,
-    in_short=stability_in_short,
-    details=stability_sentences,
-    verdicts=stability_findings,
-    glance=stability_glance,
-    tables=stability_tables,
 )

@@ -35,7 +35,9 @@ from semdiag.measuring.calls.running import running
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
-from semdiag_models import Encoder, InputError
+from semdiag.questions.stability import NOISE, SecantsPlan, check_levels
+from semdiag.questions.stability.gains import GAINS, measure_gains
+from semdiag_models import Encoder
 from semdiag_models.training import with_float64
 
 
@@ -132,7 +134,6 @@ SECANTS = Table(
 )
 
 SAMPLES = 50
-NOISE = 0.01  # of each embedded token's root mean square
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 _HEADS = 16  # assumed for external models, for the size of a pass
 
@@ -220,19 +221,12 @@ def external_secants(
                     collected.parts.clear()
                     done += size
     secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
-    return secants[~secants["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
+    return secants[~secants["layer"].isin(reach.left_out(PROBE.name, note))].reset_index(drop=True)
 
 
 def _small(batch: Batch, at_once: int) -> list[Batch]:
     """Return a batch in parts of ``at_once`` samples; a tuple of arguments is not split."""
     return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
-
-
-def check_levels(levels: Sequence[float]) -> None:
-    """Check noise levels."""
-    wrong = [level for level in levels if not 0 < level < float("inf")]
-    if wrong:
-        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
 
 
 @contextmanager
@@ -297,32 +291,26 @@ def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> lis
     return collected.parts
 
 
-@dataclass(frozen=True)
-class SecantsPlan:
-    """Which noise is added."""
-
-    levels: tuple[float, ...] = (NOISE,)  # relative to each token's root mean square
-
-    def __post_init__(self) -> None:
-        check_levels(self.levels)
-
-
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
     how |= {"min_keys": prepared or 1}
+    drawn: dict[str, Any] = {"seed": subject.seed, "device": subject.device, "note": subject.note}
+    gains = measure_gains(subject.model, subject.batches, **drawn)
     if subject.model.external:
-        return {"secants": external_secants(subject.model, subject.batches, note=subject.note, **how)}
-    return {"secants": measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)}
+        secants = external_secants(subject.model, subject.batches, note=subject.note, **how)
+    else:
+        secants = measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)
+    return {"secants": secants, "gains": gains}
 
 
 def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
     return {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)}
 
 
-SOFTMAX_SECANTS = Probe(
+PROBE = Probe(
     "secants",
     SecantsPlan,
-    (SECANTS,),
+    (SECANTS, GAINS),
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
     provenance=_provenance,

@@ -257,7 +257,7 @@ def test_a_call_on_which_the_capture_failed_is_in_no_table_but_the_audit(monkeyp
     def fail(*arguments):
         raise ValueError("unfit")
 
-    monkeypatch.setattr("semdiag.measuring.calls.collector.recomputation_residual", fail)
+    monkeypatch.setattr("semdiag.measuring.calls.collector.residual_numbers", fail)
     model = Attention()
     with pytest.warns(UserWarning, match="No softmax attention was captured"), semdiag.capture(model) as calls:
         model(stream())

@@ -11,8 +11,8 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
+from semdiag.questions import registry
 from semdiag.questions.k_sweep.top_scores import TopScores
-from semdiag.questions.mask_stability.answer import mask_summary
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan, mask_overlap
 from semdiag.questions.stability.measure import SecantsPlan, external_secants
@@ -127,8 +127,9 @@ def test_no_two_batches_share_a_sample():
         for batch in batches:
             swept.samples.start(len(batch))
             run(batch)
-    for parts in swept.parts.values():
-        assert np.unique(np.concatenate([part["sample"] for part in parts])).tolist() == list(range(24))
+    held = swept.queries.held()
+    for place in held["place"].unique():
+        assert held["sample"][held["place"] == place].unique().tolist() == list(range(24))
 
 
 def test_a_capture_says_of_a_batch_axis_of_something_else_what_a_measurement_says():
@@ -143,12 +144,13 @@ def test_a_capture_says_of_a_batch_axis_of_something_else_what_a_measurement_say
 def test_drawn_queries_of_windows_belong_to_their_sample(ids):
     """Intervals rest on how many samples there are: six windows of two are three samples."""
     found = TopScores(1, QueryDraws(2, 0))
+    of_batches = []
     with running(unnamed(model_of(WINDOWS)), found.add) as run:
         for batch in ids.split(2):
             found.samples.start(len(batch))
             run(batch)
-    parts = [part["sample"] for (_, head), parts in found.parts.items() if head == 0 for part in parts]
-    assert [np.unique(part).tolist() for part in parts] == [[0, 1], [2]]
+            of_batches.append(found.queries.held()["sample"].unique().tolist())
+    assert of_batches == [[0, 1], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("fold", [SAMPLES_FIRST, HEADS_FIRST, WINDOWS])
@@ -173,7 +175,7 @@ def test_a_survey_names_what_it_left_out_and_measures_the_rest(fold, ids):
             said.str.startswith(f"{name} not available, because the attention of the model does not keep").sum()
             == 1
         )
-    result = mask_summary(Findings(found))["results"][0]
+    result = registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]
     assert not result["applicable"]
     assert result["mask"].startswith("mask stability not available, because the attention")
     assert found.masks.empty

@@ -25,7 +25,7 @@ from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measuring.calls import monitor as monitoring
 from semdiag.measuring.calls import monitor_alarms as monitor_log
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.calls.monitor_heads import LIMITS, describe, sampled_rows
+from semdiag.measuring.calls.monitor_heads import LIMITS, describe, looked_at, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
 
@@ -564,7 +564,8 @@ def test_one_k_need_not_stand_in_a_list_and_none_counts_twice():
 
 def test_rows_without_any_key_have_no_numbers():
     q, keys, nothing = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 2, 3).bool()
-    described = describe(counted_rows(AttentionCall("", 0, q, keys, keys, 1.0, nothing, None, None, q)), ())
+    rows = counted_rows(AttentionCall("", 0, q, keys, keys, 1.0, nothing, None, None, q))
+    described = describe(looked_at(rows), ())
     assert described.pop("rows") == 0
     assert list(described) == ["keys", "dispersion", "separation", "xi", "entropy"]
     assert all(math.isnan(number) for number in described.values())

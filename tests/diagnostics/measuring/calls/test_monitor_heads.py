@@ -26,7 +26,7 @@ from semdiag.measuring.calls.monitor_alarms import (
     rules_of,
     summary_of,
 )
-from semdiag.measuring.calls.monitor_heads import LIMITS, describe_heads, head_columns, scalars
+from semdiag.measuring.calls.monitor_heads import LIMITS, describe_heads, head_columns, looked_at, scalars
 from semdiag.presenting.drawing.panels import NothingToDrawError, monitored_run
 from semdiag_models import Encoder, ModelConfig
 
@@ -68,7 +68,7 @@ def seen(model):
 def test_every_number_of_a_head_is_that_of_loops_over_its_rows(attention):
     model = encoder(attention, scale=2.0)
     for call in seen(model):
-        rows = describe_heads(counted_rows(call, top=2), [2], logit=0.5)
+        rows = describe_heads(looked_at(counted_rows(call, top=2)), [2], logit=0.5)
         scores = call.scores(torch.float64)
         for head, row in enumerate(rows):
             weights, largest, gaps, ranges, masses = [], [], [], [], []

@@ -7,7 +7,7 @@ from semdiag.measuring.findings.findings import Findings, compared_pairs
 from semdiag.questions import registry
 from semdiag.questions.convergence.answer import run_statistics, speed_dispersion_table
 from semdiag.questions.mask_stability.answer import mask_table
-from semdiag.questions.separation.answer import separation_summary
+from semdiag.questions.separation.answer import separation_results
 
 
 @pytest.fixture
@@ -109,15 +109,15 @@ def test_a_question_with_arguments_is_answered_once_for_each():
 def test_an_answer_is_what_the_function_returns(measured):
     findings = Findings(measured)
     assert findings(compared_pairs) == compared_pairs(findings)
-    assert findings(separation_summary) == separation_summary(findings)
+    assert findings(separation_results) == separation_results(findings)
     pd.testing.assert_frame_equal(findings(mask_table), mask_table(findings))
 
 
 def test_what_every_command_prints_is_a_question(measured):
     findings = Findings(measured)
     for name in ("dispersion", "separation", "stability"):
-        assert findings(registry.summaries()[name])["schema"] == f"semdiag.{name}/2"
-        assert findings(registry.summaries()[name]) is findings(registry.summaries()[name])
+        assert findings(registry.QUESTIONS[name].json)["schema"] == f"semdiag.{name}/2"
+        assert findings(registry.QUESTIONS[name].json) is findings(registry.QUESTIONS[name].json)
 
 
 def test_what_is_said_of_runs_is_said_of_one_table(tiny_runs):

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from semdiag.measuring.words import interval, interval_words, number, strict_percent, whole_percent
-from semdiag.presenting.section import percent_span
+from semdiag.measuring.words import interval, interval_words, number, percent_span, strict_percent, whole_percent
 
 
 @pytest.mark.parametrize(

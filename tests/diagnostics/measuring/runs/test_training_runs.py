@@ -8,7 +8,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.measure import measure
 from semdiag.measuring.training_runs import setting_in_words
 from semdiag_models import Encoder, configure, find_task
-from semdiag_models.step import draw_data
+from semdiag_models.tasks import draw_data
 
 MODEL, TRAINING = configure(find_task("even-pairs"), {"length": 12, "blocks": 1, "width": 16})
 

@@ -60,9 +60,10 @@ def test_models_of_the_same_attention_look_different(model):
 
 def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
     measured = Measurements.concat([model(kind) for kind in ("full", "random", "bottomk")])
+    found = Findings(measured)
     (said,) = (
         s
-        for s in in_short(Findings(measured), [registry.all_sections()["dispersion"]])
+        for s in in_short(found, {"dispersion": registry.QUESTIONS["dispersion"].answered(found)})
         if "masks that ignore the scores" in s
     )
     assert "random-" in said

@@ -6,9 +6,8 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.bounds.answer import network_rungs
+from semdiag.questions.bounds.answer import network_rungs, rungs_sentences
 from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS
-from semdiag.questions.bounds.words import rungs_sentences
 
 PLACES = {"local": ("network", "local"), "sound": ("network", "sound"), "any": ("network_any_residual", "local")}
 

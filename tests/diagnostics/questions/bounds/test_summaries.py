@@ -9,9 +9,9 @@ from semdiag.measuring.findings.findings import Findings, Verdict
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.words import number_from_json
+from semdiag.presenting.answer import show
 from semdiag.questions import registry
 from semdiag.questions.bounds.measure import BoundsPlan
-from semdiag.questions.bounds.words import print_bounds
 from semdiag.questions.stability.measure import SecantsPlan, with_bounds
 
 
@@ -23,7 +23,7 @@ def measured(tiny_runs):
 
 @pytest.mark.parametrize("name", ["stability", "bounds"])
 def test_summaries_are_strict_json_of_their_schema(measured, name):
-    summary = registry.summaries()[name](Findings(measured))
+    summary = registry.QUESTIONS[name].json(Findings(measured))
     assert summary["schema"] == f"semdiag.{name}/2"
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     words = {verdict["verdict"] for result in summary["results"] for verdict in result["verdicts"]}
@@ -35,7 +35,7 @@ def test_a_constant_of_0_no_guarantee_and_the_unknown_stay_apart_in_json(measure
     """−∞ for b_k, +∞ where a separation is not positive, NaN for what the paper says nothing about."""
     first = measured.constants["quantity"] == "network"
     constants = measured.constants.assign(ln_value=measured.constants["ln_value"].mask(first, np.inf))
-    summary = registry.summaries()["bounds"](Findings(measured.replace(constants=constants)))
+    summary = registry.QUESTIONS["bounds"].json(Findings(measured.replace(constants=constants)))
     whole = json.loads(json.dumps(summary, allow_nan=False))
     for result in whole["results"]:
         keys = [row for row in result["parameters"] if row["tensor"].endswith("k.bias")]
@@ -45,11 +45,11 @@ def test_a_constant_of_0_no_guarantee_and_the_unknown_stay_apart_in_json(measure
         values = [row["ln_sound"] for row in result["parameters"]]
         own = measured.parameters[measured.parameters["model"] == result["model"]]
         assert [number_from_json(value) for value in values] == own["ln_sound"].tolist()
-    print_bounds(Findings(measured.replace(constants=constants)))
+    show(registry.QUESTIONS["bounds"].answered(Findings(measured.replace(constants=constants))))
 
 
 def test_stability_has_the_numbers_of_the_tables(measured):
-    for result in registry.summaries()["stability"](Findings(measured))["results"]:
+    for result in registry.QUESTIONS["stability"].json(Findings(measured))["results"]:
         rows = measured.secants[measured.secants["model"] == result["model"]]
         rows = with_bounds(rows, result["attention"])
         assert [(r["layer"], r["head"]) for r in result["layers"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -62,7 +62,7 @@ def test_stability_has_the_numbers_of_the_tables(measured):
 
 
 def test_several_noise_levels_are_told_apart(measured):
-    for result in registry.summaries()["stability"](Findings(measured))["results"]:
+    for result in registry.QUESTIONS["stability"].json(Findings(measured))["results"]:
         rows = measured.secants[measured.secants["model"] == result["model"]]
         rows = with_bounds(rows, result["attention"])
         assert [level["noise"] for level in result["all"]["by_noise"]] == [0.01, 0.1]
@@ -74,12 +74,12 @@ def test_several_noise_levels_are_told_apart(measured):
 
 
 def test_without_secants_the_local_constants_remain(tiny_runs):
-    summary = registry.summaries()["stability"](Findings(survey([tiny_runs.full], Conditions(samples=5))))
+    summary = registry.QUESTIONS["stability"].json(Findings(survey([tiny_runs.full], Conditions(samples=5))))
     assert list(summary["results"][0]["all"]) == ["local"]
 
 
 def test_bounds_name_every_pair(measured):
-    summary = registry.summaries()["bounds"](Findings(measured))
+    summary = registry.QUESTIONS["bounds"].json(Findings(measured))
     (pair,) = summary["pairs"]
     assert (pair["reference"], pair["other"]) == tuple(measured.models["model"])
     assert pair["differences"] == []

@@ -11,7 +11,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
-from semdiag.questions.bounds.answer import corollary_table
+from semdiag.questions.bounds.corollary import corollary_table
 from semdiag.questions.stability.answer import exceeding_pairs
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

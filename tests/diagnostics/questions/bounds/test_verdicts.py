@@ -18,14 +18,10 @@ from semdiag.measuring.findings.findings import (
     of_rows,
     pairs_against,
 )
-from semdiag.questions.bounds.answer import (
-    bounds_summary,
-    corollary_findings,
-    pair_percentiles,
-    parameter_findings,
-)
+from semdiag.questions import registry
+from semdiag.questions.bounds.answer import bounds_sentences, parameter_findings
+from semdiag.questions.bounds.corollary import corollary_findings, pair_percentiles
 from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS
-from semdiag.questions.bounds.words import bounds_sentences
 from semdiag.questions.stability.answer import OF_PAIR, stability_findings
 from semdiag.questions.stability.measure import SECANTS, with_bounds
 
@@ -360,5 +356,5 @@ def test_pairs_with_the_same_label_are_told_apart(made_up):
         (said,) = (said for said in bounds_sentences(findings) if said.startswith(f"{label}:"))
         assert said.count("A better guarantee of the mask in the parameters (W), paper form") == 1
         assert said.split("paper form")[1].count("p75") == 1
-    summary = bounds_summary(findings)["pairs"]
+    summary = registry.QUESTIONS["bounds"].json(findings)["pairs"]
     assert [len(pair["verdicts"]) for pair in summary] == [16, 16]

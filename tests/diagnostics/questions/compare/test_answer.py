@@ -9,14 +9,14 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.questions import registry
 from semdiag.questions.compare.answer import (
     answer_table,
     change_table,
-    compare_summary,
     comparison_sentences,
     head_ranking,
 )
-from semdiag.questions.compare.figures import SECTION, compare_map
+from semdiag.questions.compare.figures import compare_map
 from semdiag.questions.compare.measure import COMPARED, COMPARED_OUTPUTS
 
 SAMPLES = 6
@@ -93,7 +93,7 @@ def test_outputs_are_means_over_predictions_and_targets(found):
 
 
 def test_the_sentences_and_the_summary_say_the_numbers(found):
-    summary = found(compare_summary)
+    summary = registry.QUESTIONS["compare"].json(found)
     assert (summary["schema"], summary["top"]) == ("semdiag.compare/2", 8)
     (entry,) = summary["results"]
     assert (entry["model"], entry["base"], len(entry["layers"]), len(entry["heads"])) == ("b.pt", "base.pt", 2, 4)
@@ -134,8 +134,9 @@ def test_the_figure_has_a_cell_for_each_head(found, model):
 
 
 def test_the_page_has_both_tables(found):
-    tables = SECTION.tables(found, True)
+    answer = registry.QUESTIONS["compare"].answered(found)
+    tables = answer.tables
     assert {name: len(table) for name, table in tables.items()} == {"compare": 7, "compare_outputs": 1}
     assert isinstance(tables["compare"], pd.DataFrame)
-    assert SECTION.glance(found).number == "0.163"
+    assert answer.glance.number == "0.163"
     assert not math.isnan(tables["compare"]["total_variation"].sum())

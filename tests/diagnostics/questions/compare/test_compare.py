@@ -12,7 +12,8 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.measuring.calls.running import unnamed
-from semdiag.questions.compare.answer import compare_summary, comparison_sentences
+from semdiag.questions import registry
+from semdiag.questions.compare.answer import comparison_sentences
 from semdiag.questions.compare.measure import SUMS, ComparePlan, KeptCalls, compare, head_changes, own_copy
 from semdiag_models import Encoder, InputError, reading
 
@@ -164,7 +165,7 @@ def test_a_pruned_head_is_named_before_what_follows_from_it(pruned, said):
         getattr(other, part)[block].weight[rows] = 0
         getattr(other, part)[block].bias[rows] = 0
     found = semdiag.compare(base, other, [ids()])
-    (result,) = semdiag.Findings(found)(compare_summary)["results"]
+    (result,) = registry.QUESTIONS["compare"].json(semdiag.Findings(found))["results"]
     sentence = comparison_sentences(result)[0]
     assert said in sentence if said else "begins" not in sentence
 

@@ -10,7 +10,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import optional_tables
 from semdiag.questions import registry
-from semdiag.questions.convergence.words import (
+from semdiag.questions.convergence.answer import (
     convergence_in_short,
     convergence_sentences,
     speed_interval,

@@ -5,7 +5,7 @@ from torch import nn
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
-from semdiag.questions.counterfactual.answer import within_sentences
+from semdiag.questions.counterfactual import within_sentences
 
 
 class TwoLayers(nn.Module):

@@ -12,8 +12,6 @@ from semdiag.measuring.findings.findings import Findings, json_ready
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions import registry
-from semdiag.questions.dispersion.answer import dispersion_summary
-from semdiag.questions.separation.answer import separation_summary
 
 NUMBERS = ["queries", "mean", *(f"p{p}" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)), "undefined"]
 
@@ -35,7 +33,7 @@ def measured(tiny_runs):
 
 @pytest.mark.parametrize("command", ["dispersion", "separation"])
 def test_the_shape_is_that_of_the_contract(measured, tiny_runs, command):
-    summary = strict(registry.summaries()[command](Findings(measured)))
+    summary = strict(registry.QUESTIONS[command].json(Findings(measured)))
     assert list(summary) == ["schema", "provenance", "results"]
     assert summary["schema"] == f"semdiag.{command}/2"
     assert {"semdiag", "torch", "device", "dtype", "seed", "samples"} <= set(summary["provenance"])
@@ -54,7 +52,7 @@ def test_the_shape_is_that_of_the_contract(measured, tiny_runs, command):
 
 
 def test_dispersions_are_percentiles_per_layer_and_pooled(measured):
-    result = strict(dispersion_summary(Findings(measured)))["results"][1]
+    result = strict(registry.QUESTIONS["dispersion"].json(Findings(measured)))["results"][1]
     rows = measured.of(result["model"]).queries
     for entry in (*result["layers"], {"rows": rows, **result["all"]}):
         own = rows.query(f"layer == {entry['layer']} and head == {entry['head']}") if "layer" in entry else rows
@@ -67,7 +65,7 @@ def test_dispersions_are_percentiles_per_layer_and_pooled(measured):
 
 
 def test_separations_and_loads_are_told_apart(measured):
-    result = strict(separation_summary(Findings(measured)))["results"][1]
+    result = strict(registry.QUESTIONS["separation"].json(Findings(measured)))["results"][1]
     own = measured.of(result["model"])
     assert list(result["all"]) == ["separation", "load"]
     assert list(result["all"]["separation"]) == [*NUMBERS, "not_positive"]
@@ -81,26 +79,28 @@ def test_separations_and_loads_are_told_apart(measured):
 
 
 def test_full_attention_has_no_separation(measured):
-    numbers = strict(separation_summary(Findings(measured)))["results"][0]["all"]["separation"]
+    numbers = strict(registry.QUESTIONS["separation"].json(Findings(measured)))["results"][0]["all"]["separation"]
     assert numbers["undefined"] == numbers["queries"] == 5 * 12 * 4
     assert numbers["not_positive"] == 0
     assert {numbers[name] for name in NUMBERS[1:-1]} == {None}
 
 
 def test_counterfactuals_are_those_of_their_columns(measured):
-    result = strict(dispersion_summary(Findings(measured)))["results"][0]
+    result = strict(registry.QUESTIONS["dispersion"].json(Findings(measured)))["results"][0]
     own = measured.of(result["model"])
     within = result["within_model"][0]
     assert within["all"]["p50"] == pytest.approx(own.queries["dispersion_k2"].median())
     assert within["all"]["p100"] < result["all"]["p100"]
-    loads = strict(separation_summary(Findings(measured)))["results"][0]["within_model"][1]["all"]
+    loads = strict(registry.QUESTIONS["separation"].json(Findings(measured)))["results"][0]["within_model"][1][
+        "all"
+    ]
     assert loads["load"]["p100"] == own.loads["load_k3"].max()
     assert loads["separation"]["undefined"] == 0
 
 
 def test_separations_that_are_not_positive_and_undefined_ones_are_counted(made_up):
     measured = made_up(("x", [-10, 0, 20, np.inf, np.nan, 5, 5, 5], {"task": None, "epoch": None}))
-    result = strict(separation_summary(Findings(measured)))["results"][0]
+    result = strict(registry.QUESTIONS["separation"].json(Findings(measured)))["results"][0]
     numbers = result["all"]["separation"]
     assert (numbers["queries"], numbers["undefined"], numbers["not_positive"]) == (8, 2, 2)
     assert (numbers["p0"], numbers["p100"]) == (-1, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.heads.answer import first_k, head_table, heads_glance, outlying_heads
+from semdiag.questions.heads import first_k, head_table, heads_glance, outlying_heads
 
 
 def made(attention, kept, **columns):

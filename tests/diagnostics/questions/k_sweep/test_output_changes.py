@@ -10,8 +10,8 @@ from torch import nn
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.outputs import output_ks
 from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep, k_sweep_tables
-from semdiag.questions.k_sweep.outputs import output_ks
 from semdiag.questions.k_sweep.words import k_sweep_summary, print_k_sweep
 
 WIDTH, HEADS = 8, 2

@@ -15,8 +15,16 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
+from semdiag.presenting.answer import show
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.questions.mask_precision.answer import precision_glance, precision_of, precision_table
+from semdiag.questions import registry
+from semdiag.questions.mask_precision.answer import (
+    precision_glance,
+    precision_in_short,
+    precision_of,
+    precision_sentences,
+    precision_table,
+)
 from semdiag.questions.mask_precision.figures import masks_in_formats
 from semdiag.questions.mask_precision.measure import (
     LOST_WEIGHTS,
@@ -25,11 +33,9 @@ from semdiag.questions.mask_precision.measure import (
     mask_precision,
     rounded_rows,
 )
-from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
-from semdiag.questions.mask_stability.answer import mask_summary, mask_words
+from semdiag.questions.mask_stability.answer import mask_words
 from semdiag.questions.mask_stability.mask_rows import selection_of
 from semdiag.questions.mask_stability.measure import NoisePlan
-from semdiag.questions.mask_stability.words import print_masks
 from semdiag_models import InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -154,7 +160,7 @@ def test_a_layer_with_a_bias_is_counted_as_not_covered():
     assert table.loc[table["layer"] == 0, ["changed", "certified"]].isna().all(axis=None)
     (words,) = precision_sentences(Findings(found))
     assert "Not covered: 108 of 216 rows (scores with a bias)." in words
-    (result,) = Findings(found)(mask_summary)["results"]
+    (result,) = registry.QUESTIONS["mask-stability"].json(Findings(found))["results"]
     assert result["precision"][0]["layers"][0]["certified"] is None
     assert result["precision"][0]["layers"][0]["why"] == "scores with a bias"
 
@@ -164,11 +170,11 @@ def test_a_refusal_is_said_on_the_terminal_and_in_the_report(wild_encoder, padde
     encoder = wild_encoder("lsh", selection_seed=1).float()
     model = _loaded(encoder, padded_tokens[0], "semdiag")
     findings = Findings(survey([model], Conditions(plans=(*beside, PrecisionPlan()))))
-    print_masks(findings)
+    show(registry.QUESTIONS["mask-stability"].answered(findings))
     why = "mask precision not available, because the scores alone do not say which keys lsh attention keeps"
     assert " ".join(capsys.readouterr().out.split()).count(why) == 1
     assert precision_sentences(findings)[0].endswith(f"{why}.")
-    assert findings(mask_summary)["results"][0]["refused"] == [why]
+    assert registry.QUESTIONS["mask-stability"].json(findings)["results"][0]["refused"] == [why]
 
 
 def _loaded(module, inputs, source="factory"):

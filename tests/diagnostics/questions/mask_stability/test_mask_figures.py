@@ -19,13 +19,13 @@ from semdiag.questions.k_sweep.words import k_sweep_sentences
 from semdiag.questions.mask_stability.answer import (
     foreseen_margin,
     heads_pooled,
-    mask_summary,
+    mask_sentences,
     mask_table,
+    masks_glance,
+    masks_in_short,
     reliability_tables,
 )
-from semdiag.questions.mask_stability.figures import mask_tables
-from semdiag.questions.mask_stability.words import mask_sentences, masks_glance, masks_in_short
-from semdiag.reporting.report import measured_sections, write_report
+from semdiag.reporting.report import measured_questions, write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -231,7 +231,7 @@ def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     found.masks.loc[told[0], "certified_changed"] = 1
     assert "Certified rows that changed: 1 of" in masks_in_short(Findings(found))[0]
     assert "which is an error of semdiag" in masks_in_short(Findings(found))[0]
-    assert mask_summary(Findings(found))["results"][0]["certified_changed"] == 1
+    assert registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]["certified_changed"] == 1
 
 
 def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
@@ -273,13 +273,13 @@ def test_what_is_said_of_the_conditions_is_a_sentence(pair, probed, range_of_ful
 
 def test_tables_and_sections(pair, probed, tmp_path):
     found = probed(pair)
-    assert measured_sections(Findings(pair))[-1] not in ("mask-stability", "k-sweep")
-    assert measured_sections(Findings(found))[-2:] == ["mask-stability", "k-sweep"]
+    assert measured_questions(Findings(pair))[-1] not in ("mask-stability", "k-sweep")
+    assert measured_questions(Findings(found))[-2:] == ["mask-stability", "k-sweep"]
     findings = Findings(found)
-    tables = mask_tables(findings, False) | k_sweep_tables(findings, False)
+    tables = registry.QUESTIONS["mask-stability"].answered(findings).tables | k_sweep_tables(findings, False)
     assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
     assert tables["k_sweep"]["swept_k"].max() == 6
-    page = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
+    page, _ = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
     text = page.read_text(encoding="utf-8")
     assert "Do masks survive noise?" in text
     assert "Is sparse attention enough in this model, and with which k?" in text

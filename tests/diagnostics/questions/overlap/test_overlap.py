@@ -11,8 +11,8 @@ from semdiag.measuring.calls.collector import scored_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
-from semdiag.questions.overlap.answer import overlap_summary, overlap_table
-from semdiag.questions.overlap.figures import SECTION
+from semdiag.questions import registry
+from semdiag.questions.overlap.answer import overlap_table
 from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
 from semdiag_models import InputError
 
@@ -163,7 +163,8 @@ def test_findings_say_how_much_is_shared_and_by_chance(tiny_runs):
         assert whole["queries"].item() == parts["queries"].sum()
         assert (own["low"] <= own["jaccard"]).all()
         assert (own["jaccard"] <= own["high"]).all()
-    assert [len(r["overlap"]) for r in found(overlap_summary)["results"]] == table.groupby("model").size().tolist()
+    results = registry.QUESTIONS["overlap"].json(found)["results"]
+    assert [len(result["overlap"]) for result in results] == table.groupby("model").size().tolist()
 
 
 def test_samples_that_are_all_alike_have_no_interval(wild_encoder):
@@ -178,19 +179,18 @@ def test_samples_that_are_all_alike_have_no_interval(wild_encoder):
 
 def test_the_section_draws_says_and_tabulates(tiny_runs):
     found = Findings(survey([tiny_runs.topk, tiny_runs.full], Conditions(samples=4, plans=(OverlapPlan(3),))))
-    assert SECTION.applies(found)
-    (figure,) = [shown.draw(found) for heading in SECTION.headings for shown in heading.figures]
+    question = registry.QUESTIONS["overlap"]
+    assert question.applies(found)
+    (drawing,) = [drawing for heading in question.headings for drawing in heading.figures]
+    figure = drawing(found)
     panels = [ax for ax in figure.axes if ax.get_xlabel().startswith("layer")]
     assert len(panels) == 2
     assert panels[0].images[0].get_array().shape == (2, 4)
     unknown = found.measurements.overlap.assign(chance=np.nan, jaccard=np.nan)
-    (blank,) = [
-        shown.draw(Findings(found.measurements.replace(overlap=unknown))) for shown in SECTION.headings[0].figures
-    ]
-    blank.draw_without_rendering()
-    sentences = SECTION.details(found)
+    drawing(Findings(found.measurements.replace(overlap=unknown))).draw_without_rendering()
+    sentences = question.answered(found).details
     assert len(sentences) == 2
     assert all("at random" in sentence and "samples" in sentence for sentence in sentences)
     assert any("the mask that top-3 would choose" in sentence for sentence in sentences)
-    (name,) = SECTION.tables(found, True)
+    (name,) = question.answered(found).tables
     assert name == "overlap"

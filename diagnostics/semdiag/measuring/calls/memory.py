@@ -1,0 +1,166 @@
+"""What a run takes before it starts, the batch that fits in memory, and the length that would."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import NoRoomError, in_evaluation, running
+
+_LONG = 1024  # tokens from which a run is worth an estimate
+_SHORT, _CUT = 32, 256  # tokens of the forward passes by which it is made: the first one warms up
+_ROWS, _KEYS, _CHANGES = 12.6, 8.2, 72.0  # bytes: docs/performance.md#cost-model, and 18 truncated outputs
+_STREAMS = 24  # numbers of a token's width that a layer holds at a time
+_ROW = 60  # bytes of a row of the table of queries
+_TABLE = 20_000_000  # rows that the table holds at most
+_SAMPLE = 2**29  # bytes of the rows of a k-sweep
+_CAPTURED, _MASKED = 2.0, 2.5  # forward passes that a captured and a masked one take on a CPU
+_SPARE = 0.9  # share of the free memory that is used
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model of known size takes on texts of a length."""
+
+    layers: int
+    heads: int
+    width: int  # of a token
+    vocabulary: int  # columns of the output; 0 if it has none
+    itemsize: int
+    by_hand: bool  # whether it holds scores of all pairs of tokens
+    parameters: int
+    seconds: float  # of a forward pass of _CUT tokens
+
+    def bytes(self, samples: int, length: int, k: int, masks: int) -> float:
+        """Return the memory beyond the model's own."""
+        rows = samples * self.heads * length
+        scores = rows * length * (3 * self.itemsize if self.by_hand or masks else 0) / (1 if self.by_hand else 8)
+        outputs = samples * length * self.vocabulary * self.itemsize * (3 if masks else 1)
+        tables = min(self.layers * rows, _TABLE) * _ROW + _SAMPLE
+        call = rows * (k * (_ROWS + _KEYS) + _CHANGES)
+        return call + scores + outputs + samples * length * self.width * _STREAMS * self.itemsize + tables
+
+    def time(self, samples: int, length: int, masks: int) -> float:
+        """Return the seconds of one captured pass, a plain one and those with masks."""
+        products, pairs = 2 * self.parameters, 2 * self.layers * self.width  # per token; per pair of tokens
+        growth = (products + pairs * length) / (products + pairs * _CUT)
+        forward = self.seconds * samples * length / _CUT * growth
+        return forward * (_CAPTURED + (1 + _MASKED * masks if masks else 0))
+
+
+def demand(
+    loaded: LoadedModel, batches: Sequence[Batch], device: torch.device | str | None, dtype: torch.dtype | None
+) -> Demand | None:
+    """Return what a model takes, from its first tokens; None for short inputs, and others than token ids."""
+    ids = all(isinstance(b, Tensor | Mapping) and batching.only_token_ids(b) for b in batches)
+    if not (loaded.external and ids and batches) or max(map(batching.longest, batches)) < _LONG:
+        return None
+    calls: list[tuple[str, int, int, int]] = []
+
+    def look(call: AttentionCall) -> None:
+        calls.append((call.mechanism, call.q.shape[1], call.q.shape[3], call.layer))
+
+    first = max(batches, key=batching.longest)
+    with running(loaded, look, device, dtype) as run:
+        run(shortened(first, _SHORT))
+    with in_evaluation(loaded, device, dtype) as (module, place, kind):
+        start = time.perf_counter()
+        output = batching.call(module, batching.moved(shortened(first, _CUT), place, kind))
+        logits: Any = output.get("logits") if isinstance(output, Mapping) else output
+        known = isinstance(logits, Tensor) and logits.ndim == 3
+        float(logits.sum() if known else 0)  # waits for the device
+        seconds = time.perf_counter() - start
+    if not calls:
+        return None
+    _, heads, width, _ = calls[0]
+    implementation = getattr(getattr(loaded.module, "config", None), "_attn_implementation", "")
+    return Demand(
+        len({layer for *_, layer in calls}), heads, heads * width, logits.shape[-1] if known else 0,
+        torch.finfo(kind).bits // 8, implementation == "eager",
+        sum(p.numel() for p in loaded.module.parameters()), seconds,
+    )  # fmt: skip
+
+
+def shortened(batch: Batch, length: int, samples: int = 1) -> Batch:
+    """Return the first samples of token ids, cut to a length."""
+    if isinstance(batch, Tensor):
+        return batch[:samples, :length]
+    return {n: x[:samples, :length] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in dict(batch).items()}
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the free memory of a device in bytes; infinite if nothing tells."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
+    free = [float("inf")]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        free += [] if limit == "max" else [float(limit) - float(used)]
+    except (OSError, ValueError):
+        pass
+    return min(free)
+
+
+def fitting_batch(
+    wanted: Demand, path: str, batches: Sequence[Batch], device: torch.device, k: int, masks: int
+) -> tuple[int, str]:
+    """Return the largest number of samples at a time that fits, and what the run takes in words."""
+    length, free = max(map(batching.longest, batches)), _SPARE * free_memory(device)
+    whole = sum(map(batching.samples_of, batches))
+    size = most = max(map(batching.samples_of, batches))
+    while size > 1 and wanted.bytes(size, length, k, masks) > free:
+        size //= 2
+    if wanted.bytes(size, length, k, masks) > free:
+        fits = length
+        while fits > 1 and wanted.bytes(1, fits, k, masks) > free:
+            fits = fits * 9 // 10
+        raise NoRoomError(
+            f"{path}: one sample of {length:,} tokens takes {_amount(wanted.bytes(1, length, k, masks))}, and "
+            f"{_amount(free)} are free. About {fits:,} tokens fit: --max-length {fits}, or shorter inputs."
+        )
+    tokens = sum(batching.samples_of(batch) * batching.longest(batch) for batch in batches)
+    seconds = wanted.time(1, length, masks) * tokens / length
+    passes = f" and {masks + 1} more passes" if masks else ""
+    minutes = f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    text = f"{whole} samples of up to {length:,} tokens{passes} take about {minutes} and "
+    text += _amount(wanted.bytes(size, length, k, masks))
+    return size, text + (f", {size} of {most} samples at a time" if size < most else "")
+
+
+def _amount(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def halving(
+    run: Callable[[list[Batch], int], T],
+    batches: Sequence[Batch],
+    size: int,
+    remark: Callable[[str], Any] = lambda text: None,
+) -> T:
+    """Run with batches of at most so many samples; halve them as often as they do not fit in memory."""
+    cut = list(batches)
+    while True:
+        try:
+            return run(cut, size)
+        except NoRoomError:
+            largest = max(map(batching.samples_of, cut))
+            size = largest // 2
+            whole = any(isinstance(b, tuple | list) and batching.samples_of(b) > size for b in cut)
+            if not size or whole:
+                raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        cut = [part for batch in cut for part in batching.each(batch, size)] if size < largest else cut
+        remark(f"{largest} samples at a time do not fit in memory: {size} are run")

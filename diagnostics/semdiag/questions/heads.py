@@ -1,0 +1,179 @@
+"""What does each head do? Dispersion, entropy and weight on the first key of every head."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.estimates import counterfactual_ks
+from semdiag.measuring.findings.findings import Findings, modules_by_layer, records
+from semdiag.measuring.words import counted, layer_name
+from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells, short_labels
+from semdiag.presenting.drawing.style import drawing, note_below, page_width, panel_grid
+
+_PLACE = ["model", "layer", "head"]
+_EXTREMES = (  # column, whether the largest or the smallest, in words
+    ("dispersion", True, "scores furthest apart (median δ {:.3g} nats)"),
+    ("dispersion", False, "scores closest together (median δ {:.2g} nats)"),
+    ("first_weight", True, "most weight on the first key ({:.0%})"),
+    ("entropy", False, "most focused (entropy {:.2g} nats)"),
+    ("entropy", True, "most even (entropy {:.3g} nats)"),
+)
+
+
+def head_table(findings: Findings) -> pd.DataFrame:
+    """Return one row per model, layer and head; layers and heads count from 0."""
+    measurements = findings.measurements
+    queries = measurements.queries
+    finite = queries[queries["dispersion"].abs() < float("inf")]
+    table = finite.groupby(_PLACE, sort=False)["dispersion"].median().rename("dispersion").to_frame()
+    if "largest_weight" in queries:
+        table["largest_weight"] = queries.groupby(_PLACE, sort=False)["largest_weight"].median()
+    k = first_k(findings)
+    sums = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
+    keeps_all = sums["kept"] == sums["keys"]
+    heads = measurements.heads.set_index(_PLACE)
+    first_key = heads.reindex(index=table.index, columns=["first_key", f"first_key_k{k}"]).astype("float64")
+    table["first_key"] = first_key["first_key"].mask(keeps_all).fillna(first_key[f"first_key_k{k}"])
+    if k is not None and f"mass_k{k}" in queries:
+        table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
+    table = table.join(heads[["entropy", "first_weight"]]) if len(heads) else table
+    return table.reset_index()
+
+
+def heads_glance(findings: Findings) -> Glance:
+    """Return how much of its weight a head puts on the first key: the mean, and the largest."""
+    table = findings(head_table)
+    known = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
+    if known.empty:
+        return Glance(Outcome.MEASURED, counted(len(table), "head"), "measured")
+    most = records(known.sort_values("first_weight"))[-1]
+    layer = layer_name(most["layer"], findings(modules_by_layer, most["model"]))
+    return Glance(
+        Outcome.MEASURED, f"{100 * known['first_weight'].mean():.0f}%",
+        f"of a head's weight is on the first key, mean over {counted(len(known), 'head')}; the most is "
+        f"{100 * most['first_weight']:.0f}%, head {most['head']} of layer {layer}",
+    )  # fmt: skip
+
+
+def answer(findings: Findings) -> Answer:
+    """Return what each head does."""
+    return Answer(heads_glance(findings), tables={"heads": with_facts(findings, findings(head_table))})
+
+
+def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
+    """Return the heads with extreme δ, weight on the first key and entropy; none for several models."""
+    table = findings(head_table)
+    if len(findings.measurements.models) != 1 or len(table) < 2:
+        return []
+    words_of: dict[tuple[int, int], list[str]] = {}
+    for column, largest, words in _EXTREMES:
+        rows = table.dropna(subset=[column]) if column in table else table.iloc[:0]
+        if len(rows):
+            row = records(rows.sort_values(column, kind="stable"))[-1 if largest else 0]
+            words_of.setdefault((int(row["layer"]), int(row["head"])), []).append(words.format(row[column]))
+    return [(layer, head, ", ".join(words)) for (layer, head), words in words_of.items()]
+
+
+def first_k(findings: Findings) -> int | None:
+    """Return the smallest k measured within models that keep every key; None if there is none."""
+    return min(counterfactual_ks(findings.measurements.queries), default=None)
+
+
+_FAR = 10  # ratio of the largest to the smallest δ above which colours are logarithmic
+_TALL = 60  # with more heads of all models together, their rows get lower
+_WRITTEN = 16  # with more layers, numbers in the cells would be illegible
+_NATS = ("dispersion", "entropy")
+_OLDER = {"largest_weight": "largest weight of a query"}
+
+
+@drawing(
+    "Coloured cells, layers by heads: median dispersion in nats, entropy of the attention weights, "
+    "weight on the first key, weight on the k largest scores: {shown}.",
+    "Look for a head unlike its neighbours. A large δ with a small entropy means a head that picks single keys; "
+    "an entropy near the logarithm of the number of keys means one that averages. Much weight on the first key "
+    "may be a sink, where queries put weight that they have no use for, or a token that the task needs.",
+)
+def heads_map(findings: Findings) -> Figure:
+    """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head."""
+    table = findings(head_table)
+    if not table["dispersion"].notna().any():
+        raise NothingToDrawError("No query has a dispersion.")
+    k = first_k(findings)
+    titles = {
+        "dispersion": "dispersion δ (nats)",
+        **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
+        **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
+        "mass": f"weight on the {k} largest scores",
+    }
+    shown = [name for name in titles if name in table and table[name].notna().any()]
+    labels = short_labels(findings.measurements.models)
+    models = [model for model in labels if model in set(table["model"])]
+    heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
+    layers = sorted(table["layer"].unique())
+    rows = [head for numbers in heads for head in numbers]
+    figure, axes = panel_grid(
+        len(shown), height=0.6 + 0.22 * min(max(len(rows), 4), _TALL), sharey=False, columns=2
+    )
+    edges = np.cumsum([0, *map(len, heads)])
+    for place, (ax, name) in enumerate(zip(axes, shown, strict=True)):
+        _draw(ax, _cells(table, name, models, heads, layers), name)
+        ax.set_title(titles[name], fontsize=8)
+        ax.set_xlabel("layer")
+        name_cells(ax.xaxis, layers)
+        for edge in edges[1:-1]:
+            ax.axhline(edge - 0.5, color="white", linewidth=2)
+        if len(models) == 1:
+            ax.set_ylabel("head")
+            name_cells(ax.yaxis, rows)
+        elif place % 2 == 0 or page_width() < 5:
+            names = [
+                labels[model].replace(", ", "\n", 1) if page_width() < 5 else labels[model] for model in models
+            ]
+            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=6.5)
+        else:
+            ax.set_yticks([])
+    means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
+    note_below(
+        figure,
+        f"A cell is a head of a layer: the median over its queries{means}. Grey: not measured or undefined.",
+    )
+    return figure
+
+
+def _cells(
+    table: pd.DataFrame, name: str, models: list[str], heads: list[list[int]], layers: list[int]
+) -> np.ndarray:
+    """Return (heads of all models, layers), the models one below the other."""
+    parts = []
+    for model, numbers in zip(models, heads, strict=True):
+        by_place = table[table["model"] == model].pivot(index="head", columns="layer", values=name)
+        parts.append(by_place.reindex(index=numbers, columns=layers).to_numpy(float))
+    return np.concatenate(parts)
+
+
+def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
+    positive = cells[np.isfinite(cells) & (cells > 0)]
+    scale = Normalize(0, 1)
+    if name in _NATS:
+        low, high = (positive.min(), positive.max()) if len(positive) else (0.0, 1.0)
+        far = name == "dispersion" and high > _FAR * low
+        scale = LogNorm(low, high) if low and far else Normalize(0, high)
+    text = ("{:.2g}" if name in _NATS else "{:.0%}").format
+    heat_map(ax, cells, scale, text if cells.shape[1] <= _WRITTEN else None)
+
+
+HEADINGS = (
+    Heading(
+        "heads",
+        "What does each head do?",
+        (heads_map,),
+        (
+            "Medians and means over all queries of a head. With --keep-queries, data/ holds the single queries.",
+            "The first key is the first that is not padding. A sink elsewhere, such as a separator, does not "
+            "show. A learnt logit in the softmax's denominator is not a key, but is part of the entropy.",
+        ),
+    ),
+)

@@ -1,0 +1,217 @@
+"""Did the sparse model learn faster? Epochs until the training data are learned."""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from semdiag.measuring.findings.findings import RUN, Findings, find_pairs
+from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE
+from semdiag.measuring.training_runs import TARGET, epochs_to
+from semdiag.measuring.words import count_of, counted
+from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, top_words
+from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError, Panel, Series, model_labels, panels_of
+from semdiag.presenting.drawing.style import FAINT, decades, drawing, finished, panel_grid, panel_inches
+
+LEAST_SEEDS = 3  # of a task: fewer show no difference between attentions
+
+
+def learning_glance(findings: Findings) -> Glance:
+    """Return in how many pairs the top-k model learned its training data first; a tie counts for neither."""
+    measurements = findings.measurements
+    models = measurements.models
+    pairs = find_pairs(models[models["snapshot"] == "last"])[0]
+    arrived = {
+        str(model): epochs_to(rows.sort_values("epoch")) or np.inf
+        for model, rows in measurements.history.groupby("model")
+    }
+    known = [pair for pair in pairs if {pair.full, pair.other} <= arrived.keys()]
+    judged = [p for p in known if np.isfinite(min(arrived[p.full], arrived[p.other]))]
+    if not judged:
+        return Glance(
+            Outcome.OPEN,
+            "0 pairs",
+            "of a full and a top-k model in which at least one learned its training data",
+            claim=True,
+        )
+    first, tied = (
+        sum(compare(arrived[p.other], arrived[p.full]) for p in judged) for compare in (operator.lt, operator.eq)
+    )
+    behind = len(judged) - first - tied
+    seeds = _seeds(models, [pair.other for pair in judged])
+    few = max(seeds.values()) < LEAST_SEEDS
+    outcome = Outcome.OPEN if few else Outcome.DOES_NOT if behind else Outcome.OPEN if tied else Outcome.HOLDS
+    words = f"in which the {top_words(findings)} model reached 95% training accuracy in fewer epochs"
+    words += f"; in {behind:,} full attention did" if behind else ""
+    words += f"; in {tied:,} both needed the same number" if tied else ""
+    counts = ", ".join(f"{counted(count, 'seed')} of {task}" for task, count in sorted(seeds.items()))
+    words += f"; {counts}" + (f": at least {LEAST_SEEDS} of one task would tell" if few else "")
+    return Glance(outcome, count_of(first, len(judged), "pair"), words, claim=True)
+
+
+def _seeds(models: pd.DataFrame, compared: Sequence[str]) -> dict[str, int]:
+    """Return how many seeds of each task were compared."""
+    rows = models[models["model"].isin(compared)]
+    return {str(task): int(count) for task, count in rows.groupby("task")["seed"].nunique().items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The history of one training run."""
+
+    series: Series  # the model it led to
+    history: pd.DataFrame  # one row per epoch
+    arrival: int | None  # first epoch with at least 95% training accuracy; None if there was none
+
+    @property
+    def epochs(self) -> int:
+        """Return the number of epochs trained so far."""
+        return int(self.history["epoch"].max())
+
+
+def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
+    """Group the training histories, where there are any, by task, seed and size; snapshots of a run count once."""
+    measurements = findings.measurements
+    if "epoch" not in measurements.history:
+        return []
+    histories = {
+        str(model): rows.sort_values("epoch")
+        for model, rows in measurements.history.dropna(subset=["epoch"]).groupby("model", sort=False)
+    }
+    models = measurements.models[measurements.models["model"].isin(list(histories))]
+    length = models["model"].map(lambda model: len(histories[model]))
+    once = models.assign(_length=length).sort_values("_length", ascending=False, kind="stable")
+    once = once.drop_duplicates([*RUN, "attention", "k", "global_tokens"]).sort_index()
+    if once.empty:
+        return []
+    return [
+        (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
+        for panel in panels_of(once, RUN)
+    ]
+
+
+def learning_in_short(findings: Findings) -> list[str]:
+    """Return epochs to 95% training accuracy, by panel."""
+    sentences = []
+    for panel, runs in training_runs(findings):
+        parts = [
+            f"{run.series.label} after {counted(run.arrival, 'epoch')}"
+            if run.arrival
+            else f"{run.series.label} not within its {counted(run.epochs, 'epoch')}"
+            for run in runs
+        ]
+        sentences.append(f"{panel.title}, 95% training accuracy: {', '.join(parts)}.")
+    sentences = sentences or ["Nothing is known of the training: no model has a training history."]
+    return [*sentences, *reach_sentences(findings)]
+
+
+def answer(findings: Findings) -> Answer:
+    """Return how many epochs each run took, and which attention was first."""
+    return Answer(learning_glance(findings), learning_in_short(findings))
+
+
+def reach_sentences(findings: Findings) -> list[str]:
+    """Name the models whose masks cannot represent their tasks, and say what follows."""
+    remarks = findings.measurements.remarks
+    models = [*dict.fromkeys(remarks.loc[remarks["code"] == OUT_OF_REACH_CODE, "model"])]
+    if not models:
+        return []
+    labels = model_labels(findings.measurements.models)
+    names = "; ".join(labels[model] for model in models)
+    return [
+        f"Out of reach for {len(models)} of {counted(len(labels), 'model')} ({names}): {OUT_OF_REACH}. "
+        "That they do not learn it says nothing about their speed; a global token removes this."
+    ]
+
+
+_NUMBER = 0.3  # inches that the number of an epoch takes
+
+
+@drawing(
+    "Training and held-out accuracy and training loss against epochs, first epoch with 95% training "
+    "accuracy marked: {shown}.",
+    "Compare where the curves of the first panel cross the dashed line: the first epoch with 95% "
+    "training accuracy. How far a curve of the second panel stays below that of the first is what was "
+    "memorised instead of learned.",
+)
+def training_curves(findings: Findings) -> Figure:
+    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy."""
+    groups = training_runs(findings)
+    if not groups:
+        raise NothingToDrawError("No model has a training history.")
+    figure, axes = panel_grid(len(_COLUMNS) * len(groups), height=2.3, sharey=False, columns=len(_COLUMNS))
+    for place, (panel, runs) in enumerate(groups):
+        row = axes[len(_COLUMNS) * place : len(_COLUMNS) * (place + 1)]
+        for ax, (column, name) in zip(row, _COLUMNS.items(), strict=True):
+            for run in runs:
+                _draw_curve(ax, run, column)
+            if "accuracy" in column:
+                ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+                ax.set_ylim(top=1.03)
+            elif decades(ax) > 1:
+                ax.set_yscale("log")
+            ax.set_title(name)
+            ax.set_xlabel("epoch")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _mark_arrivals(row[0], runs)
+        row[0].set_title(f"{panel.title}: {_COLUMNS['train_accuracy']}")
+    return finished(
+        figure,
+        "marker and number on the 95% line: first epoch with that training accuracy; none: it was not reached",
+    )
+
+
+_COLUMNS = {
+    "train_accuracy": "training accuracy",
+    "holdout_accuracy": "held-out accuracy",
+    "train_loss": "training loss (nats)",
+}
+
+
+def _draw_curve(ax: Axes, run: Run, column: str) -> None:
+    if column not in run.history:
+        return
+    chosen = np.unique(np.linspace(0, len(run.history) - 1, min(POINTS, len(run.history))).round().astype(int))
+    rows, style = run.history.iloc[chosen], run.series.style
+    ax.plot(
+        [], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=run.series.label
+    )
+    marker = "." if len(rows) == 1 else ""  # a line through one point is invisible
+    ax.plot(
+        rows["epoch"], rows[column], color=style.color, linestyle=style.line, linewidth=1.3, marker=marker,
+    )  # fmt: skip
+
+
+def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
+    ax.axhline(TARGET, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
+    room = _NUMBER * (ax.get_xlim()[1] - ax.get_xlim()[0]) / panel_inches(ax)
+    last, line = -math.inf, 0
+    for epoch, style in sorted(((r.arrival, r.series.style) for r in runs if r.arrival), key=lambda one: one[0]):
+        line = line + 1 if epoch - last < room else 0  # below the number before, where they would overlap
+        last = epoch
+        ax.plot(epoch, TARGET, marker=style.marker, color=style.color, markersize=6)
+        ax.annotate(
+            f"{epoch}", (epoch, TARGET), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=7,
+            color=style.color, va="top", path_effects=[withStroke(linewidth=2, foreground="white")],
+        )  # fmt: skip
+
+
+HEADINGS = (
+    Heading(
+        "learning",
+        "Did it learn faster?",
+        (training_curves,),
+        (
+            "One run per curve: a different seed can shift the arrival by many epochs. A smaller dispersion "
+            "and faster learning seen together in one pair do not show that one causes the other.",
+            "Epochs are counted, not seconds: an epoch does not cost the same for every attention.",
+        ),
+    ),
+)

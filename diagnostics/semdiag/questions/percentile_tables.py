@@ -1,0 +1,109 @@
+"""Percentiles of a quantity by layer and head on the terminal: of dispersion, of separation and key load."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
+from semdiag.measuring.findings.findings import Findings, Summary, modules_by_layer
+from semdiag.measuring.words import layer_name, number_from_json, percent, plain, three_digits
+from semdiag.presenting.answer import Folded, title
+from semdiag.presenting.tables import NEVER, Column, NumberTable, not_shown
+
+_PERCENTILES = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
+_DROPPED = {"p75": 1, "p90": 2, "mean": 3}  # in this order, where the terminal is narrow
+_SHARES = (("share_below", "≤ 0"), ("recall", "recall"), ("without_keys", "no key"))
+_TITLES = {
+    "dispersion": "dispersion δ (nats)",
+    "separation": "separation Δ (nats)",
+    "load": "key load (queries)",
+}
+_NOTHING_DROPPED = (
+    "every query keeps every key, so no key is separated from others. Add --k 8 to ask what a top-k would drop."
+)
+_MOST_HEADS = 24  # of more, only the extreme ones are shown
+_EXTREME = 5  # heads at each end
+
+
+def percentile_tables(
+    findings: Findings, metric: str, results: Mapping[str, Summary]
+) -> list[str | NumberTable | Folded]:
+    """Return the tables of each model's heads; of many heads those with extreme medians, unless all are wanted."""
+    shown: list[str | NumberTable | Folded] = []
+    for model, result in results.items():
+        name = title(findings, model)
+        if (
+            metric == "separation"
+            and not result.get("within_model")
+            and result["all"]["separation"]["p50"] is None
+        ):
+            shown.append(f"{name}: {_NOTHING_DROPPED}")
+            continue
+        sampled = f", {SAMPLED}" if model in drawn(findings) else ""
+        modules = findings(modules_by_layer, model)
+        for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
+            heading = f"{name}: {_TITLES[quantity]}{sampled}"
+            short, whole = (_table(result, quantity, every, modules) for every in (False, True))
+            hidden = len(whole.rows) - len(short.rows)
+            more = [extremes(result, quantity, modules), not_shown(hidden)] if hidden else []
+            shown.append(Folded([heading, short, *more], [heading, whole]))
+    return shown + sampling_sentences(findings, (metric,))
+
+
+def _table(result: Summary, quantity: str, every: bool, modules: Sequence[str]) -> NumberTable:
+    rows = _rows(result, quantity, every, modules)
+    for one in result.get("within_model", []):
+        rows += _rows(one, quantity, every, modules, f" k={one['k']}")
+    shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
+    columns = [Column("place", "layer", plain), Column("head", form=plain)]
+    columns += [Column(p, form=three_digits, drop=_DROPPED.get(p, 0)) for p in _PERCENTILES]
+    return NumberTable(
+        [*columns, *shares], [dict.fromkeys(column.name for column in shares) | row for row in rows]
+    )
+
+
+def _rows(
+    result: Summary, quantity: str, every: bool, modules: Sequence[str], suffix: str = ""
+) -> list[dict[str, Any]]:
+    """Return a row for each head, or of many heads for those with extreme medians, and one for all heads."""
+    heads = result["layers"]
+    shown = heads if every or len(heads) <= _MOST_HEADS else _extreme(heads, quantity)
+    rows = []
+    for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
+        numbers = row.get(quantity, row)
+        layer = row["layer"] if row["layer"] == "all" else layer_name(row["layer"], modules)
+        rows.append({**row, **numbers, "place": f"{layer}{suffix}"})
+        if quantity == "separation":
+            separated = numbers["queries"] - numbers["undefined"]
+            rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
+    return rows
+
+
+def _median(row: dict[str, Any], quantity: str) -> float:
+    return number_from_json(row.get(quantity, row)["p50"])
+
+
+def _by_median(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
+    """Return the heads with known median, the smallest first."""
+    known = [row for row in heads if row.get(quantity, row)["p50"] is not None]
+    return sorted(known, key=lambda row: _median(row, quantity))
+
+
+def _extreme(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
+    """Return the heads with the smallest and the largest medians, in the order of the model."""
+    known = _by_median(heads, quantity)
+    ends = [*known[:_EXTREME], *known[-_EXTREME:]] if len(known) > 2 * _EXTREME else known
+    return [row for row in heads if any(row is end for end in ends)]
+
+
+def extremes(result: Summary, quantity: str, modules: Sequence[str]) -> str:
+    """Return a sentence on the heads with the largest and the smallest median of a quantity."""
+    known = _by_median(result["layers"], quantity)
+    if not known:
+        return "No head has a finite median."
+    if len({_median(row, quantity) for row in known}) == 1:
+        return f"The median is {_median(known[0], quantity):.3g} in every head."
+    ends = [
+        f"head {row['head']} of layer {layer_name(row['layer'], modules)} ({_median(row, quantity):.3g})"
+        for row in (known[-1], known[0])
+    ]
+    return f"The median is largest in {ends[0]} and smallest in {ends[1]}."

@@ -1,0 +1,131 @@
+"""How much can a head's output move when its queries, keys and values move? Spectral norms of its Jacobian."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.batches import Batch, first_samples
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.spectral_norms import jacobian_spectral_norm
+from semdiag.measuring.calls.collector import ScoredRows, scored_rows
+from semdiag.measuring.calls.running import running
+from semdiag.measuring.table import Table
+
+SAMPLES = 8
+QUERIES = (
+    256  # of a sample and head, evenly spaced, beyond which the rest is left out: the norm is then a lower bound
+)
+STEPS = 10
+_ENTRIES = 2**22  # scores at a time
+_WAYS = {"gain": ("q", "k", "v"), "score_gain": ("q", "k"), "value_gain": ("v",)}  # what moves
+
+GAINS = Table(
+    "gains",
+    "One row per sample, layer and head: largest ratio of ‖change of the output‖ to ‖change of the input‖, found "
+    "by bidiagonalisation, where the input is queries, keys and values (gain), queries and keys (score_gain), or "
+    "values (value_gain, the spectral norm of the weights); Euclidean norms over all tokens; xi: mean local ξ.",
+    {
+        "model": "str",
+        **dict.fromkeys(("sample", "layer", "head", "queries"), "int32"),
+        **dict.fromkeys(("gain", "score_gain", "value_gain", "xi"), "float64"),
+        "settled": "bool",
+    },
+)
+
+
+def measure_gains(
+    loaded: LoadedModel,
+    batches: Iterable[Batch],
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
+) -> pd.DataFrame:
+    """Measure the gains of every head on the first samples."""
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[dict[str, Any]] = []
+    numbers, done = set(), 0
+
+    def add(call: AttentionCall) -> None:
+        if not call.factored or call.sinks is not None:
+            numbers.add(call.module)
+            return
+        for sample in range(len(call.q)):
+            columns = _gains(call.part(slice(sample, sample + 1), _spaced(call.q.shape[2])), generator)
+            place = {"sample": done + sample, "layer": call.layer, "head": np.arange(call.q.shape[1])}
+            parts.append({**place, **columns})
+
+    with running(loaded, add, device, torch.float64) as run:
+        for batch in first_samples(batches, samples):
+            run(batch)
+            done = max((int(part["sample"]) + 1 for part in parts), default=done)
+    if numbers:
+        note(
+            "gains",
+            "scores of its attention are not products of queries and keys alone",
+            ", ".join(sorted(numbers)),
+        )
+    return GAINS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+
+
+def _spaced(length: int) -> Tensor:
+    """Return at most QUERIES evenly spaced positions, the last among them."""
+    return torch.arange(length - 1, -1, -math.ceil(length / QUERIES)).flip(0)
+
+
+def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndarray]:
+    """Return the gains of each head of one sample."""
+    shared = call.q.shape[1] // call.k.shape[1]
+    keys, values = (each.double().repeat_interleave(shared, 1) for each in (call.k, call.v))
+    call = replace(call, q=call.q.double(), k=keys, v=values)
+    columns: dict[str, list[np.ndarray]] = {}
+    at_once = max(1, _ENTRIES // (call.q.shape[2] * call.k.shape[2]))
+    for first in range(0, call.q.shape[1], at_once):
+        some = _heads(call, slice(first, first + at_once))
+        rows = scored_rows(some)
+        start = torch.randn(some.q.shape[:3] + some.v.shape[3:], generator=generator, dtype=torch.float64)
+        start = start.to(some.q.device) * rows.counted[..., None]
+        largest, count = rows.weights.amax(-1), rows.counted.sum(-1)
+        found = {"xi": (2 * largest * (1 - largest) * rows.counted).sum(-1) / count, "queries": count}
+        found["settled"] = torch.ones_like(count, dtype=torch.bool)
+        for name, free in _WAYS.items():
+            norm = jacobian_spectral_norm(*_attention(some, rows, free), start, STEPS)
+            found[name], found["settled"] = norm.value, found["settled"] & norm.settled
+        for name, values in found.items():
+            columns.setdefault(name, []).append(values[0].cpu().numpy())
+    return {name: np.concatenate(several) for name, several in columns.items()}
+
+
+def _attention(
+    call: AttentionCall, rows: ScoredRows, free: tuple[str, ...]
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Return the outputs of the rows as a function of some of q, k and v, and these."""
+    real = rows.counted[..., None]
+    kept = rows.selected | ~real  # a row that does not count has a softmax all the same, and output 0
+
+    def attend(*parts: Tensor) -> Tensor:
+        changes: dict[str, Any] = dict(zip(free, parts, strict=True))
+        moved = replace(call, **changes)
+        weights = moved.scores(torch.float64).masked_fill(~kept, -torch.inf).softmax(-1)
+        return (weights @ moved.v) * real
+
+    return attend, tuple(getattr(call, name) for name in free)
+
+
+def _heads(call: AttentionCall, heads: slice) -> AttentionCall:
+    """Return some heads of a call whose keys are no longer shared."""
+
+    def of(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, heads]
+
+    parts: dict[str, Any] = {name: getattr(call, name)[:, heads] for name in ("q", "k", "v", "mixed")}
+    parts |= {name: of(getattr(call, name)) for name in ("allowed", "bias", "selected", "fully_masked")}
+    return replace(call, **parts)

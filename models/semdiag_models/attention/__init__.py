@@ -1,1 +1,0 @@
-"""Attention: its kinds, how each selects keys, and the products over all or selected keys."""
