@@ -22,7 +22,7 @@ def _kernel(scores, values, positions, length, K: tl.constexpr, WIDTH: tl.conste
 
 @torch.library.custom_op("semdiag_models::largest_of_rows", mutates_args=())
 def largest_of_rows(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries of each row and their positions; of equal ones, the first."""
+    """Return the k largest entries of each row and their positions; of equal ones, the first; of -inf, any."""
     rows = scores.contiguous().view(-1, scores.shape[-1])
     values, positions = _empty(scores, k)
     width = triton.next_power_of_2(rows.shape[1])
