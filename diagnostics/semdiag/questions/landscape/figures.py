@@ -98,7 +98,7 @@ def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
 
 
 _LEVELS = 8
-_QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "cividis")}
+_QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "viridis")}
 
 
 @drawing(
