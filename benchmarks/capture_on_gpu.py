@@ -10,7 +10,7 @@ times between synchronisations, medians after one run that is not counted; memor
 """
 
 import argparse
-import importlib.metadata
+import importlib
 import json
 import os
 import statistics
@@ -25,11 +25,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-_VERSION = importlib.metadata.version
-# the package may be a folder on the path, not installed
-importlib.metadata.version = lambda name: "" if name == "semdiag" else _VERSION(name)
-
 import semdiag
+from semdiag.capturing.adapters.hugging_face import attends_by_interface
 from semdiag.measuring.calls.monitor import Monitor
 from semdiag.questions.k_sweep.measure import KSweepPlan
 
@@ -290,10 +287,13 @@ def main() -> None:
     device, small = arguments.device, arguments.small or arguments.device == "cpu"
     place = torch.cuda.get_device_name() if device == "cuda" else f"CPU, load {os.getloadavg()[0]:.1f}"
     print(f"torch {torch.__version__}, {place}", flush=True)
+    # the package may be a folder on the path, not installed
+    importlib.import_module("semdiag.measuring.measure").version = lambda name: ""
     if arguments.check:
         check(device, 48 if small else 300)
     if arguments.time:
         model = llama(device, small)
+        print(f"without modes: {attends_by_interface(model)}", flush=True)
         lengths = [32, 64] if small else [1024, 4096, 16_384]
         waits(model, device, lengths[0])
         capture(model, device, lengths, 1 if small else 3)

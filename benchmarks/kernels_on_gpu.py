@@ -1,4 +1,4 @@
-"""Row statistics by kernels on a GPU: differences from the CPU, and times beside flash attention and the plain path.
+"""Row statistics by kernels on a GPU: differences from the CPU, times beside flash attention and the plain path.
 
     python benchmarks/kernels_on_gpu.py --check --time --out OUT [--device cpu]
 

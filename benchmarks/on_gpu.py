@@ -1,6 +1,6 @@
 """The measurements of ``benchmarks/on_gpu.sh`` that need more than a command.
 
-    python benchmarks/on_gpu.py steps|statistics|agreement|monitor [--device cuda] [--small]
+    python benchmarks/on_gpu.py statistics|agreement|monitor [--device cuda] [--small]
 
 Times are wall times between synchronisations, medians; with --small on a CPU they say that the code runs and
 nothing else.
@@ -14,11 +14,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from training_step import Products
-from training_step import Step as TextbookStep
 
 import semdiag
-from semdiag_models import Encoder, ModelConfig, Trainer, TrainingConfig
+from semdiag_models import Encoder, ModelConfig
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -36,32 +34,6 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def steps(device: torch.device, small: bool) -> None:
-    """A step, compiled (on CUDA: as graphs), a textbook's, its matrix products alone; then an evaluation."""
-    print(
-        "| batch × length, blocks | attention | step ms | compiled | textbook | products | ms to evaluate 1,000 |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for length, blocks in ((12, 1),) if small else ((40, 5), (600, 10)):
-        for attention in ("full", "topk"):
-            config = ModelConfig(3, 2, length, attention, 5 if attention == "topk" else None, blocks=blocks)
-            batches = 2 if small else 20
-            cells = []
-            for compiled in (False,) if small else (False, True):
-                training = TrainingConfig(
-                    "even-pairs", length, 4, train_samples=25 * batches, holdout_samples=25, compiled=compiled
-                )
-                trainer = Trainer(config, training, device)
-                cells.append(seconds(lambda t=trainer: t._train_epoch(lambda: None), device, 3) / batches)
-            cells += [math.nan] * small
-            with device:  # what they make is there
-                floors = TextbookStep(config), Products(config)
-            cells += [seconds(floor, device, 2 if small else 20) for floor in floors]
-            evaluation = seconds(lambda t=trainer: t.evaluate(t.train_split), device, 2) / (25 * batches)
-            row = " | ".join(f"{1000 * cell:.2f}" for cell in [*cells, 1000 * evaluation])
-            print(f"| 25 × {length}, {blocks} | {attention} | {row} |", flush=True)
 
 
 def row_statistics(device: torch.device, small: bool) -> None:
@@ -91,23 +63,6 @@ def agreement(device: torch.device, small: bool) -> None:
         print(f"{column}: {(here.queries[column] - there.queries[column]).abs().max():.1e}")
     drawn = [semdiag.measure(encoder, tokens, queries=8, device=name).queries for name in ("cpu", device.type)]
     print(f"the same queries drawn: {drawn[0]['query'].equals(drawn[1]['query'])}")
-    print("After 4 steps in float32, largest difference of a parameter from the CPU's, as it is and compiled:")
-    for attention in ("full", "topk"):
-        k = 5 if attention == "topk" else None
-        config = ModelConfig(3, 2, 40, attention, k, blocks=1 if small else 5, dropout=0.0)
-        ends = []
-        for place, compiled in (("cpu", False), (device.type, False), (device.type, not small)):
-            sizes = {
-                "batch_size": 100,
-                "train_samples": 100,
-                "holdout_samples": 25,
-            }  # in whatever order they are drawn
-            training = TrainingConfig("even-pairs", 40, 4, compiled=compiled, **sizes)
-            trainer = Trainer(config, training, torch.device(place))
-            trainer.run(lambda progress: None)
-            ends.append(torch.cat([p.detach().flatten().cpu() for p in trainer.encoder.parameters()]))
-        away = [f"{(end - ends[0]).abs().max():.1e}" for end in ends[1:]]
-        print(f"{attention}: {', '.join(away)} (largest parameter {ends[0].abs().max():.2f})")
 
 
 def monitor(device: torch.device, small: bool) -> None:
@@ -128,7 +83,7 @@ def monitor(device: torch.device, small: bool) -> None:
     print(f"share of a training at every=200: {(looked - plain) / (200 * plain):.2%}")
 
 
-PIECES = {"steps": steps, "statistics": row_statistics, "agreement": agreement, "monitor": monitor}
+PIECES = {"statistics": row_statistics, "agreement": agreement, "monitor": monitor}
 
 
 def main() -> None:

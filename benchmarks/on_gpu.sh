@@ -3,7 +3,7 @@
 #
 #   benchmarks/on_gpu.sh [--dry-run] [FOLDER [PIECE …]]     FOLDER: of the logs, default reports/on-gpu
 #
-# Pieces, in this order, all by default: tests agreement steps statistics monitor listops. A piece that ended well
+# Pieces, in this order, all by default: tests trainer agreement statistics monitor listops. A piece that ended well
 # leaves FOLDER/PIECE.done and is not run again: call it again until nothing is left. The training of listops goes on
 # where it was stopped. --dry-run: every piece on a CPU at toy size.
 set -uo pipefail
@@ -14,7 +14,7 @@ device=cuda; small=()
 if [ "${1:-}" = --dry-run ]; then device=cpu; small=(--small); shift; fi
 folder="${1:-reports/on-gpu}"; shift
 python="${PYTHON:-python}"
-wanted=" ${*:-tests agreement steps statistics monitor listops} "
+wanted=" ${*:-tests trainer agreement statistics monitor listops} "
 limit="${LIMIT:-540}"  # seconds a piece
 mkdir -p "$folder" || exit 2
 echo "on_gpu.sh: device $device, logs in $folder"
@@ -39,14 +39,14 @@ piece() {  # name, command …
 tests=(-v -n 14 --tb=short -W default)  # other releases of what semdiag stands on warn of other things
 [ $device = cpu ] && tests=(-q -n 0 tests/models/test_device.py)
 piece tests "$python" -m pytest "${tests[@]}"
-for name in agreement steps statistics monitor; do
+piece trainer "$python" benchmarks/trainer_on_gpu.py --check --time --device $device --out "$folder"
+for name in agreement statistics monitor; do
     piece $name "$python" benchmarks/on_gpu.py $name --device $device "${small[@]}"
 done
 for attention in full topk; do  # both at once: neither fills a GPU
     run="$folder/listops-$attention"
     train=(train listops --attention $attention --device $device --quiet --out "$run")
     [ $attention = topk ] && train+=(--k 5)
-    [ $device = cuda ] && train+=(--compile)
     [ -e "$run/last.pt" ] && train+=(--resume)
     [ $device = cpu ] && train+=(--epochs 1 --train-samples 25 --holdout-samples 25 --blocks 1)
     piece "listops-$attention" "$python" -m semdiag "${train[@]}" &

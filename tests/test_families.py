@@ -9,6 +9,8 @@ import pandas as pd
 import pytest
 import rank_tests
 
+pytestmark = pytest.mark.slow  # of a finished study
+
 ROOT = Path(__file__).parents[1]
 
 

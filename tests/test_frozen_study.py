@@ -14,6 +14,8 @@ from semdiag_models import InputError
 from semdiag_models.sweeps.runs import SCHEMA
 from semdiag_models.training import HISTORY_COLUMNS
 
+pytestmark = pytest.mark.slow  # of a finished study
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 TABLES = ("advantages", "freezing", "straight_through", "expectations")
 SHARES = {

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from joint_permutation import complete_cells, joint_rank_tests, spearman
 from scipy.stats import spearmanr
 
+pytestmark = pytest.mark.slow  # of a finished study
+
 
 def study(seed, tasks=3, masks=6, candidates=2, missing=0.0):
     rng = np.random.default_rng(seed)

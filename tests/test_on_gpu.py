@@ -30,7 +30,7 @@ def test_the_dry_run_ends_and_leaves_nothing_to_do(tmp_path):
     outcome = run("--dry-run", tmp_path)
     assert outcome.returncode == 0, outcome.stdout
     done = {file.stem for file in tmp_path.glob("*.done")}
-    assert {"steps", "statistics", "agreement", "monitor", "listops-full", "listops-topk"} < done
+    assert {"trainer", "statistics", "agreement", "monitor", "listops-full", "listops-topk"} < done
     assert "a dry run, no measurement of a GPU" in outcome.stdout
     again = run("--dry-run", tmp_path)
     assert again.stdout.count("done before") == len(done)

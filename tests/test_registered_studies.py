@@ -12,6 +12,8 @@ import robustness
 
 from semdiag_models.sweeps.grid import read_sweep
 
+pytestmark = pytest.mark.slow  # of a finished study
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 

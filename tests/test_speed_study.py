@@ -16,6 +16,8 @@ from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.runs import read_history
 
+pytestmark = pytest.mark.slow  # of a finished study
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -231,9 +231,9 @@ class ModelConfig(Record):
                 raise InputError(f"k must be at most the sequence length. Got k={self.k}, length={self.length}.")
         if not self.cls_as_key and (self.pooling != "cls" or self.global_tokens):
             raise InputError("cls_as_key=False goes with CLS pooling and without global tokens.")
-        for name, value in self._usual_numbers().items():
+        for name, number in self._usual_numbers().items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, number)
 
     def _usual_numbers(self) -> dict[str, int]:
         """Return the default number of hash bits or clusters, by the windows of k in the longest input."""
@@ -293,7 +293,7 @@ class TextSource(Record):
     file: str  # path as the user gave it
     sha256: str  # hash of the file
     tokenizer: str  # unigram or bpe
-    vocabulary: int = limited(f"[1, {LARGEST_SIZE})")  # number of pieces
+    vocabulary: int = field(metadata={"within": f"[1, {LARGEST_SIZE})"})  # number of pieces
     model: str = field(repr=False)  # SentencePiece's model in base64
     holdout_file: str | None = None  # held-out text; None means the last tenth of the lines of the first file
     holdout_sha256: str | None = None

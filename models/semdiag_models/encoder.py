@@ -114,7 +114,8 @@ class Attention(nn.Module):
 
     def mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
         """Attend, and put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
-        q, k, v = (t.unflatten(2, (self.heads, self.head_width)).transpose(1, 2) for t in qkv.chunk(3, -1))
+        size = *qkv.shape[:2], self.heads, self.head_width
+        q, k, v = (t.view(size).transpose(1, 2) for t in qkv.chunk(3, -1))
         return self.attend(q, k, v, valid).transpose(1, 2).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:

@@ -1,24 +1,15 @@
 """The k largest scores of each row by a Triton kernel: torch's own takes ten times as long for a small k."""
 
-from typing import Any
-
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 MOST = 16, 8192  # largest k, and longest row
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(
-    scores: Any,
-    values: Any,
-    positions: Any,
-    length: Any,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+def _kernel(scores, values, positions, length, K: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     rest = tl.load(scores + row * length + column, mask=column < length, other=-float("inf"))
@@ -31,7 +22,7 @@ def _kernel(
 
 @torch.library.custom_op("semdiag_models::largest_of_rows", mutates_args=())
 def largest_of_rows(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries of each row and their positions; of equal ones, the first."""
+    """Return the k largest entries of each row and their positions; of equal ones, the first; of -inf, any."""
     rows = scores.contiguous().view(-1, scores.shape[-1])
     values, positions = _empty(scores, k)
     width = triton.next_power_of_2(rows.shape[1])

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ def train_seed_runs(
             trainer = run.trainer
             tell = lambda progress, trainer=trainer: after_epoch(trainer, progress)  # noqa: E731
             try:
-                train_run(run.folder, trainer, provenance, tell, lambda trainer=trainer: after_batch(trainer))
+                train_run(run.folder, trainer, provenance, tell, partial(after_batch, trainer))
             except DivergedError as error:
                 diverged[i] = f"Seed {trainer.training.seed}: {error}"
     finally:

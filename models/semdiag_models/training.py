@@ -77,7 +77,7 @@ class Steps:
         self._training, self._device, self._count = first.training, first.device, len(trainers)
         self._padded = any(trainer.padded for trainer in trainers)
         self._encoder = first.encoder if self._count == 1 else Encoder.stacked([t.encoder for t in trainers])
-        self._parameters = list(self._encoder.parameters())
+        self._parameters: list[Tensor] = list(self._encoder.parameters())
         self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
         self._forward: Callable[..., Tensor] = (
             torch.compile(self._encoder) if self._training.compiled else self._encoder
@@ -120,7 +120,7 @@ class Steps:
             if self._captures and self._graph is None and size <= n:
                 self._capture(size)
             self._totals.zero_()
-            for batch in order.split(size, 1):
+            for batch in torch.split(order, size, 1):
                 if self._graph is not None and batch.shape[1] == size:
                     self._batch.copy_(batch)
                     self._graph.replay()
@@ -167,7 +167,7 @@ class Steps:
             if self._training.weight_decay:
                 torch._foreach_add_(gradients, self._parameters, alpha=self._training.weight_decay)
             torch._foreach_mul_(gradients, self._rate)
-            torch._foreach_sub_(self._parameters, gradients)
+            torch._foreach_add_(self._parameters, gradients, alpha=-1)
         for parameter, at, value in self._frozen:  # weight decay acts even without a gradient
             parameter[at] = value
             for memory in ({} if self._optimizer is None else self._optimizer.state[parameter]).values():
@@ -183,7 +183,7 @@ class Steps:
             for parameter, values in self._optimizer.state.items()
         }  # fmt: skip
         drawn = torch.cuda.get_rng_state(self._device)
-        stream = torch.cuda.Stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
@@ -379,8 +379,12 @@ def train_seeds(
             start = time.perf_counter()
             for i in group:
                 trainers[i].begin_epoch()
-            told = lambda: [after_batch(trainers[i]) for i in group]  # noqa: E731
-            found = steps.epoch(trainers[group[0]].learning_rate, told)  # type: ignore[arg-type]
+
+            def told(group: list[int] = group) -> None:
+                for i in group:
+                    after_batch(trainers[i])
+
+            found = steps.epoch(trainers[group[0]].learning_rate, told)
             steps.store()
             start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
             for i, (loss, accuracy) in zip(group, found, strict=True):

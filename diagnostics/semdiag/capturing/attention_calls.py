@@ -152,10 +152,10 @@ def watch_attention(
     broken = broken_parts(model)
     if broken and mask is not None:
         raise InputError(refusal(broken))
-    recorder = Recorder(Watched(model, consume, mask))
-    recorder.audit.remarks.update(remarks_on(broken))
     # then modes would see nothing more, and cost 20 µs per operation
     hooked = hooked_alone(model) or attends_by_interface(model)
+    recorder = Recorder(Watched(model, consume, mask, traces=not hooked))
+    recorder.audit.remarks.update(remarks_on(broken))
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)
@@ -209,6 +209,8 @@ class _Hooks:
     def before(self, module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
         """Note that a module is about to run; return its inputs if they change, else None."""
         recorder = self._recorder
+        if self._hooked and not module._modules and not isinstance(module, AttentionCore):
+            return None  # it makes no attention
         if not recorder.enter(module, inputs):
             return None
         if len(recorder.running) == 1:

@@ -68,7 +68,9 @@ class Watched:
         model: nn.Module,
         consume: Callable[[AttentionCall], None],
         mask: "Mask | None" = None,
+        traces: bool = True,
     ) -> None:
+        self.traces = traces  # whether operations are traced by modes
         named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
         self.model, self.consume, self.mask = model, consume, mask
         self.modules = dict(named)
@@ -76,7 +78,8 @@ class Watched:
         self.names = {id(module): name for name, module in named}
         self.parameters: set[int] = set()  # addresses, of buffers too
         self.trained: set[int] = set()  # addresses of parameters alone
-        self._held = [value for module in model.modules() for value in vars(module).values() if is_plain(value)]
+        parts = model.modules() if traces else ()
+        self._held = [value for module in parts for value in vars(module).values() if is_plain(value)]
         self.constants: dict[int, Any] = {}  # storages of tensors that are no parameters, by their addresses
         self.find_parameters()
         self.ran: set[str] = set()
@@ -89,6 +92,8 @@ class Watched:
 
         Constants are buffers, tensors that modules hold, and the only square input: it may be a graph's edges.
         """
+        if not self.traces:
+            return
         trained, buffers = (
             {t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided}
             for own in (self.model.parameters(), self.model.buffers())

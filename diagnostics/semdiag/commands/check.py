@@ -35,8 +35,7 @@ def _check(
         ),
     ] = None,
     tolerance: Annotated[
-        float,
-        options.option("With --baseline: how far a number may move, as a share of it.", panel=_JUDGED),
+        float, options.option("With --baseline: how far a number may move, as a share of it.", panel=_JUDGED)
     ] = 0.05,
     every_layer: Annotated[
         bool,
@@ -48,12 +47,10 @@ def _check(
         ),
     ] = False,
     junit: Annotated[
-        Path | None,
-        options.option("Also write the verdicts to this file, as JUnit XML.", panel=_JUDGED),
+        Path | None, options.option("Also write the verdicts to this file, as JUnit XML.", panel=_JUDGED)
     ] = None,
     exit_zero: Annotated[
-        bool,
-        options.option("Report failures, but exit with code 0.", "--exit-zero", panel=_JUDGED),
+        bool, options.option("Report failures, but exit with code 0.", "--exit-zero", panel=_JUDGED)
     ] = False,
     *,
     shared: Asked,
@@ -112,8 +109,7 @@ def list_names(
     what: Annotated[
         str,
         typer.Argument(
-            help="tasks, attentions or metrics. Default: all three.",
-            autocompletion=options.names(options.LISTS),
+            help="tasks, attentions or metrics. Default: all three.", autocompletion=options.names(options.LISTS)
         ),
     ] = "all",
 ) -> None:
@@ -264,8 +260,7 @@ def monitor(
         Path, typer.Argument(help="A monitor's .csv or .parquet: that of its layers, or of its heads beside it.")
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(help="Draw the whole run, layers against steps, to this .png, .svg or .pdf."),
+        Path | None, typer.Option(help="Draw the whole run, layers against steps, to this .png, .svg or .pdf.")
     ] = None,
 ) -> None:
     """Show a training as a monitor saw it: the extremes of its heads and the alarms; with --out a figure.

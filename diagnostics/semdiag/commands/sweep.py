@@ -55,12 +55,10 @@ def sweep(
     ] = "",
     ray: options.Ray = "",
     gpus_per_run: Annotated[
-        float,
-        options.option("With --ray: share of a GPU for each run, like 0.25.", panel=options.WHERE),
+        float, options.option("With --ray: share of a GPU for each run, like 0.25.", panel=options.WHERE)
     ] = 0.0,
     out: Annotated[
-        Path | None,
-        options.option("Folder of the runs.", panel=options.OUTPUT, show_default="runs/CONFIG"),
+        Path | None, options.option("Folder of the runs.", panel=options.OUTPUT, show_default="runs/CONFIG")
     ] = None,
     records: Annotated[
         Path | None,

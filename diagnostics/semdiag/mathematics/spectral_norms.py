@@ -445,7 +445,7 @@ def jacobian_spectral_norm(
     value of the bidiagonal matrix of α and β never exceeds ‖J‖₂, never falls with a step, and reaches ‖J‖₂ long
     before power iteration does.
 
-    Source: Golub and Kahan 1965, Calculating the Singular Values and Pseudo-Inverse of a Matrix. Deviation: not in
+    Source: docs/theory.md#gain; Golub and Kahan 1965, Calculating the Singular Values. Deviation: not in
     the paper.
 
     Args:

@@ -71,7 +71,7 @@ def _contradicts(inputs: Witness, fields: set[tuple[int, ...]]) -> bool:
     def seen(field: tuple[int, ...], of: list[int]) -> Counter[tuple[object, ...]]:
         return Counter((c, *(tokens[at] for at in field)) for (tokens, *_), c in zip(inputs, of, strict=True))
 
-    labels, others = ([each[at] for each in inputs] for at in (1, 2))
+    labels, others = [label for _, label, _ in inputs], [other for _, _, other in inputs]
     return all(seen(field, labels) == seen(field, others) for field in fields)
 
 

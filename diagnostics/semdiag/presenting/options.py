@@ -85,8 +85,7 @@ MaxLength = Annotated[
     option("Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS"),
 ]
 Tokenizer = Annotated[
-    Path | None,
-    option("Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR"),
+    Path | None, option("Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR")
 ]
 Labels = Annotated[
     Path | None,
@@ -95,10 +94,7 @@ Labels = Annotated[
         metavar="FILE",
     ),
 ]
-Every = Annotated[
-    bool,
-    option("Show every head, also of large models.", "--all", panel=OUTPUT),
-]
+Every = Annotated[bool, option("Show every head, also of large models.", "--all", panel=OUTPUT)]
 Samples = Annotated[
     int,
     option(

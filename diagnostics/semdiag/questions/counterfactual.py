@@ -260,12 +260,7 @@ HEADINGS = (
     Heading(
         "within",
         "How much attention would a top-k mask keep?",
-        (
-            dispersion_counterfactual,
-            mass_kept,
-            separation_counterfactual,
-            key_load_counterfactual,
-        ),
+        (dispersion_counterfactual, mass_kept, separation_counterfactual, key_load_counterfactual),
         (
             "A counterfactual within one model, on its own scores. Training with such a mask "
             "would move its scores; how far, only training can tell.",

@@ -145,11 +145,7 @@ def compare(
 
 
 def landscape(
-    model: LoadedModel | Encoder,
-    batches: Batches,
-    labels: Tensor,
-    plan: LandscapePlan | None = None,
-    **how: Any,
+    model: LoadedModel | Encoder, batches: Batches, labels: Tensor, plan: LandscapePlan | None = None, **how: Any
 ) -> Measurements:
     """Evaluate the loss on every cell of planes through a checkpoint.
 
@@ -173,11 +169,7 @@ def landscape(
 
 
 def lipschitz(
-    model: LoadedModel | Encoder,
-    batches: Batches,
-    labels: Tensor,
-    plan: LipschitzPlan | None = None,
-    **how: Any,
+    model: LoadedModel | Encoder, batches: Batches, labels: Tensor, plan: LipschitzPlan | None = None, **how: Any
 ) -> Measurements:
     """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
 

@@ -12,11 +12,7 @@ from semdiag.presenting.tables import NEVER, Column, NumberTable, not_shown
 _PERCENTILES = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
 _DROPPED = {"p75": 1, "p90": 2, "mean": 3}  # in this order, where the terminal is narrow
 _SHARES = (("share_below", "≤ 0"), ("recall", "recall"), ("without_keys", "no key"))
-_TITLES = {
-    "dispersion": "dispersion δ (nats)",
-    "separation": "separation Δ (nats)",
-    "load": "key load (queries)",
-}
+_TITLES = {"dispersion": "dispersion δ (nats)", "separation": "separation Δ (nats)", "load": "key load (queries)"}
 _NOTHING_DROPPED = (
     "every query keeps every key, so no key is separated from others. Add --k 8 to ask what a top-k would drop."
 )

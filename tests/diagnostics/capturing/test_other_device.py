@@ -118,3 +118,41 @@ def test_a_training_loop_is_monitored_alike_on_another_device(other_device):
         seen.append(monitor.table)
     assert len(seen[0])
     pd.testing.assert_frame_equal(*seen, rtol=1e-4, atol=1e-5)
+
+
+class Spread(nn.Module):
+    """Two layers on two devices, as ``device_map`` places them: what runs is moved to where a layer is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Fused(), Fused()
+
+    def forward(self, ids, attention_mask):
+        for part in (self.first, self.second):
+            place = part.embed.weight.device
+            out = part(ids.to(place), attention_mask.to(place))
+        return out
+
+
+def test_a_model_over_two_devices_is_measured_and_masked_where_its_layers_are(other_device, monkeypatch):
+    from semdiag.questions.k_sweep import top_scores
+
+    torch.manual_seed(0)
+    model = Spread().eval()
+    spread = copy.deepcopy(model)
+    spread.second.to(other_device)
+    batch = {"ids": torch.randint(20, (B, L)), "attention_mask": torch.ones(B, L, dtype=torch.int64)}
+    batch["attention_mask"][1, 7:] = 0
+    for held in (10**9, 400):  # all queries, and a sample beside totals
+        monkeypatch.setattr(top_scores, "_MOST_NUMBERS", held)
+        one, two = (
+            semdiag.k_sweep(each, [batch], ks=(2,), rerun=True, kinds=("topk",)) for each in (model, spread)
+        )
+        for name in ("queries", "loads", "calls", "sweep", "rerun"):
+            pd.testing.assert_frame_equal(getattr(one, name), getattr(two, name), rtol=1e-4, atol=1e-5)
+    tables = []
+    for each in (model, spread):
+        with torch.no_grad(), semdiag.capture(each, k=2) as calls:
+            each(**batch)
+        tables.append(calls.dispersion(2))
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4, atol=1e-5)

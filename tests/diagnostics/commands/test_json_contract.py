@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from semdiag.commands.main import app
 from semdiag.measuring.findings.findings import MODEL_FACTS
@@ -20,8 +22,9 @@ PROMISE = (
 FEW = ("--samples", 6)
 NAMES = ("dispersion", "separation", "stability", "mask-stability", "bounds", "overlap", "k-sweep")
 WORDS = {
-    **dict.fromkeys((*NAMES, "lipschitz", "report", "check", "convergence"), FEW),
+    **dict.fromkeys((*NAMES, "report", "check", "convergence"), FEW),
     "landscape": (*FEW, "--grid", 3),
+    "lipschitz": (*FEW, "--planes", 2, "--directions", 2, "--draws", 5),
 }
 SWEEP = """length = 12
 blocks = 1
@@ -46,6 +49,12 @@ def test_the_promise_stands_in_the_documentation_and_every_command_with_json_is_
     )
 
 
+def left_away(lines):
+    """Headings of the columns that tables had no room for."""
+    said = re.split(r"Left out to fit \d+ columns: ", " ".join(" ".join(lines).split()))[1:]
+    return {name for part in said for name in part.split(".")[0].split(", ")}
+
+
 def keeps_the_promise(text, per, command):
     """The one object of a text, which holds what the promise says; command is the type of provenance.command."""
     found = json.loads(text)
@@ -58,9 +67,20 @@ def keeps_the_promise(text, per, command):
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_a_measuring_command_keeps_the_promise(run_semdiag, here, tiny_runs, name):
+def test_a_measuring_command_keeps_the_promise(run_semdiag, here, tiny_runs, name, monkeypatch):
+    """One object on stdout; its tables go to stderr, and fit a terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
     figures = () if name == "check" else ("--figures", "none")
-    outcome = run_semdiag(name, tiny_runs.full, tiny_runs.topk, *WORDS[name], *figures, "--json", "--quiet")
+    outcome = run_semdiag(name, tiny_runs.full, tiny_runs.topk, *WORDS[name], *figures, "--json")
+    assert outcome.out.count("\n") == 1
+    lines = outcome.err.splitlines()
+    if name not in ("check", "convergence", "report"):
+        assert f"{tiny_runs.full}/last.pt" in outcome.err
+    if name in NAMES:
+        tables = [line for line in lines if ("  " in line.strip() or "─" in line) and line[0] != "/"]
+        assert tables or name == "k-sweep"  # which shows its table with --all
+        assert max(map(cell_len, tables), default=0) <= 80
+        assert not {"W met", "X met", "agreement", "response", "mask better?", "interval"} & left_away(lines)
     assert outcome.code in ((0, 1) if name == "check" else (0,)), outcome.err
     per = ("full", "topk") if name == "check" else MODEL_FACTS
     found = keeps_the_promise(outcome.out, per, list)

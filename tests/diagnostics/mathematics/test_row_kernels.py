@@ -1,4 +1,4 @@
-"""Row statistics by kernels against the CPU path in float64: in Triton's interpreter, and on a GPU if there is one."""
+"""Row statistics by kernels against the CPU path in float64: in Triton's interpreter, and on a GPU if any."""
 
 import json
 import subprocess

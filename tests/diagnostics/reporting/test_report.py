@@ -194,9 +194,8 @@ def test_no_text_of_a_file_steers_a_browser_a_terminal_or_a_spreadsheet(model, t
     found = [model(kind, path=name, seed=i) for i, (kind, name) in enumerate(zip(kinds, names, strict=True))]
     bad = pd.DataFrame({"model": names[:1], "sample": [0], "layer": [1], "head": [0], "scores": [17]})
     found[0] = found[0].replace(non_finite=bad)
-    folder = write_report(Findings(Measurements.concat(found)), tmp_path / "r", names[0], formats=["svg"])[
-        0
-    ].parent
+    findings, sections = Findings(Measurements.concat(found)), ["dispersion", "separation", "learning"]
+    folder = write_report(findings, tmp_path / "r", names[0], ["svg"], sections=sections)[0].parent
     tables = sorted(folder.glob("data/*.csv"))
     pages = [folder / "index.html", *folder.glob("figures/*.svg"), *tables]
     for file in pages:
@@ -282,15 +281,11 @@ def test_sections_are_chosen(four, tmp_path):
     assert {path.name for path in (tmp_path / "s/data").iterdir()} == {
         "dispersion.csv", "separation.csv", "load.csv",
     }  # fmt: skip
-    page = Page(write_report(Findings(four), tmp_path / "d", "x", formats=["svg"], sections=["dispersion"])[0])
-    assert len(page.all("img")) == 3
-    page = Page(write_report(Findings(four), tmp_path / "w", "x", formats=["svg"], sections=["within"])[0])
-    assert len(page.all("img")) == 4
     with pytest.raises(ValueError, match="dispersion, heads, within, separation, learning"):
         write_report(Findings(four), tmp_path / "x", "x", sections=["weather"])
 
 
-@pytest.mark.parametrize("formats", [(), ("png",), ("pdf",), ("pdf", "svg"), ("png", "svg")])
+@pytest.mark.parametrize("formats", [(), ("pdf",), ("png", "svg")])
 def test_formats(formats, four, tmp_path):
     page = Page(write_report(Findings(four), tmp_path / "r", "x", formats=formats, sections=["learning"])[0])
     found = {path.suffix[1:] for path in tmp_path.rglob("training_curves.*")}

@@ -91,9 +91,9 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
         (
             '[grid]\nattention = [{attention = "topk", k = 50, global_tokens = 3}]\n',
             [
-                "grid.attention[0].k (line 3): k must be at most the sequence length. Got k=50, length=40.",
                 "grid.attention[0].attention (line 3), grid.attention[0].global_tokens (line 3): topk attention "
                 "takes no global_tokens; banded and block do. Got global_tokens=3.",
+                "grid.attention[0].k (line 3): k must be at most the sequence length. Got k=50, length=40.",
             ],
         ),
         (

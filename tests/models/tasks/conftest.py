@@ -81,7 +81,9 @@ def _tree(text):
     """The value of a ListOps tree, as a Python expression."""
     named = {"[MIN": "min([", "[MAX": "max([", "[MED": "median([", "[SM": "mod([", "]": "]),"}
     code = "".join(named.get(word, f"{word},") for word in text.split())
-    return int(eval(code, {"median": median, "mod": lambda digits: sum(digits) % 10})[0])
+    return int(
+        eval(code, {"median": lambda digits: int(median(digits)), "mod": lambda digits: sum(digits) % 10})[0]
+    )
 
 
 def _unknown(text):

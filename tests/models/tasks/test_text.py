@@ -278,7 +278,11 @@ def test_resumed_and_uninterrupted_runs_end_with_the_same_weights(configs, tmp_p
     for name, stops in (("whole", [3]), ("parts", [1, 2, 3])):
         for epochs in stops:
             trainer = open_run(
-                tmp_path / name, *configs(epochs=epochs), CPU, resume=epochs > stops[0], overwrite=False
+                tmp_path / name,
+                *configs(epochs=epochs, exact=True),
+                CPU,
+                resume=epochs > stops[0],
+                overwrite=False,
             )
             train_run(tmp_path / name, trainer, {})
     one, two = (read_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))

@@ -34,7 +34,7 @@ from semdiag.capturing.recording import (
     take_off,
 )
 from semdiag_models import AttentionCore, Encoder
-from semdiag_models.encoder import Attention, Block
+from semdiag_models.encoder import Affine, Attention, Block
 
 MECHANISM = "scaled_dot_product_attention"
 
@@ -277,7 +277,7 @@ def _as_many_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CORE_MECHANISM = "hook"
-_PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.ModuleList
+_PARTS = Encoder, Block, Affine, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.ModuleList
 
 
 def hooked_alone(model: nn.Module) -> bool:

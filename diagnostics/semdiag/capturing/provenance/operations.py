@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, propagate
+from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, float_outputs, propagate
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
 from semdiag.capturing.provenance.tags import History, Scores, Tags, tensors
 from semdiag.capturing.provenance.weighted_values import fused_call
@@ -476,6 +476,11 @@ class OperationWatch(TorchDispatchMode):
             if call is not None:
                 self._merged.mark_output(result)
                 return call
+        if recorder.running and all(
+            map(tags.constant, given)
+        ):  # what a caller makes beside the model is its input
+            for out in float_outputs(result):
+                tags.mark(out, "constant")
         look = self._LOOKS.get(plan.kind)
         if look is not None:
             return look(self, plan, args, kwargs, given, result)

@@ -118,8 +118,6 @@ class Products:
             self._tags.tag_fixed(result)
             return
         constant = self._tags.constant(a), self._tags.constant(b)
-        if all(constant):
-            self._tags.mark(result, "constant")
         product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed, any(constant))
         shape = result.shape if result.ndim == 3 else (1, *result.shape)
         self._tags.tag_scores(result, Scores(product, own_axes(shape, product.number)[-result.ndim :]))
@@ -285,10 +283,7 @@ _DEFORMABLE = "its keys are parameters, and its values are interpolated between 
 
 def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
     """Propagate tags from an operation's inputs to its outputs."""
-    outputs = _float_outputs(result)
-    if outputs and all(map(tags.constant, given)):
-        for out in outputs:
-            tags.mark(out, "constant")
+    outputs = float_outputs(result) if given else []
     if name in _SHAPED:
         given = [t for t in given if tags.fixed(t)]  # noise for weights, and room for more of them
     if not given:
@@ -310,7 +305,8 @@ def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor],
                 _propagate_weights(tags, name, args, weights, source, given, out)
 
 
-def _float_outputs(result: Any) -> list[Tensor]:
+def float_outputs(result: Any) -> list[Tensor]:
+    """Return the plain tensors of real numbers among an operation's results."""
     return [t for t in tensors((result,)) if t.is_floating_point() and is_plain(t)]
 
 

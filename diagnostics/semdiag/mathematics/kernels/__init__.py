@@ -42,4 +42,5 @@ def kernel_rows(
     """Return the statistics of all rows, key loads and the weights received, from kernels."""
     from semdiag.mathematics.kernels.row_kernels import kernel_rows
 
-    return kernel_rows(scores, top, sinks, received)
+    with torch.cuda.device(scores.q.device):
+        return kernel_rows(scores, top, sinks, received)

@@ -1,8 +1,8 @@
 """Row statistics as Triton kernels: two passes over q kᵀ, and no wait for the device.
 
 The first pass keeps what a running softmax needs of each row, and the maxima of groups of G keys. The (K+1)-th
-largest of these bounds the (K+1)-th score from below. The second pass appends the scores above the bound, which lie
-in at most K groups, and the first K+1 that equal it: K·G + K + 1 places suffice. The last kernel ranks them.
+largest of these bounds the (K+1)-th score from below. The second pass appends the scores above the bound, which
+lie in at most K groups, and the first K+1 that equal it: K·G + K + 1 places suffice. The last kernel ranks them.
 """
 
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 from semdiag.mathematics.score_strips import Scores, part_of, rows_of
 
 _ALL = slice(None)
+_GRID = 65535  # most programs along the second axis
 _MEMORY = 2**29  # bytes of group maxima, candidates and sums at a time
 _NONE = tl.constexpr(-0x7F800001)  # -inf in the order of :func:`_ordered`
 _NAN = tl.constexpr(0x7FC00000)
@@ -54,12 +55,16 @@ def _scores(
     if BIAS == 1:
         s += tl.load(bias + cols * bias_step, mask=present, other=0.0).to(tl.float32)[None, :]
     if BIAS == 2:
-        s += tl.load(bias[:, None] + (cols * bias_step)[None, :], mask=valid, other=0.0).to(tl.float32)
+        s += tl.load(bias[:, None] + (cols.to(tl.int64) * bias_step)[None, :], mask=valid, other=0.0).to(
+            tl.float32
+        )
     if EDGE:
         if MASK == 1:
             valid = valid & (tl.load(allowed + cols * allowed_step, mask=present, other=0) != 0)[None, :]
         if MASK == 2:
-            valid = valid & (tl.load(allowed[:, None] + (cols * allowed_step)[None, :], mask=valid, other=0) != 0)
+            valid = valid & (
+                tl.load(allowed[:, None] + (cols.to(tl.int64) * allowed_step)[None, :], mask=valid, other=0) != 0
+            )
         s = tl.where(valid, s, float("-inf"))
     return s, valid
 
@@ -80,7 +85,7 @@ _PLAIN += ["first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b",
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def _pass(
+def _pass(  # noqa: C901
     q, k, allowed, bias, places, spans, lse, floats, counts, groups, ranges, bounds, slots, found, sums,
     head0, tile0, heads, key_heads, all_heads, all_keys, q_length, k_length, q_rows, k_rows, first_query,
     scale, softcap, GROUPS, ROOM, s_b, s_h, a_b, a_h, a_q, a_k, p_b, p_h, p_q, p_k,
@@ -160,8 +165,8 @@ def _pass(
             stop = end
         for start in range(begin, stop, BN):
             s, valid = _scores(
-                query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
-                BN, BD, SPLIT, SOFTCAP, MASK, BIAS, EDGE,
+                query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale,
+                softcap, BN, BD, SPLIT, SOFTCAP, MASK, BIAS, EDGE,
             )  # fmt: skip
             if not SECOND:
                 if TOP > 0:
@@ -215,10 +220,9 @@ def _pass(
                     weight = tl.exp2((s - total_row[:, None]) * _LOG2E)
                     weight = tl.where((total_row < float("inf"))[:, None], weight, 0.0)
                     tl.store(sums + index.to(tl.int64) * k_rows + start + tl.arange(0, BN), tl.sum(weight, 0))
-    if SECOND:
-        if TOP > 0:
-            tl.store(found + 2 * buffered, more)
-            tl.store(found + 2 * buffered + 1, equal)
+    if SECOND and TOP > 0:
+        tl.store(found + 2 * buffered, more)
+        tl.store(found + 2 * buffered + 1, equal)
     if not SECOND:
         bad = tl.zeros([BM], tl.int32)
         undefined = tl.zeros([BM], tl.int32)
@@ -226,8 +230,8 @@ def _pass(
         if tl.max((moment != moment).to(tl.int32), 0) > 0:
             for start in range(first, end, BN):
                 s, valid = _scores(
-                    query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale, softcap,
-                    BN, BD, SPLIT, SOFTCAP, MASK, BIAS, True,
+                    query, query_low, k, k_low, start, last, allowed_rows, a_k, bias_rows, p_k, k_length, scale,
+                    softcap, BN, BD, SPLIT, SOFTCAP, MASK, BIAS, True,
                 )  # fmt: skip
                 bad += tl.sum((valid & ((tl.abs(s) == float("inf")) | (s != s))).to(tl.int32), 1)
                 undefined += tl.sum((valid & (s != s)).to(tl.int32), 1)
@@ -328,7 +332,7 @@ def _mask_spans(
     for start in range(0, k_length, BN):
         cols = start + tl.arange(0, BN)
         mask = (rows < q_length)[:, None] & (cols < k_length)[None, :]
-        seen = tl.load(base[:, None] + (cols * a_k)[None, :], mask=mask, other=0).to(tl.int32)
+        seen = tl.load(base[:, None] + (cols.to(tl.int64) * a_k)[None, :], mask=mask, other=0).to(tl.int32)
         some = tl.max(tl.max(seen, 1), 0) > 0
         first = tl.where(some, tl.minimum(first, start), first)
         end = tl.where(some, start + BN, end)
@@ -347,7 +351,7 @@ class Tile(NamedTuple):
     registers: int | None = None  # most of a thread where no mask needs more: fewer let more programs run at once
 
 
-_TILES = (  # from large to small; the first that fits into a program's memory is taken
+_TILES = (  # from large to small; the first of which two fit into a multiprocessor's memory, or one, is taken
     *(Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2)),
     *(Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
 )
@@ -359,8 +363,11 @@ def fitting_tile(q: Tensor) -> Tile:
         return Tile(16, 32, 4, 1)  # Triton's interpreter, in tests
     memory = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     row = _width(q) * (8 if q.dtype == torch.float32 else 2)
-    fits = (t for t in _TILES if (t.rows + t.keys * t.stages) * row + 8 * t.rows * t.keys <= memory)
-    return next(fits, _TILES[-1])
+    for programs in (2, 1):  # two at once hide each other's waits
+        for tile in _TILES[:3] if programs == 2 else _TILES:
+            if programs * (tile.rows + tile.keys * tile.stages) * row + 8 * tile.rows * tile.keys <= memory:
+                return tile
+    return _TILES[-1]
 
 
 def _width(q: Tensor) -> int:
@@ -401,12 +408,12 @@ def _kind(values: Tensor | None) -> tuple[int, tuple[int, ...]]:
 def kernel_rows(
     scores: Scores, top: int, sinks: Tensor | None, received: bool, tile: Tile | None = None
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    r"""Return what :func:`~semdiag.mathematics.score_strips.finished` needs of each row, loads, and weights received.
+    r"""Return what :func:`~semdiag.mathematics.score_strips.finished` needs, loads, and the weights received.
 
-    Error of a score against exact arithmetic, with S = \|scale\| Σ \|q_d\| \|k_d\|: half precision, γ S + u \|z\|; float32,
-    (γ + 3 · 2^-22) S + u \|z\|, since a number is the sum of two of 11 digits up to 2^-22, and of the four products
-    the least is left out, again 2^-22. γ = n v / (1 - n v) is for sums on tensor cores, with v = 2^-23 and n = 2 D
-    (float32: 6 D); u = 2^-24. A soft cap c adds 2^-21 c.
+    Largest error of a score z, with S = \|scale\| Σ \|q_d\| \|k_d\|: γ S + u \|z\| in half precision, else
+    (γ + 3 · 2^-22) S + u \|z\|: a number is the sum of two of 11 digits up to 2^-22, and of the four products the
+    least is left out, again 2^-22, which is below γ for every width. For sums on tensor cores γ = n v / (1 - n v)
+    with v = 2^-23 and n = 2 D, in float32 6 D; u = 2^-24. A soft cap c adds 2^-21 c.
 
     Source: none; γ as in :func:`~semdiag.mathematics.rounding.score_error`. Deviation: none.
 
@@ -418,7 +425,8 @@ def kernel_rows(
         tile: sizes; None chooses by width and type.
 
     Returns:
-        Rows, with ``order`` (B, H, R, K) int32 if K > 0; loads (B, H, Lk) int64; and weights received (B, H, Lk), or (B, H, 0).
+        Rows, with ``order`` (B, H, R, K) int32 if K > 0; loads (B, H, Lk) int64; and weights received (B, H, Lk),
+        or (B, H, 0).
     """
     q = scores.q if scores.places is None else rows_of(scores.q, scores.places)
     tile = fitting_tile(q) if tile is None else tile
@@ -432,7 +440,7 @@ def kernel_rows(
     (masked, a), (biased, p) = _kind(allowed), _kind(bias)
     nothing = q.new_empty(1)
     spans, s = nothing, (0, 0)
-    if masked == 2 and scores.places is None:
+    if masked == 2 and scores.places is None and allowed.shape[0] * allowed.shape[1] <= _GRID:
         of_batch, of_heads = allowed.shape[:2]
         spans = torch.empty(of_batch, of_heads, tiles, 2, dtype=torch.int32, device=device)
         s = of_heads * tiles * (of_batch > 1), tiles * (of_heads > 1)
@@ -456,7 +464,7 @@ def kernel_rows(
     groups = blocks * (tile.keys // size)
     of_tile = tile.rows * (4 * groups + 8 * (room + top + 1)) * bool(top) + 4 * blocks * tile.keys * received
     at_once = max(1, _MEMORY // max(1, of_tile)) if of_tile else n * tiles
-    some_heads, some_tiles = min(n, max(1, at_once // tiles)), min(tiles, at_once)
+    some_heads, some_tiles = min(n, max(1, at_once // tiles), _GRID), min(tiles, at_once)
     most = some_heads * some_tiles * tile.rows
     memory = [q.new_empty(1)] * 6
     if top:
@@ -469,20 +477,23 @@ def kernel_rows(
         ]
     sizes = heads, scores.k.shape[1], n, batch * scores.k.shape[1], length, k_length, q.shape[-2], k.shape[-2]
     constants = {
-        "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": split,
-        "SOFTCAP": scores.softcap is not None, "CAUSAL": scores.causal, "MASK": masked, "BIAS": biased,
-        "SPANS": spans is not nothing, "PLACES": scores.places is not None, "FROM": int(masked > 0), "TOP": top, "G": size,
-        "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": None if masked or biased else tile.registers,
+        "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": split, "SOFTCAP": scores.softcap is not None,
+        "CAUSAL": scores.causal, "MASK": masked, "BIAS": biased, "SPANS": spans is not nothing,
+        "PLACES": scores.places is not None, "FROM": int(masked > 0), "TOP": top, "G": size,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+        "maxnreg": None if masked or biased else tile.registers,
     }  # fmt: skip
-
+    given = [q, k, *(nothing if x is None else x for x in (allowed, bias)), places, spans]
+    numbers = [scores.first_query, scores.scale, scores.softcap or 1.0, groups, room, *s, *a, *p]
     together = 1 if q.is_cuda else tile.rows  # rows of a program that ranks; the interpreter is slow to start one
 
     def run(second: bool, lse: Tensor, first: int, head: int, grid: tuple[int, int]) -> None:
         _pass[grid](
-            q, k, nothing if allowed is None else allowed, nothing if bias is None else bias, places, spans, lse, floats,
-            counts, *memory, head, first, *sizes, scores.first_query, scores.scale, scores.softcap or 1.0, groups, room, *s, *a, *p,
-            **constants, SECOND=second, RECEIVED=second and received,
-        )  # fmt: skip
+            *(*given, lse, floats, counts, *memory, head, first, *sizes, *numbers),
+            **constants,
+            SECOND=second,
+            RECEIVED=second and received,
+        )
 
     for head in range(0, n, some_heads):
         for first in range(0, tiles, some_tiles):
@@ -506,9 +517,9 @@ def kernel_rows(
             run(True, lse, first, head, grid)
             if top:
                 _ranked[(rows // together, grid[1])](
-                    memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length, room,
-                    TOP=top, SIZE=triton.next_power_of_2(top + 1), B=min(64, triton.next_power_of_2(top + 16)),
-                    R=together, num_warps=1,
+                    memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length,
+                    room, TOP=top, SIZE=triton.next_power_of_2(top + 1), R=together,
+                    B=min(64, triton.next_power_of_2(top + 16)), num_warps=1,
                 )  # fmt: skip
             if received:
                 weights[head : head + grid[1]] += memory[5].sum(1)

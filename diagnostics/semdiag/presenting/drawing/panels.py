@@ -223,14 +223,22 @@ def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, fl
     raise NothingToDrawError(nothing)
 
 
-_LIGHT = 0.55
+_DARK = 0.55
+
+
+CELLS = "Blues"  # one hue: grey and hatches mean that nothing was measured
+
+
+def hatch_missing(ax: Axes) -> None:
+    """Hatch the cells that are not finite."""
+    ax.patch.set(facecolor="#f2f2f2", edgecolor="#bbbbbb", hatch="////")
+    ax.grid(visible=False)
 
 
 def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[float], str] | None = None) -> None:
-    """Draw cells, grey where they are not finite, with a colour bar."""
-    image = ax.imshow(cells, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
-    ax.set_facecolor("#bbbbbb")
-    ax.grid(visible=False)
+    """Draw cells, hatched where they are not finite, with a colour bar."""
+    image = ax.imshow(cells, cmap=CELLS, norm=scale, aspect="auto", interpolation="none")
+    hatch_missing(ax)
     for (row, column), value in np.ndenumerate(cells) if text else ():
         if text and np.isfinite(value):
             color = ink(scale(max(value, scale.vmin or 0)))
@@ -241,8 +249,8 @@ def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[floa
 
 
 def ink(share: float) -> str:
-    """Return the colour of a cell's text, by its share of the scale: cividis is dark below and light above."""
-    return "black" if share > _LIGHT else "white"
+    """Return the colour of a cell's text, by its share of the scale, which is light below and dark above."""
+    return "white" if share > _DARK else "black"
 
 
 def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:

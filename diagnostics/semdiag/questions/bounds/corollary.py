@@ -20,15 +20,7 @@ from semdiag.mathematics.bounds.corollary import (
 )
 from semdiag.mathematics.score_strips import AttentionRows, fixed_mask_rows
 from semdiag.measuring.findings.estimates import require_every_query
-from semdiag.measuring.findings.findings import (
-    Finding,
-    Findings,
-    Pair,
-    Verdict,
-    agreed,
-    differences,
-    diverged,
-)
+from semdiag.measuring.findings.findings import Finding, Findings, Pair, Verdict, agreed, differences, diverged
 from semdiag.measuring.measurements import Measurements
 from semdiag_models.attention import LOCAL
 

@@ -25,8 +25,8 @@ _ONE_SCALE = "by_weights", "by_values"
 @drawing(
     "Coloured cells, layers by heads: how far the attention of two models is apart on the same "
     "inputs, and what of the change of its output is the weights' and the values': {shown}.",
-    "A bright cell in the first panel is a head that attends elsewhere than it did. Compare the two "
-    "panels of the output: where that of the weights is brighter, the damage came through queries and "
+    "A dark cell in the first panel is a head that attends elsewhere than it did. Compare the two "
+    "panels of the output: where that of the weights is darker, the damage came through queries and "
     "keys; where that of the values is, the head looks where it did and finds something else.",
 )
 def compare_map(findings: Findings) -> Figure:

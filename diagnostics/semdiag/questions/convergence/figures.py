@@ -94,14 +94,7 @@ def draw_speed(ax: Axes, x: float, pair: pd.Series, style: AttentionStyle) -> No
         ax.update_datalim([(x, tip / 1.05), (x, tip * 1.05)])
 
 
-def _draw(
-    ax: Axes,
-    x: float,
-    width: float,
-    pairs: pd.DataFrame,
-    row: pd.Series,
-    style: AttentionStyle,
-) -> None:
+def _draw(ax: Axes, x: float, width: float, pairs: pd.DataFrame, row: pd.Series, style: AttentionStyle) -> None:
     spread = np.linspace(-0.25, 0.25, len(pairs)) * width if len(pairs) > 1 else [0.0]
     for shift, (_, pair) in zip(spread, pairs.iterrows(), strict=True):
         draw_speed(ax, x + shift, pair, style)
@@ -245,11 +238,7 @@ HEADINGS = (
     Heading(
         "convergence",
         "Which attention learns faster, and by how much?",
-        (
-            learning_curves,
-            speed_up,
-            speed_up_against_dispersion,
-        ),
+        (learning_curves, speed_up, speed_up_against_dispersion),
         (
             "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier "
             "estimates, and medians of speed-ups are ranges where only a bound is known.",

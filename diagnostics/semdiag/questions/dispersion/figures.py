@@ -240,11 +240,7 @@ HEADINGS = (
     Heading(
         "focus",
         "Do the scores of the sparse model span less?",
-        (
-            dispersion_ecdf,
-            dispersion_by_layer,
-            dispersion_by_keys,
-        ),
+        (dispersion_ecdf, dispersion_by_layer, dispersion_by_keys),
         (
             _PAIRED,
             _POOLED,

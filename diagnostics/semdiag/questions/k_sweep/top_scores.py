@@ -94,9 +94,9 @@ class Rows:
         """Return what is held, (…, n), in the order of layers and heads; ``place`` numbers these."""
         parts = [*self._drawn, *(_drawn(*whole, 1) for whole in self._whole)]
         self._drawn, self._whole = parts, []
-        order = torch.cat([part["place"] for part in parts]).argsort(stable=True)
-        names = [*parts[0]]
-        joined = {name: torch.cat([part.pop(name) for part in parts], -1)[..., order] for name in names}
+        home, names = parts[0]["place"].device, [*parts[0]]  # layers may be on several devices
+        order = torch.cat([part["place"].to(home) for part in parts]).argsort(stable=True)
+        joined = {name: torch.cat([part.pop(name).to(home) for part in parts], -1)[..., order] for name in names}
         self._drawn = [joined]
         return joined
 
@@ -127,7 +127,7 @@ class Rows:
         known = {layer: x for (at, other, layer), x in self._totals.items() if (at, other) == (k, name)}
         starts = np.cumsum([0, *map(len, known.values())])
         first = dict(zip(known, starts.tolist(), strict=False))
-        every = torch.cat([*known.values()])
+        every = torch.cat([x.to(heads.device) for x in known.values()])
         at = torch.tensor([first[layer] for layer in layers.tolist()], device=heads.device) + heads
         return torch.cat([every[at], _joint(every)[None]])
 

@@ -98,7 +98,7 @@ def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
 
 
 _LEVELS = 8
-_QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "cividis")}
+_QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "viridis")}
 
 
 @drawing(
@@ -226,10 +226,7 @@ HEADINGS = (
     Heading(
         "landscape",
         "What does the loss look like around the checkpoint?",
-        (
-            landscape_contour,
-            landscape_cuts,
-        ),
+        (landscape_contour, landscape_cuts),
         (
             _TWO_OF_MANY,
             "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length "

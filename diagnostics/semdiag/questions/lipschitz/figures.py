@@ -12,19 +12,8 @@ from semdiag.measuring.findings.findings import Findings, log10
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, Series, panels_of
-from semdiag.presenting.drawing.style import (
-    FAINT,
-    INK,
-    drawing,
-    finished,
-    panel_grid,
-    title_with_facts,
-)
-from semdiag.questions.lipschitz.answer import (
-    PERCENTILES,
-    RESAMPLES,
-    secant_percentiles,
-)
+from semdiag.presenting.drawing.style import FAINT, INK, drawing, finished, panel_grid, title_with_facts
+from semdiag.questions.lipschitz.answer import PERCENTILES, RESAMPLES, secant_percentiles
 from semdiag.questions.lipschitz.measure import GROUPS
 
 _POINT = "#3b5bb5"
@@ -235,11 +224,7 @@ HEADINGS = (
     Heading(
         "lipschitz",
         "How steep is the loss around the checkpoint?",
-        (
-            lipschitz_percentiles,
-            lipschitz_rungs,
-            block_stretch,
-        ),
+        (lipschitz_percentiles, lipschitz_rungs, block_stretch),
         (
             "A trained model whose loss is near 0 is flat nearby whatever its attention: gradients and secants "
             "shrink with the loss. Compare the initialisations as well (the runs' epoch-0.pt).",

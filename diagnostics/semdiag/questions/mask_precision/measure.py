@@ -269,11 +269,7 @@ def _measure(subject: Subject, plan: PrecisionPlan, prepared: Any) -> Mapping[st
 
 
 def _provenance(plan: PrecisionPlan, samples: int, few: int) -> dict[str, Any]:
-    return {
-        "mask_formats": list(plan.formats),
-        "mask_k": plan.k,
-        "probe_samples": few,
-    }
+    return {"mask_formats": list(plan.formats), "mask_k": plan.k, "probe_samples": few}
 
 
 PROBE = Probe(

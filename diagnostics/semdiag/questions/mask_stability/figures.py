@@ -10,16 +10,8 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import NothingToDrawError, ink, panels_of
-from semdiag.presenting.drawing.style import (
-    FAINT,
-    INK,
-    drawing,
-    finished,
-    note_below,
-    number_layers,
-    panel_grid,
-)
+from semdiag.presenting.drawing.panels import CELLS, NothingToDrawError, ink, panels_of
+from semdiag.presenting.drawing.style import FAINT, INK, drawing, finished, note_below, number_layers, panel_grid
 from semdiag.questions.mask_stability.answer import (
     foreseen_margin,
     heads_pooled,
@@ -146,7 +138,7 @@ def mask_heat_map(findings: Findings) -> Figure:
 
 
 def _cells(ax: Axes, cells: pd.DataFrame) -> AxesImage:
-    image = ax.imshow(cells.to_numpy(float), vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower")
+    image = ax.imshow(cells.to_numpy(float), vmin=0, vmax=1, cmap=CELLS, aspect="auto", origin="lower")
     for (row, column), share in np.ndenumerate(cells.to_numpy(float)):
         if np.isfinite(share):
             ax.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=ink(share))
@@ -231,11 +223,7 @@ HEADINGS = (
     Heading(
         "mask-stability",
         "Do masks survive noise?",
-        (
-            masks_unchanged,
-            mask_reliability,
-            mask_heat_map,
-        ),
+        (masks_unchanged, mask_reliability, mask_heat_map),
         (
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
             "its scores; that model's output does not depend on it. Masks that do not depend on the input "

@@ -79,13 +79,7 @@ class Workspace:
 
 
 def row_changes(
-    call: AttentionCall,
-    samples: int,
-    draws: int,
-    levels: int,
-    k: int,
-    selection: Selection,
-    workspace: Workspace,
+    call: AttentionCall, samples: int, draws: int, levels: int, k: int, selection: Selection, workspace: Workspace
 ) -> RowChanges:
     """Compare the mask of every clean row with those of its noisy copies."""
     if call.sinks is not None:

@@ -86,11 +86,7 @@ _COLUMNS_SHOWN = (
     Column("pairs", drop=1), Column("jaccard", "index", three_decimals, drop=NEVER),
     Column("low high", "95%", _interval, drop=2), Column("chance", "at random", three_decimals, drop=NEVER),
 )  # fmt: skip
-_BETWEEN = {
-    "layers": "two layers",
-    "heads": "two heads of a layer",
-    "previous": "a query and the one before it",
-}
+_BETWEEN = {"layers": "two layers", "heads": "two heads of a layer", "previous": "a query and the one before it"}
 
 
 def overlap_sentences(findings: Findings) -> list[str]:

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
+from semdiag.presenting.drawing.panels import CELLS, NothingToDrawError, hatch_missing, ink, model_labels
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.questions.overlap.answer import overlap_table
 
@@ -16,7 +16,7 @@ _WRITTEN = 14  # layers up to which the cells bear their numbers
 @drawing(
     "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the "
     "diagonal, and beside it for successive queries: {shown}.",
-    "A bright cell is a pair of layers that could share one selection: for the same query they keep "
+    "A dark cell is a pair of layers that could share one selection: for the same query they keep "
     "the same keys. The column on the right tells how much of a query's selection the next one could "
     "reuse. Compare with the value that random sets of the same size have, in the panel's title.",
 )
@@ -38,11 +38,10 @@ def mask_overlap(findings: Findings) -> Figure:
                 cells[at, -1] = row["jaccard"]
             else:
                 cells[at, to] = cells[to, at] = row["jaccard"]
-        image = ax.imshow(cells, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        image = ax.imshow(cells, vmin=0, vmax=1, cmap=CELLS, aspect="auto")
         for (at, to), value in np.ndenumerate(cells) if len(layers) <= _WRITTEN else ():
             if np.isfinite(value):
-                ink = "black" if value > 0.55 else "white"
-                ax.text(to, at, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink)
+                ax.text(to, at, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink(value))
         step = max(1, len(layers) // 12)
         shown = range(0, len(layers), step)
         ax.set_xticks([*shown, len(layers) + 1], [*(str(layers[at]) for at in shown), "prev."])
@@ -50,7 +49,7 @@ def mask_overlap(findings: Findings) -> Figure:
         ax.set_xlabel("layer; prev.: the query before")
         chance = of_model.loc[of_model["layer"] == ALL, "chance"]
         ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=8)
-        ax.grid(visible=False)
+        hatch_missing(ax)
     axes[0].set_ylabel("layer")
     figure.colorbar(image, ax=axes, shrink=0.8).set_label("Jaccard index of kept keys", fontsize=8)
     note_below(

@@ -69,8 +69,7 @@ def _ask(
         ),
     ] = False,
     keys: Annotated[
-        int | None,
-        option("How many keys there are, if the file has no scores.", panel=_PANEL, show_default=False),
+        int | None, option("How many keys there are, if the file has no scores.", panel=_PANEL, show_default=False)
     ] = None,
     layout: Annotated[
         str,

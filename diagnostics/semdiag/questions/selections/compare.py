@@ -68,10 +68,7 @@ class ComparedSelections:
 
 
 def compare_selections(
-    first: SelectionFile,
-    second: SelectionFile,
-    format: str = "float32",
-    layouts: tuple[str, str] = ("", ""),
+    first: SelectionFile, second: SelectionFile, format: str = "float32", layouts: tuple[str, str] = ("", "")
 ) -> ComparedSelections:
     """Compare the keys that two engines chose for the same rows, as sets."""
     kind = number_format(format)

@@ -20,14 +20,7 @@ from semdiag.presenting.drawing.panels import (
     panels_of,
     positive_range,
 )
-from semdiag.presenting.drawing.style import (
-    FAINT,
-    AttentionStyle,
-    drawing,
-    finished,
-    panel_grid,
-    plain_numbers,
-)
+from semdiag.presenting.drawing.style import FAINT, AttentionStyle, drawing, finished, panel_grid, plain_numbers
 
 
 @drawing(

@@ -23,20 +23,12 @@ from semdiag.measuring.findings.findings import (
     of_rows,
     verdicts_of,
 )
-from semdiag.measuring.findings.resampling import ratio_interval
+from semdiag.measuring.findings.resampling import rank_correlation_interval, ratio_interval
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles, pooled_table
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval_words, number_words, percent, plain
-from semdiag.presenting.answer import (
-    Answer,
-    Glance,
-    Outcome,
-    title,
-    verdict_line,
-    verdict_table,
-    with_facts,
-)
+from semdiag.presenting.answer import Answer, Glance, Outcome, title, verdict_line, verdict_table, with_facts
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.tables import Column, NumberTable
 from semdiag.questions.stability.measure import local_stability, with_bounds
@@ -222,9 +214,9 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         stability_glance(findings),
         stability_in_short(findings),
-        stability_sentences(findings),
+        [*stability_sentences(findings), *gain_sentences(findings)],
         judged,
-        tables={"stability": by_place, "stability_verdicts": verdict_table(judged)},
+        tables={"stability": by_place, "stability_verdicts": verdict_table(judged), "gains": gain_table(findings)},
         results=results,
         shown=shown,
     )
@@ -235,8 +227,15 @@ def _result(measured: Measurements, attention: str) -> Summary:
     secants, layers = with_bounds(measured.secants, attention), []
     for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
         parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
-        layers.append({"layer": int(layer), "head": int(head), **_describe(*parts)})
-    return {"unit": "per nat", "layers": layers, "all": _describe(measured.queries, secants)}
+        gains = measured.gains[(measured.gains["layer"] == layer) & (measured.gains["head"] == head)]
+        layers.append({"layer": int(layer), "head": int(head), **_describe(*parts), **_medians(gains)})
+    pooled = {**_describe(measured.queries, secants), **_medians(measured.gains)}
+    return {"unit": "per nat", "layers": layers, "all": pooled}
+
+
+def _medians(gains: pd.DataFrame) -> Summary:
+    """Return the median gains over samples; nothing if none was measured."""
+    return {} if gains.empty else {name: float(gains[name].median()) for name in _GAINS}
 
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
@@ -371,7 +370,35 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
 
 
+def gain_table(findings: Findings) -> pd.DataFrame:
+    """Return the median gains over samples of each layer and head."""
+    gains = findings.measurements.gains
+    return gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median().reset_index()
+
+
+def gain_sentences(findings: Findings) -> list[str]:
+    """Return which layer amplifies most, and whether ξ foretells it."""
+    sentences = []
+    for model, label in model_labels(findings.measurements.models).items():
+        gains = findings.measurements.of(model).gains
+        if gains.empty:
+            continue
+        by_layer = gains.groupby("layer")["gain"].median()
+        samples = counted(gains["sample"].nunique(), "sample")
+        text = f"{label}: a small change of queries, keys and values can change a head's output by "
+        text += f"{by_layer.max():.3g} times as much in layer {by_layer.idxmax()}, where the median over heads is "
+        text += f"largest, and {by_layer.min():.3g} in layer {by_layer.idxmin()} ({samples})."
+        if gains.groupby(["layer", "head"]).ngroups >= _FEWEST_HEADS:
+            foretold = rank_correlation_interval(gains, "xi", "gain", RESAMPLES)
+            interval = interval_words(foretold.low, foretold.high, _short, gains["sample"].nunique())
+            text += f" Its rank correlation with ξ over heads is {foretold.estimate:.2f}, {interval}."
+        sentences.append(text)
+    return sentences
+
+
 _short = "{:.2g}".format
+_GAINS = ("gain", "score_gain", "value_gain")
+_FEWEST_HEADS = 10  # for a rank correlation
 
 _COLUMNS = (
     Column("layer", form=plain), Column("head", form=plain),
@@ -379,9 +406,9 @@ _COLUMNS = (
     Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", drop=3),
     Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", drop=2),
     Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", drop=1),
-    Column("same_set", form=percent),
+    Column("same_set", form=percent), Column("gain", drop=2),
 )  # fmt: skip
-_WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))
+_WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set", "gain"))
 
 
 def _shown(name: str, result: Summary) -> Iterator[str | NumberTable]:

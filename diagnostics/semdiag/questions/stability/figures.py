@@ -36,10 +36,7 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
     title_with_facts,
 )
-from semdiag.questions.stability.answer import (
-    exceeding,
-    response_by_layer,
-)
+from semdiag.questions.stability.answer import exceeding, response_by_layer
 from semdiag.questions.stability.measure import with_bounds
 
 POINTS = 300
@@ -185,10 +182,7 @@ HEADINGS = (
     Heading(
         "stability",
         "Is the stability bound respected?",
-        (
-            stability_curves,
-            attention_response,
-        ),
+        (stability_curves, attention_response),
         (
             "A constant bounds the worst pair of rows; the response is an average under one kind of noise (level, "
             "samples and draws are given on the figures). A small δ can lower the first and leave the second "

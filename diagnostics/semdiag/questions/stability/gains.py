@@ -22,6 +22,7 @@ SAMPLES = 8
 QUERIES = (
     256  # of a sample and head, evenly spaced, beyond which the rest is left out: the norm is then a lower bound
 )
+STEPS = 10
 _ENTRIES = 2**22  # scores at a time
 _WAYS = {"gain": ("q", "k", "v"), "score_gain": ("q", "k"), "value_gain": ("v",)}  # what moves
 
@@ -96,7 +97,7 @@ def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndar
         found = {"xi": (2 * largest * (1 - largest) * rows.counted).sum(-1) / count, "queries": count}
         found["settled"] = torch.ones_like(count, dtype=torch.bool)
         for name, free in _WAYS.items():
-            norm = jacobian_spectral_norm(*_attention(some, rows, free), start)
+            norm = jacobian_spectral_norm(*_attention(some, rows, free), start, STEPS)
             found[name], found["settled"] = norm.value, found["settled"] & norm.settled
         for name, values in found.items():
             columns.setdefault(name, []).append(values[0].cpu().numpy())

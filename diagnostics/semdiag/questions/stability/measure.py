@@ -36,6 +36,7 @@ from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
 from semdiag.questions.stability import NOISE, SecantsPlan, check_levels
+from semdiag.questions.stability.gains import GAINS, measure_gains
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
 
@@ -293,9 +294,13 @@ def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> lis
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
     how |= {"min_keys": prepared or 1}
+    drawn: dict[str, Any] = {"seed": subject.seed, "device": subject.device, "note": subject.note}
+    gains = measure_gains(subject.model, subject.batches, **drawn)
     if subject.model.external:
-        return {"secants": external_secants(subject.model, subject.batches, note=subject.note, **how)}
-    return {"secants": measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)}
+        secants = external_secants(subject.model, subject.batches, note=subject.note, **how)
+    else:
+        secants = measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)
+    return {"secants": secants, "gains": gains}
 
 
 def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
@@ -305,7 +310,7 @@ def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
 PROBE = Probe(
     "secants",
     SecantsPlan,
-    (SECANTS,),
+    (SECANTS, GAINS),
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
     provenance=_provenance,
