@@ -448,10 +448,14 @@ def number_of_keys(call: AttentionCall) -> Tensor:
     """Return how many keys each query attends to without the mask, int32, broadcastable to (B, H, Lq)."""
     queries, length = call.q.shape[2], call.k.shape[2]
     if call.allowed is None and call.selected is None:
-        all_keys = torch.full((1, 1, queries), length, dtype=torch.int32, device=call.q.device)
-        own = torch.arange(1, queries + 1, dtype=torch.int32, device=call.q.device) + call.first_query
-        return all_keys.minimum(own) if call.causal else all_keys
+        return _numbers(queries, length, call.first_query if call.causal else None, call.q.device)
     return _cat([counted(allowed) for allowed in _rows(call)], 2)
+
+
+@lru_cache(maxsize=16)
+def _numbers(queries: int, length: int, first: int | None, device: torch.device) -> Tensor:
+    own = torch.arange(1, queries + 1, dtype=torch.int32, device=device) + (length if first is None else first)
+    return own.clamp(max=length)[None, None]
 
 
 def _rows(call: AttentionCall) -> Iterator[Tensor]:

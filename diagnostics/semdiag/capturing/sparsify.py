@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 import torch
@@ -69,6 +69,7 @@ class Masked:
     audit: Audit = field(default_factory=Audit)
     padded: set[int] = field(default_factory=set)  # numbers of queries of calls with padding
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
+    _last: tuple[Tensor, _Counts] | None = None
     _close: list[Tensor] = field(default_factory=list)  # numbers of rows whose choice rounding could change
 
     @property
@@ -126,11 +127,11 @@ class Masked:
         """Add the numbers of kept and of all keys of each query; they stay on their device until they are read."""
         if call.queries is not None and not bool(call.queries.all()):
             self.padded.add(call.q.shape[2])
-        some = call.counted & (keys > 0)
-        keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, kept))  # (H, B · Lq)
-        some = some.movedim(1, 0).flatten(1)
-        least = kept.where(some, torch.iinfo(kept.dtype).max).amin(1)
-        new = _Counts(call.layer, 1, some.sum(1), kept.sum(1), keys.sum(1), least, kept.amax(1))
+        if self._last is not None and self._last[0] is kept and call.queries is None:  # calls that are alike
+            new = replace(self._last[1], layer=call.layer)
+        else:
+            new = _counts_of(call, kept, keys)
+            self._last = (kept, new) if call.queries is None else None
         place = call.module, call.occurrence
         old = self._counts.get(place)
         if old is not None:
@@ -144,6 +145,14 @@ class Masked:
                 torch.maximum(old.most, new.most),
             )
         self._counts[place] = new
+
+
+def _counts_of(call: AttentionCall, kept: Tensor, keys: Tensor) -> _Counts:
+    some = call.counted & (keys > 0)
+    keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, kept))  # (H, B · Lq)
+    some = some.movedim(1, 0).flatten(1)
+    least = kept.where(some, torch.iinfo(kept.dtype).max).amin(1)
+    return _Counts(call.layer, 1, some.sum(1), kept.sum(1), keys.sum(1), least, kept.amax(1))
 
 
 @contextmanager
