@@ -55,8 +55,8 @@ def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_js
     if as_json:
         results = [
             {
-                "run": run.name, "task": run.training.task_label, "attention": run.model.attention, "k": run.model.k,
-                "seed": run.training.seed, "epochs": epochs,
+                "run": run.name, "task": run.training.task_label, "attention": run.model.attention,
+                "k": run.model.k, "seed": run.training.seed, "epochs": epochs,
             }
             for run, epochs in zip(runs, left, strict=True)
         ]  # fmt: skip
