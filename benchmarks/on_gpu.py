@@ -7,7 +7,6 @@ nothing else.
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable

@@ -108,7 +108,10 @@ class Bench:
                     trainer.encoder.train()
                     ends[way] = self._ten(Steps([trainer]), way == "graph" and not self.small)
                 for way in ("eager", "graph"):
-                    far = max(float(((a - b).abs() / b.abs().max()).max()) for a, b in zip(ends[way], ends["cpu"]))
+                    far = max(
+                        float(((a - b).abs() / b.abs().max()).max())
+                        for a, b in zip(ends[way], ends["cpu"], strict=True)
+                    )
                     self.tell(f"agreement {attention} {length} {way} (at most 1e-12)", far)
             alone = []
             for seed in (1, 2, 3):
@@ -120,7 +123,9 @@ class Bench:
             steps._encoder.train()
             together = self._ten(steps, not self.small, [250 * i for i in range(3)])
             far = max(
-                float((whole[i] - one).abs().max()) for i in range(3) for whole, one in zip(together, alone[i])
+                float((whole[i] - one).abs().max())
+                for i in range(3)
+                for whole, one in zip(together, alone[i], strict=True)
             )
             self.tell("agreement three seeds at once (at most 1e-12)", far)
         finally:
@@ -146,7 +151,9 @@ class Bench:
         for length, dtype in ((600, torch.float32), (37, torch.float64), (3000, torch.float32)):
             scores = torch.randn(4, 50, length, dtype=dtype, device=self.device)
             ours, theirs = largest(scores, 5), scores.topk(5, -1)
-            self.tell(f"largest of {length} the same", all(torch.equal(a, b) for a, b in zip(ours, theirs)))
+            self.tell(
+                f"largest of {length} the same", all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            )
 
     def resumed(self) -> None:
         """Four epochs with dropout, and two and two: the same weights and history, to the bit."""

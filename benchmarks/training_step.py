@@ -3,8 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/training_step.py [--where]
 
 The textbook model is the same architecture with separate q, k, v projections, ``torch.nn.Dropout`` and boolean
-masks: scores, ``topk``, scatter into the mask, ``masked_fill``, softmax. Steps of both models alternate, so both see
-the same load of the machine. Times are CPU time on one thread. ``--where`` says where the time of a step of ours goes.
+masks: scores, ``topk``, scatter into the mask, ``masked_fill``, softmax. Steps of both models alternate, so both
+see the same load of the machine. Times are CPU time on one thread. ``--where`` says where the time of ours goes.
 """
 
 import argparse

@@ -47,7 +47,7 @@ def select_keys(
     )  # fmt: skip
     if planes is None:
         return None if select is None else select(q, keys, valid, layer)
-    with mock.patch.object(module, "hash_directions", lambda *_: planes[None]):
+    with mock.patch.object(module, "hash_directions", return_value=planes[None]):
         return select(q, keys, valid, layer)
 
 

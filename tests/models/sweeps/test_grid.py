@@ -76,8 +76,8 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
         (
             "k = 50\n",
             [
-                "k (line 2): full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh and routing "
-                "do. Got k=50."
+                "k (line 2): full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh "
+                "and routing do. Got k=50."
             ],
         ),
         (
