@@ -254,19 +254,19 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         if module is model:
             _check(masked, partial)
 
-    with ExitStack() as stack:
-        stack.enter_context(OWN_GRADIENTS.held())
-        stack.enter_context(padding.watched())
-        stack.callback(take_off_hooks, None, before, after)
-        register_module_forward_pre_hook(before)
-        masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
-        register_module_forward_hook(after)
-        try:
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(OWN_GRADIENTS.held())
+            stack.enter_context(padding.watched())
+            stack.callback(take_off_hooks, None, before, after)
+            register_module_forward_pre_hook(before)
+            masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
+            register_module_forward_hook(after)
             yield masked
-        except torch.OutOfMemoryError as error:
-            raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
-        finally:
-            _note_rounding(masked)
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
+    finally:
+        _note_rounding(masked)
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
 

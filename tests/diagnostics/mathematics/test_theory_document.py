@@ -17,7 +17,9 @@ PLAIN = {  # handle numbers, tensors and places; their docstrings say it all
     "add_ranks_", "allowed_keys", "broadcast", "draw_queries", "finished", "float64", "kaplan_meier_median",
     "largest_scores", "log", "log_one_plus", "log_one_plus_inverse", "log_product", "log_root_sum_squares",
     "log_sum", "logrank_p", "median_interval", "merged", "nan_where", "overlaps", "part_of", "places_in",
-    "fitting_tile", "kernel_rows", "predicted_classes", "ratio_ends", "refusal", "row_statistics", "rows_of", "sampled_estimates", "strip_statistics",
+    "fitting_tile", "kernel_rows",
+    "predicted_classes", "ratio_ends", "refusal",
+    "row_statistics", "rows_of", "sampled_estimates", "strip_statistics",
     "unraveled", "weight_lost", "without_repeats",
 }  # fmt: skip
 
