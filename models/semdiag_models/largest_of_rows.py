@@ -1,8 +1,8 @@
 """The k largest scores of each row by a Triton kernel: torch's own takes ten times as long for a small k."""
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 MOST = 16, 8192  # largest k, and longest row

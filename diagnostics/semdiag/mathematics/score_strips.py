@@ -126,8 +126,9 @@ class Scores:
 
     def _strip(self, b: slice, h: slice, r: slice, memory: Tensor) -> ScoreStrip:
         places = None if self.places is None else self.places[b, h, r]
-        drawn = places is not None and self.causal and not places.is_cuda  # an accelerator is not waited for
-        last = int(places.max()) + 1 if drawn else r.stop if places is None else self.k.shape[2]
+        last = r.stop if places is None else self.k.shape[2]
+        if places is not None and self.causal and not places.is_cuda:  # an accelerator is not waited for
+            last = int(places.max()) + 1
         seen = min(self.k.shape[2], max(1, self.first_query + last)) if self.causal else self.k.shape[2]
         shape = b.stop - b.start, h.stop - h.start, r.stop - r.start, seen
         scores, spare = (part[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape) for part in memory)

@@ -5,7 +5,9 @@ largest of these bounds the (K+1)-th score from below. The second pass appends t
 lie in at most K groups, and the first K+1 that equal it: K·G + K + 1 places suffice. The last kernel ranks them.
 """
 
-from typing import NamedTuple
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -361,7 +363,8 @@ def fitting_tile(q: Tensor) -> Tile:
     """Choose a tile by the width and the type of the queries."""
     if not q.is_cuda:
         return Tile(16, 32, 4, 1)  # Triton's interpreter, in tests
-    memory = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(q.device)
+    memory = properties.shared_memory_per_block_optin
     row = _width(q) * (8 if q.dtype == torch.float32 else 2)
     for programs in (2, 1):  # two at once hide each other's waits
         for tile in _TILES[:3] if programs == 2 else _TILES:
@@ -371,7 +374,7 @@ def fitting_tile(q: Tensor) -> Tile:
 
 
 def _width(q: Tensor) -> int:
-    return max(16, triton.next_power_of_2(q.shape[3]))
+    return max(16, int(triton.next_power_of_2(q.shape[3])))
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
@@ -435,12 +438,14 @@ def kernel_rows(
     tiles, blocks = triton.cdiv(length, tile.rows), triton.cdiv(k_length, tile.keys)
     split = q.dtype == torch.float32
     q, k = _padded(q, tiles * tile.rows), _padded(scores.k, blocks * tile.keys)
-    allowed = None if scores.allowed is None else part_of(scores.allowed, _ALL, _ALL).view(torch.uint8)
+    allowed = part_of(scores.allowed, _ALL, _ALL)
+    allowed = None if allowed is None else allowed.view(torch.uint8)
     bias = None if scores.bias is None else part_of(scores.bias, _ALL, _ALL)
     (masked, a), (biased, p) = _kind(allowed), _kind(bias)
     nothing = q.new_empty(1)
     spans, s = nothing, (0, 0)
-    if masked == 2 and scores.places is None and allowed.shape[0] * allowed.shape[1] <= _GRID:
+    few = allowed is not None and allowed.shape[0] * allowed.shape[1] <= _GRID
+    if allowed is not None and few and masked == 2 and scores.places is None:
         of_batch, of_heads = allowed.shape[:2]
         spans = torch.empty(of_batch, of_heads, tiles, 2, dtype=torch.int32, device=device)
         s = of_heads * tiles * (of_batch > 1), tiles * (of_heads > 1)
@@ -458,8 +463,8 @@ def kernel_rows(
     # Memory of a row: maxima of groups, and candidates; of a tile: sums of its columns
     size, room = 1, 0
     if top:
-        sizes = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
-        size = min(sizes, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
+        powers = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
+        size = min(powers, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
         room = min(top * size, k_length)
     groups = blocks * (tile.keys // size)
     of_tile = tile.rows * (4 * groups + 8 * (room + top + 1)) * bool(top) + 4 * blocks * tile.keys * received
