@@ -435,47 +435,35 @@ def token_jacobian_norm(
 
 
 def jacobian_spectral_norm(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], start: Tensor, steps: int = LANCZOS_STEPS
+    jvp: Callable[[Tensor], Tensor],
+    vjp: Callable[[Tensor], Tensor],
+    start: Tensor,
+    steps: int = LANCZOS_STEPS,
 ) -> JacobianNorm:
-    """Bound the spectral norm of the Jacobian of a function from below, for many independent blocks at once.
+    """Bound the spectral norms of linear maps J from below, for many independent blocks at once.
 
-    The function maps inputs (*blocks, …) to an output (*blocks, …), and no block of the output depends on another
-    block of the inputs, so that J is block diagonal. Golub and Kahan's bidiagonalisation of each block, with full
-    reorthogonalisation: α_j w_j = Jᵀ u_j − β_j w_{j−1} and β_{j+1} u_{j+1} = J w_j − α_j u_j. The largest singular
-    value of the bidiagonal matrix of α and β never exceeds ‖J‖₂, never falls with a step, and reaches ‖J‖₂ long
-    before power iteration does.
+    Golub and Kahan's bidiagonalisation of each block, with full reorthogonalisation:
+    α_j w_j = Jᵀ u_j − β_j w_{j−1} and β_{j+1} u_{j+1} = J w_j − α_j u_j. The largest singular value of the matrix
+    of α and β never exceeds ‖J‖₂, never falls with a step, and reaches it long before power iteration does.
 
-    Source: docs/theory.md#gain; Golub and Kahan 1965, Calculating the Singular Values. Deviation: not in
-    the paper.
+    Source: docs/theory.md#gain; Golub and Kahan 1965, Calculating the Singular Values. Deviation: not in the
+    paper.
 
     Args:
-        function: map whose Jacobian is bounded; torch must be able to differentiate it twice.
-        inputs: tensors (*blocks, …), the point at which the Jacobian is taken.
-        start: first u, in the shape of the output; its first two axes are the blocks.
+        jvp: map from w (*blocks, n) to J w (*blocks, m), for each of the blocks.
+        vjp: map from u (*blocks, m) to Jᵀ u (*blocks, n).
+        start: first u, (*blocks, m), not zero.
         steps: number of steps, each a product with Jᵀ and one with J.
 
     Returns:
         One lower bound for each block; ``value`` and ``settled`` have the shape of the blocks.
 
     Example:
-        >>> square = lambda x: x.square()
-        >>> point = torch.tensor([[[1.0, 3.0], [2.0, 0.5]]])  # one sample, two blocks of two numbers
-        >>> jacobian_spectral_norm(square, (point,), torch.ones(1, 2, 2)).value.round(decimals=3)
-        tensor([[6., 4.]])
+        >>> matrix = torch.tensor([[3.0, 0.0], [4.0, 1.0]])
+        >>> norm = jacobian_spectral_norm(lambda w: w @ matrix.T, lambda u: u @ matrix, torch.ones(1, 2))
+        >>> norm.value.round(decimals=3), torch.linalg.matrix_norm(matrix, 2).round(decimals=3)
+        (tensor([5.0640]), tensor(5.0640))
     """
-    with torch.enable_grad():
-        point = [each.detach().requires_grad_() for each in inputs]
-        output, weights = function(*point), torch.zeros_like(start, requires_grad=True)
-        pulled = torch.autograd.grad(output, point, weights, create_graph=True)  # Jᵀ u, linear in u
-
-    def transposed(u: Tensor) -> Tensor:
-        parts = torch.autograd.grad(output, point, u.reshape(start.shape), retain_graph=True)
-        return torch.cat([part.flatten(2) for part in parts], -1)
-
-    def ahead(w: Tensor) -> Tensor:  # the transpose of Jᵀ is J
-        parts = torch.split(w, [each[0, 0].numel() for each in point], -1)
-        moves = [part.reshape(each.shape) for part, each in zip(parts, point, strict=True)]
-        return torch.autograd.grad(pulled, weights, moves, retain_graph=True)[0].flatten(2)
 
     def fresh(vector: Tensor, earlier: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the direction in which a vector leaves the earlier ones, and how far; zeros if it is rounding."""
@@ -486,13 +474,13 @@ def jacobian_spectral_norm(
         size = size.where(size > rounding, 0.0)
         return torch.where(size > 0, vector / size, 0.0), size[..., 0]
 
-    u, _ = fresh(start.flatten(2), [])
+    u, _ = fresh(start, [])
     lefts, rights = [u], list[Tensor]()
-    matrix = start.new_zeros(*start.shape[:2], steps + 1, steps)
+    matrix = start.new_zeros(*start.shape[:-1], steps + 1, steps)
     for step in range(steps):
-        w, matrix[..., step, step] = fresh(transposed(lefts[-1]), rights)
+        w, matrix[..., step, step] = fresh(vjp(lefts[-1]), rights)
         rights.append(w)
-        u, matrix[..., step + 1, step] = fresh(ahead(w), lefts)
+        u, matrix[..., step + 1, step] = fresh(jvp(w), lefts)
         lefts.append(u)
     value = torch.linalg.matrix_norm(matrix, 2)
     before = torch.linalg.matrix_norm(matrix[..., :-1, :-1], 2) if steps > 1 else torch.zeros_like(value)

@@ -314,6 +314,7 @@ def plan_from(plan: type, typed: dict[str, Any], shared: dict[str, Any]) -> Any:
             values[field.name] = shared[field.name]
         elif field.name in typed:
             info, *read = extra
-            name = next(iter(info.param_decls or ()), f"--{field.name.replace('_', '-')}")
+            names = [name for name in (info.default, *(info.param_decls or ())) if str(name).startswith("--")]
+            name = names[0] if names else f"--{field.name.replace('_', '-')}"
             values[field.name] = read[0](typed[field.name], name) if read else typed[field.name]
     return plan(**values)

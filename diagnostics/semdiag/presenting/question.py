@@ -86,6 +86,11 @@ class Question:
     @cached_property
     def probe(self) -> "Probe | None":
         """Return its probe; None if it needs no measurement of its own."""
+        spec = None if self.plan else find_spec(self.package)
+        if (
+            spec and spec.submodule_search_locations is None
+        ):  # a file without a plan, which draws: not read for this
+            return None
         probe: Probe | None = self._part("measure", "PROBE")
         return probe
 

@@ -62,7 +62,7 @@ def sections(monkeypatch, here):
         asked.append((sections, findings.measurements, folder))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text('{"verdict": []}', encoding="utf-8")
-        return folder / "index.html"
+        return folder / "index.html", {"verdict": []}
 
     monkeypatch.setattr(report, "write_report", write)
     return asked

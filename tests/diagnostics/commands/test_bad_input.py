@@ -78,7 +78,7 @@ def external(path, last):
         (code, "odd.pt refused: it holds the code object posix.mkdir"),
         (bare_pickle, "odd.pt refused: it holds the code object posix.mkdir"),
         (misshapen, "parameter 'blocks.0.expand.weight' has shape (3, 3); its configuration says (16, 16)."),
-        (k_zero, "k must be at least 1. Got k=0."),
+        (k_zero, "k must lie in [1, 100000]. Got k=0."),
         (external, "odd.pt holds weights without their model (a state dict)."),
     ],
 )

@@ -24,7 +24,7 @@ def test_landscape_in_json_is_a_matrix_per_quantity(run_semdiag, sections, tiny_
 
 def test_lipschitz_compares_the_pair(run_semdiag, sections, tiny_runs):
     outcome = run_semdiag("lipschitz", tiny_runs.full, tiny_runs.topk, *FEW, *SMALL["lipschitz"], "--json")
-    assert [asked[0] for asked in sections] == [("lipschitz",)]
+    assert [asked[0] for asked in sections] == [["lipschitz"]]
     found = json.loads(outcome.out)
     (pair,) = found["pairs"]
     assert pair["label"] == "even-pairs, topk-3, seed 7"

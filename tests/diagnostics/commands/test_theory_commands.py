@@ -26,7 +26,7 @@ def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, sections, tiny_
     assert re.search(not_exceeded[command], " ".join(outcome.err.split()))
     assert "violated" not in outcome.err
     assert "…" not in outcome.err
-    assert [asked[0] for asked in sections] == [(command,)]
+    assert [asked[0] for asked in sections] == [[command]]
     quiet = run_semdiag(command, tiny_runs.full, *FEW, "--quiet")
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
 

@@ -93,7 +93,9 @@ def naive(encoder, tokens, ks=()):
             q, k, _ = (x[0] @ weight.T + bias).view(len(ids), 3, config.heads, 8).unbind(1)
             for h in range(config.heads):
                 for j in valid:
-                    loads[sample, layer, h, j] = dict.fromkeys(("load", *(f"load_k{n}" for n in ks)), 0)
+                    loads[sample, layer, h, j] = dict.fromkeys(
+                        ("load", *(f"load_k{n}" for n in ks), "received"), 0
+                    )
                 for i in valid:
                     z = {j: float(q[i, h] @ k[j, h]) / math.sqrt(8) for j in valid}
                     inside = {"": selected_keys(config, i, z)}
@@ -104,6 +106,9 @@ def naive(encoder, tokens, ks=()):
                         if not suffix:
                             mass = sum(math.exp(z[j] - z[max(chosen, key=z.get)]) for j in chosen)
                             columns["largest_weight"] = 1 / mass
+                            for j in chosen:
+                                weight = math.exp(z[j] - z[max(chosen, key=z.get)]) / mass
+                                loads[sample, layer, h, j]["received"] += weight
                         else:
                             columns[f"mass{suffix}"] = sum(map(math.exp, (z[j] for j in chosen))) / sum(
                                 map(math.exp, z.values())

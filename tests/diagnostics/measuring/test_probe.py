@@ -192,7 +192,7 @@ def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
         return tables, dict(said.itertuples(index=False))
 
     tables, reasons = of(decoder)
-    assert tables == {"secants", "projections", "masks", "sweep"}
+    assert tables == {"secants", "gains", "projections", "masks", "sweep"}
     assert set(reasons) == {"bounds", "loss surface", "Lipschitz estimates"}
     assert reasons["loss surface"] == "its loss is not known"
     tables, reasons = of(blind)

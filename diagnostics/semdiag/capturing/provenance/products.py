@@ -148,7 +148,8 @@ class Products:
             return None
         if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # a number is a statistic
             return None
-        if not constant and softmax.keys_fixed(axis) and _by_row(softmax, weights, left):
+        gated = softmax.keys_fixed(axis) and _by_row(softmax, weights, left)
+        if gated and not constant and not _sampled(self._tags, [other]):
             return None
         whole = _whole(softmax, axis, summed)
         reason = _reason(tag, axis, whole=whole, constant=constant, added=added, numbers=not result.ndim)

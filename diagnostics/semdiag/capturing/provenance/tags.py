@@ -402,13 +402,13 @@ class Tags:
         """Return whether a tensor has whole numbers, or is made of constants alone."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return True
-        if is_plain(tensor) and tensor.untyped_storage().data_ptr() in self._constants:
+        if is_plain(tensor) and _place(tensor) in self._constants:
             return address(tensor) not in self._moving
         return self.marked(tensor, "constant") is not None
 
     def own(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor lies in a parameter or a buffer of the model."""
-        return tensor.untyped_storage().data_ptr() in self._parameters
+        return _place(tensor) in self._parameters
 
     def tag_scores(self, tensor: Tensor, tag: Scores) -> None:
         """Tag a tensor as scores."""
@@ -499,6 +499,14 @@ def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from (v for v in value if isinstance(v, Tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a tensor's storage begins; 0 if it has none, under a transform."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def address(tensor: Tensor) -> int:

@@ -216,7 +216,8 @@ def answer(findings: Findings) -> Answer:
         stability_in_short(findings),
         [*stability_sentences(findings), *gain_sentences(findings)],
         judged,
-        tables={"stability": by_place, "stability_verdicts": verdict_table(judged), "gains": gain_table(findings)},
+        tables={"stability": by_place, "stability_verdicts": verdict_table(judged)}
+        | ({} if findings.measurements.gains.empty else {"gains": gain_table(findings)}),
         results=results,
         shown=shown,
     )

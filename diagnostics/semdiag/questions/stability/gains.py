@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.spectral_norms import jacobian_spectral_norm
-from semdiag.measuring.calls.collector import ScoredRows, scored_rows
+from semdiag.measuring.calls.collector import scored_rows
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
 
@@ -91,33 +92,55 @@ def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndar
     for first in range(0, call.q.shape[1], at_once):
         some = _heads(call, slice(first, first + at_once))
         rows = scored_rows(some)
+        head = _Head(some, rows.weights)
         start = torch.randn(some.q.shape[:3] + some.v.shape[3:], generator=generator, dtype=torch.float64)
-        start = start.to(some.q.device) * rows.counted[..., None]
+        start = (start.to(some.q.device) * rows.counted[..., None]).flatten(2)
         largest, count = rows.weights.amax(-1), rows.counted.sum(-1)
         found = {"xi": (2 * largest * (1 - largest) * rows.counted).sum(-1) / count, "queries": count}
         found["settled"] = torch.ones_like(count, dtype=torch.bool)
         for name, free in _WAYS.items():
-            norm = jacobian_spectral_norm(*_attention(some, rows, free), start, STEPS)
+            norm = jacobian_spectral_norm(partial(head.forward, free), partial(head.back, free), start, STEPS)
             found[name], found["settled"] = norm.value, found["settled"] & norm.settled
         for name, values in found.items():
             columns.setdefault(name, []).append(values[0].cpu().numpy())
     return {name: np.concatenate(several) for name, several in columns.items()}
 
 
-def _attention(
-    call: AttentionCall, rows: ScoredRows, free: tuple[str, ...]
-) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """Return the outputs of the rows as a function of some of q, k and v, and these."""
-    real = rows.counted[..., None]
-    kept = rows.selected | ~real  # a row that does not count has a softmax all the same, and output 0
+class _Head:
+    """The differential do = P dv + (P ∘ (ds − Σ P ds)) v of a head at fixed kept keys, and its transpose."""
 
-    def attend(*parts: Tensor) -> Tensor:
-        changes: dict[str, Any] = dict(zip(free, parts, strict=True))
-        moved = replace(call, **changes)
-        weights = moved.scores(torch.float64).masked_fill(~kept, -torch.inf).softmax(-1)
-        return (weights @ moved.v) * real
+    def __init__(self, call: AttentionCall, weights: Tensor) -> None:
+        self.call, self.weights = call, weights
+        self.slope: Tensor | float = call.scale
+        if call.softcap is not None:
+            capped = torch.tanh(call.scale * (call.q @ call.k.mT) / call.softcap)
+            self.slope = call.scale * (1 - capped.square())
 
-    return attend, tuple(getattr(call, name) for name in free)
+    def forward(self, free: tuple[str, ...], moves: Tensor) -> Tensor:
+        """Return do for moves of the free ones among q, k and v."""
+        shapes = [getattr(self.call, name).shape for name in free]
+        parts = torch.split(moves, [shape[2] * shape[3] for shape in shapes], -1)
+        d = {name: part.unflatten(-1, shape[2:]) for name, part, shape in zip(free, parts, shapes, strict=True)}
+        output = torch.zeros_like(self.call.q[..., :1])
+        if "q" in d:
+            change = self.slope * (d["q"] @ self.call.k.mT + self.call.q @ d["k"].mT)
+            change = self.weights * (change - (self.weights * change).sum(-1, keepdim=True))
+            output = output + change @ self.call.v
+        if "v" in d:
+            output = output + self.weights @ d["v"]
+        return output.flatten(2)
+
+    def back(self, free: tuple[str, ...], output: Tensor) -> Tensor:
+        """Return the transpose's image of do."""
+        u = output.unflatten(-1, (self.call.q.shape[2], self.call.v.shape[3]))
+        found: dict[str, Tensor] = {}
+        if "q" in free:
+            change = u @ self.call.v.mT
+            change = self.slope * (self.weights * (change - (self.weights * change).sum(-1, keepdim=True)))
+            found |= {"q": change @ self.call.k, "k": change.mT @ self.call.q}
+        if "v" in free:
+            found["v"] = self.weights.mT @ u
+        return torch.cat([found[name].flatten(2) for name in free], -1)
 
 
 def _heads(call: AttentionCall, heads: slice) -> AttentionCall:

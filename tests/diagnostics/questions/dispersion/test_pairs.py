@@ -114,7 +114,7 @@ DIFFERENT = {  # from the recipe of even-pairs in every option that full and top
 OTHER = {
     "task", "attention", "k", "global_tokens", "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay",
     "score_gradient", "text", "holdout_text", "tokenizer", "vocabulary", "seeds", "out", "resume", "overwrite",
-    "device", "threads", "quiet",
+    "device", "threads", "quiet", "exact",
 }  # fmt: skip
 
 

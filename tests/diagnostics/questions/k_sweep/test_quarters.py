@@ -92,7 +92,7 @@ def test_the_change_of_a_quarter_is_the_mean_over_its_tokens(findings, model, id
         own = change[:, place == quarter]
         assert rows.loc[quarter, "change"] == pytest.approx(own.mean(), rel=1e-9, abs=1e-12)
         want = sum_ratio_interval(own.sum(1), np.full(SAMPLES, float(own.shape[1])))
-        alike = math.isclose(want.low, want.high)
+        alike = math.isclose(want.low, want.high, abs_tol=1e-12)
         assert (rows.loc[quarter, "low"], rows.loc[quarter, "high"]) == pytest.approx(
             (math.nan,) * 2 if alike else (want.low, want.high), nan_ok=True, rel=1e-6, abs=1e-12
         )

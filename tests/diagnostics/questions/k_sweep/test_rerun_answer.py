@@ -390,7 +390,7 @@ def test_the_tile_of_several_models_counts_those_that_were_run(made_up):
     assert glance.words.endswith("; 1 more cannot be judged")
     assert sparse_glance(joined(made(made_up, of(4)), made(made_up, of(12)))).answer == "not without loss"
     fixed = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
-    assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("cannot tell", "0 of 1")
+    assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("cannot tell", "0 of 1 model")
 
 
 def test_what_is_no_loss_is_not_called_one(made_up):
