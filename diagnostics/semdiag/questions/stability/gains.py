@@ -120,7 +120,7 @@ class _Head:
         """Return do for moves of the free ones among q, k and v."""
         shapes = [getattr(self.call, name).shape for name in free]
         parts = torch.split(moves, [shape[2] * shape[3] for shape in shapes], -1)
-        d = {name: part.unflatten(-1, shape[2:]) for name, part, shape in zip(free, parts, shapes, strict=True)}
+        d = {name: part.reshape(shape) for name, part, shape in zip(free, parts, shapes, strict=True)}
         output = torch.zeros_like(self.call.q[..., :1])
         if "q" in d:
             change = self.slope * (d["q"] @ self.call.k.mT + self.call.q @ d["k"].mT)
@@ -132,7 +132,7 @@ class _Head:
 
     def back(self, free: tuple[str, ...], output: Tensor) -> Tensor:
         """Return the transpose's image of do."""
-        u = output.unflatten(-1, (self.call.q.shape[2], self.call.v.shape[3]))
+        u = output.reshape(*self.call.q.shape[:3], self.call.v.shape[3])
         found: dict[str, Tensor] = {}
         if "q" in free:
             change = u @ self.call.v.mT
