@@ -27,6 +27,7 @@ from semdiag.capturing.kept_keys import (
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
+from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, measure_of, rerun, upper_change
 from semdiag_models import InputError
 
@@ -75,14 +76,14 @@ class NeededKeys:
         place = call.module, call.occurrence
         self.layers.setdefault(place, call.layer)
         allowed = allowed_keys(part)
-        counted = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
+        several = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
         order = real_first(allowed.any(1).any(1), call)
         allowed, scores = ordered(allowed, order), ordered(part.scores(torch.float64), order)
         scores = scores.masked_fill(~allowed, -torch.inf)
         weights = scores.softmax(-1).masked_fill(~allowed, 0)
         for block in BLOCKS:
             falling = block_scores(scores, block).argsort(dim=-1, descending=True, stable=True)
-            ranked = _by_block(allowed.long(), block).gather(-1, falling) * counted[..., None]
+            ranked = _by_block(allowed.long(), block).gather(-1, falling) * several[..., None]
             old = self.ranked.get((place, block), np.zeros((1, 1), np.int64))
             self.ranked[place, block] = _padded_sum(old, ranked.sum((0, 2)).cpu().numpy())
             if block > 1 and weights.shape[-1] <= block:
@@ -91,7 +92,7 @@ class NeededKeys:
             for level in LEVELS:
                 need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
                 for head in range(need.shape[1]):
-                    counts = torch.bincount(need[:, head][counted[:, head]], minlength=kept.shape[-1] + 1)
+                    counts = torch.bincount(need[:, head][several[:, head]], minlength=kept.shape[-1] + 1)
                     self._count((place, block, level), head, need.shape[1], counts.cpu().numpy())
 
     def _count(self, key: tuple[Place, int, float], head: int, heads: int, counts: NDArray[np.int64]) -> None:
@@ -177,7 +178,7 @@ def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     if fewest < _LEAST_HALF:
         raise InputError(
             "Budgets are chosen on one half of the samples and run on the other, each of at least "
-            f"{_LEAST_HALF}. Of {samples} samples one half has {fewest}: give more, or leave out --budget."
+            f"{_LEAST_HALF}. Of {counted(samples, 'sample')} one half has {fewest}: give more, or leave out --budget."
         )
     return first, second
 

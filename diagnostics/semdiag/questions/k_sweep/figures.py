@@ -184,9 +184,9 @@ def change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
 @drawing(
     "Against the share of the keys that is kept, what running the model with each kind of sparse "
     "attention changed, with 95% intervals: {shown}.",
-    "Look for the lowest line at the share that you can afford. Top-k by query and head is the best "
-    "that a choice by score can do; kinds that share their choice, or choose blocks, are what kernels "
-    "run.",
+    "Look for the lowest line at the share that you can afford. Top-k by query and head keeps the most "
+    "weight, which is not always the lowest loss; kinds that share their choice, or choose blocks, are what "
+    "kernels run.",
 )
 def kinds_of_masks(findings: Findings) -> Figure:
     """Draw what each kind of sparse attention changed against the share of the keys that it keeps."""
