@@ -178,7 +178,7 @@ def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     if fewest < _LEAST_HALF:
         raise InputError(
             "Budgets are chosen on one half of the samples and run on the other, each of at least "
-            f"{_LEAST_HALF}. Of {counted(samples, 'sample')} one half has {fewest}: give more, or leave out --budget."
+            f"{_LEAST_HALF}. Of {counted(samples, 'sample')} one half has {fewest}: give more, or no --budget."
         )
     return first, second
 
