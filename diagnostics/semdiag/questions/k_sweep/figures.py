@@ -15,9 +15,16 @@ from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import FAINT, INK, drawing, finished, palette, panel_grid, plain_numbers
 from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES
-from semdiag.questions.k_sweep.answer import MASS, unit_of
+from semdiag.questions.k_sweep.answer import MASS
 from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
-from semdiag.questions.k_sweep.changes import WHOLE, change_table, condition_table, quarter_table, tolerance_of
+from semdiag.questions.k_sweep.changes import (
+    WHOLE,
+    change_table,
+    condition_table,
+    quarter_table,
+    tolerance_of,
+    unit_of,
+)
 
 _HIGHEST = 5.0  # upper end of the axis of left sides: far above 1 the value does not matter
 _FEW = 3  # with more models, a second line for each would hide the others

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from semdiag.capturing import batches as batching
@@ -276,6 +278,8 @@ MOST_HARMED = 0.01  # share of the inputs that may be, where a mask is said to d
 LEAST_SAMPLES = 299  # of fewer, if none is harmed, a share above this cannot be excluded: 0.99^299 ≤ 0.05
 CHUNK = 128  # positions of the parts over which intervals are, where there are fewer samples than FEWEST
 Masks = Sequence[tuple[str, int, Keep]]
+UNITS = ["sample", "part"]  # over which intervals are
+Numbers = NDArray[np.float64]
 
 
 def rerun_ks(largest: int) -> list[int]:
@@ -296,26 +300,24 @@ def measure_of(again: pd.DataFrame) -> str:
     return "divergence" if again["predictions"].sum() else "output_change"
 
 
-def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
-    """Return the mean change by a mask."""
-    measure = measure_of(again)
-    rows, before = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
-    if measure == "output_change":
-        return measure, float(rows[measure].mean())
-    unit = {"loss": "targets", "divergence": "predictions"}[measure]
-    return measure, float((rows[measure].sum() - before[measure].sum()) / rows[unit].sum())
+def unit_changes(measure: str, rows: pd.DataFrame, before: pd.DataFrame) -> tuple[Numbers, Numbers]:
+    """Return the summed change of each unit, and the number of its terms; rows are indexed by UNITS."""
+    before = before.loc[rows.index]
+    output = measure == "output_change"
+    sums = rows[measure] if output else rows[measure] - before[measure]
+    counts = rows[measure].notna() if output else rows["targets" if measure == "loss" else "predictions"]
+    return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
 
 
-def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
-    """Return the mean change by a mask, and twice its standard error over samples."""
-    measure, mean = mean_change(again, mask, k)
-    rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index(["sample", "part"])
-    before = again[again["mask"] == NO_MASK].set_index(["sample", "part"]).loc[rows.index]
-    unit = {"loss": "targets", "divergence": "predictions"}.get(measure)
-    weights = rows[unit] if unit else pd.Series(1, rows.index)
-    rest = rows[measure] - before[measure] - mean * weights
-    samples = max(2, len(rows))
-    return mean + 2 * math.sqrt(samples / (samples - 1) * float((rest**2).sum())) / float(weights.sum())
+def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[float, float]:
+    """Return the mean change by a mask, and its upper end: that and twice its standard error over samples."""
+    parts = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
+    sums, counts = unit_changes(measure_of(again), *(part.set_index(UNITS) for part in parts))
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    mean = float(sums.sum() / counts.sum())
+    samples = max(2, len(sums))
+    error = math.sqrt(samples / (samples - 1) * float(((sums - mean * counts) ** 2).sum())) / float(counts.sum())
+    return mean, mean + 2 * error
 
 
 def rerun(
