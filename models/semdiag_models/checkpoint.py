@@ -213,10 +213,7 @@ def weights_sha256(state: Mapping[str, Tensor]) -> str:
 def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
     """Refuse parameters that do not fit the model."""
     expected = model.state_dict()
-    odd = [
-        *(name for name in expected if name not in state),
-        *(name for name in state if name not in expected),
-    ]
+    odd = [*(name for name in expected if name not in state), *(name for name in state if name not in expected)]
     if odd:
         kind = "lacks" if odd[0] in expected else "has the unexpected"
         raise InputError(f"{path} {kind} parameter {odd[0]!r}: it does not fit its configuration.")

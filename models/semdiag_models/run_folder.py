@@ -30,7 +30,7 @@ from semdiag_models.training import (
     restore_optimizer_state,
     restore_random_state,
     stackable,
-    train_seeds,
+    train_together,
 )
 
 
@@ -112,10 +112,7 @@ def train_run(
 
 
 def start_run(
-    folder: Path,
-    trainer: Trainer,
-    provenance: dict[str, Any],
-    after_epoch: Callable[[Progress], None],
+    folder: Path, trainer: Trainer, provenance: dict[str, Any], after_epoch: Callable[[Progress], None]
 ) -> Callable[[Progress], None]:
     """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
     provenance = {
@@ -262,7 +259,7 @@ def train_seed_runs(
                 told = {**provenance, "seeds_at_once": len(runs)}
                 finish[id(run.trainer)] = start_run(run.folder, run.trainer, told, tell)
             restore_random_state(runs[0].state)
-            train_seeds([run.trainer for run in runs], lambda t, progress: finish[id(t)](progress), after_batch)
+            train_together([run.trainer for run in runs], lambda t, progress: finish[id(t)](progress), after_batch)
             return
         for i, run in enumerate(runs):
             restore_random_state(run.state)

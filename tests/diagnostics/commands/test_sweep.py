@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from semdiag_models import read_checkpoint
-from semdiag_models.sweeps.grid import read_sweep
+from semdiag_models.sweep import read_sweep
 
 SIZES = """length = 12
 blocks = 1
