@@ -359,7 +359,7 @@ def rerun(
 def _divided(order: RerunOrder, jobs: int) -> Passes:
     """Divide the masks among processes, and put together what came of them."""
     from semdiag.measuring.survey import run_in_parallel
-    from semdiag_models.sweeps.workers import LocalWorkers  # which needs joblib, as nothing else here does
+    from semdiag_models.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
     workers = LocalWorkers(jobs, carry_out, len(order.numbered), order.loaded.size)
     shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]
