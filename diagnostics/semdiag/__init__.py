@@ -25,8 +25,8 @@ from semdiag.measuring import PROBE_SOURCES
 
 if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-    from semdiag.capturing.kept_keys import RandomK, TopK, TopP, Window
     from semdiag.capturing.loading import LoadedModel, load, read_budget
+    from semdiag.capturing.rules import RandomK, SameAs, SkipTiles, TopK, TopP, Window
     from semdiag.capturing.sparsify import sparsify
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measuring.calls.capture import Calls, capture
@@ -60,10 +60,12 @@ _HOME = {
     "AttentionCall": "semdiag.capturing.attention_calls",
     "watch_attention": "semdiag.capturing.attention_calls",
     "sparsify": "semdiag.capturing.sparsify",
-    "TopK": "semdiag.capturing.kept_keys",
-    "TopP": "semdiag.capturing.kept_keys",
-    "Window": "semdiag.capturing.kept_keys",
-    "RandomK": "semdiag.capturing.kept_keys",
+    "TopK": "semdiag.capturing.rules",
+    "TopP": "semdiag.capturing.rules",
+    "Window": "semdiag.capturing.rules",
+    "RandomK": "semdiag.capturing.rules",
+    "SameAs": "semdiag.capturing.rules",
+    "SkipTiles": "semdiag.capturing.rules",
     "read_budget": "semdiag.capturing.loading",
     "LoadedModel": "semdiag.capturing.loading",
     "load": "semdiag.capturing.loading",
@@ -100,7 +102,7 @@ __all__ = [
     # models and their attention
     "AttentionCall", "LoadedModel", "load", "watch_attention",
     # real masks
-    "RandomK", "TopK", "TopP", "Window", "read_budget", "sparsify",
+    "RandomK", "SameAs", "SkipTiles", "TopK", "TopP", "Window", "read_budget", "sparsify",
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement

@@ -12,19 +12,10 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples, samples_of, without_first
-from semdiag.capturing.kept_keys import (
-    Keep,
-    RandomK,
-    Rule,
-    TopK,
-    TopP,
-    Window,
-    allowed_keys,
-    block_scores,
-    ordered,
-    real_first,
-)
+from semdiag.capturing.call_strips import allowed_keys, ordered, real_first
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import Keep, RandomK, Rule, TopK, TopP, Window
+from semdiag.mathematics.block_estimates import block_scores
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
 from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, measure_of, rerun, upper_change
