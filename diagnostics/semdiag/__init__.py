@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.calls.capture import Calls, capture
     from semdiag.measuring.calls.monitor import Monitor
     from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError
+    from semdiag.measuring.calls.tile_weights import tiles
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import measure
     from semdiag.measuring.measurements import Measurements
@@ -72,6 +73,7 @@ _HOME = {
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
     "Calls": "semdiag.measuring.calls.capture",
+    "tiles": "semdiag.measuring.calls.tile_weights",
     "capture": "semdiag.measuring.calls.capture",
     "compare": "semdiag.questions.in_python",
     "KSweepPlan": "semdiag.questions.k_sweep.measure",
@@ -106,7 +108,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Alarm", "AlarmError", "Calls", "Measurements", "Monitor", "capture", "measure",
+    "Alarm", "AlarmError", "Calls", "Measurements", "Monitor", "capture", "measure", "tiles",
     # probes
     "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "compare", "k_sweep", "landscape", "lipschitz",
     "mask_precision", "mask_stability", "PrecisionPlan",

@@ -57,7 +57,7 @@ class Choice:
         self._block = rule.block if isinstance(rule, TopK) else 1
         self.whole = isinstance(rule, TopK | RandomK) and min(self.counts) * self._block >= length
         self._order: Tensor | None = None
-        self._tiles: Tiles | None = None
+        self.tiles: Tiles | None = None
         self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
         self._k = integers(*self.counts, device=call.q.device)[:, None, None]
         # A choice that later layers use is held as a mask, (B, 1 or H, Lq, Lk) bool.
@@ -74,8 +74,8 @@ class Choice:
             if isinstance(rule, TopK | RandomK):
                 self.sinks, self.near = _fixed(rule, call, reach)
             if isinstance(rule, SkipTiles | TopK) and tiled:
-                self._tiles = Tiles.of(call, reach, rule.query_block, rule.block)
-                self._tiles.kept = self._tiles.chosen(rule, self)
+                self.tiles = Tiles.of(call, reach, rule.query_block, rule.block)
+                self.tiles.kept = self.tiles.chosen(rule, self)
 
     @property
     def by_position(self) -> bool:
@@ -87,7 +87,7 @@ class Choice:
         """Whether, beside keys kept for their position, each query keeps its k largest scores."""
         rule = self.rule
         single = isinstance(rule, TopK) and rule.block == 1 and (rule.shared == "head" or self.by_position)
-        return single and self._tiles is None and self.chosen is None and self.call.selected is None
+        return single and self.tiles is None and self.chosen is None and self.call.selected is None
 
     def strips(self, banded: bool = False) -> Iterator[Strip]:
         """Yield strips that cover the call: rows of scores, or only the keys near their queries and sinks."""
@@ -189,8 +189,8 @@ class Choice:
             kept = fixed & allowed
         else:
             free = allowed if fixed is None else allowed & ~fixed
-            if self._tiles is not None:
-                kept = self._tiles.of_strip(strip) & allowed
+            if self.tiles is not None:
+                kept = self.tiles.of_strip(strip) & allowed
             else:
                 kept = self._free(strip, scores, free, fixed is not None)
             if fixed is not None:

@@ -30,6 +30,7 @@ class Tiles:
     own: Tensor | None  # (B or 1, T, N) bool, blocks of the tiles' own positions; None: queries see later keys
     first: Tensor  # (B or 1,) int64, position of the first key that is not padding
     kept: Tensor | None = None  # (B, 1 or H, T, N) bool
+    found: TileSums | None = None  # from which they were chosen
 
     @classmethod
     def of(cls, call: AttentionCall, reach: "Reach", query_block: int, block: int) -> "Tiles":
@@ -78,12 +79,13 @@ class Tiles:
 
     def chosen(self, rule: "TopK | SkipTiles", choice: "Choice") -> Tensor:
         """Return the blocks that each tile keeps."""
-        sums = self.sums(choice, getattr(rule, "estimate", None) is None)
+        self.found = sums = self.sums(choice, getattr(rule, "estimate", None) is None)
         seen = sums.pairs[:, :, :-1] > 0
         if isinstance(rule, SkipTiles):
             return (sums.ranking("gap") >= -rule.threshold) & seen
         values = sums.ranking(rule.by) if rule.estimate is None else self.estimates(rule.estimate)
-        return self.best(values, seen, integers(*choice.counts, device=values.device), rule.shared, rule.by)
+        counts = integers(*choice.counts, device=values.device)[:, None, None]
+        return self.best(values, seen, counts, rule.shared, rule.by)
 
     def best(
         self, values: Tensor, seen: Tensor, counts: Tensor, shared: str = "head", by: str = "weight"
@@ -98,10 +100,10 @@ class Tiles:
             seen, counts = together.any(2), counts[:1]
             values = values.masked_fill(~seen, -torch.inf)
         if self.own is None:
-            kept = largest(values, counts[:, None, None])
+            kept = largest(values, counts)
         else:
             own = self.own[:, None] & seen
-            kept = own | largest(values.masked_fill(own, torch.inf), counts[:, None, None])
+            kept = own | largest(values.masked_fill(own, torch.inf), counts)
         return kept.repeat_interleave(heads // kept.shape[1], 1) if shared == "group" else kept
 
     def estimates(self, estimate: str | Estimate) -> Tensor:
