@@ -20,10 +20,11 @@ from semdiag_models import InputError
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 WORDS = (
-    "The pass key is Remember it What of the red blue green white door Which opens VAR X Y value this text says in "
-    "at near on before after night river lunch storm old town spring Monday . ? : = farmer teacher captain baker "
-    "doctor painter driver singer judge pilot saw found carried repaired sold painted forgot cleaned described "
-    "bought bridge lamp garden boat letter clock window basket piano table horse map what 0 1 2 3 4 5 6 7 8 9"
+    "The pass key is Remember it What of the red blue green white door Which opens VAR X Y value this "
+    "text says in at near on before after night river lunch storm old town spring Monday . ? : = farmer "
+    "teacher captain baker doctor painter driver singer judge pilot saw found carried repaired sold "
+    "painted forgot cleaned described bought bridge lamp garden boat letter clock window basket piano "
+    "table horse map what 0 1 2 3 4 5 6 7 8 9"
 )
 
 
@@ -72,7 +73,7 @@ def found():
 
 
 def test_a_window_loses_what_it_cannot_reach_and_top_k_does_not(found):
-    table = found(retrieval_table).set_index(["task", "mask", "distance"])
+    table = found(retrieval_table).set_index(["task", "mask", "distance"]).sort_index()
     for task in ("passkey", "induction"):
         near, far = sorted(set(table.loc[task].index.get_level_values("distance")))
         assert near < 42 < 64 < far
@@ -99,8 +100,8 @@ def test_the_answer_says_it_in_words_and_the_figure_by_distance(found):
     assert set(kept["kind"]) == {"tile-8x8-quest", "skip-20-8x8"}
     assert (kept["weight"] <= kept["exact_weight"] + 1e-6).all()
     figure = retrieval_by_distance(found)
-    lines = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[1].lines}
-    assert figure.axes[1].get_title().startswith("induction")
+    ax = next(ax for ax in figure.axes if ax.get_title(loc="left").startswith("induction"))
+    lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
     assert lines["as it is"] == [1, 1]
     assert lines["window, k = 64"] == [1, 0]
 
