@@ -11,8 +11,8 @@ from torch import Tensor
 
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import MASK_NAMES, PADDED, Batch
-from semdiag.capturing.kept_keys import Keep
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation, no_room
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
