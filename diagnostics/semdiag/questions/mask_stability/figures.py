@@ -74,7 +74,7 @@ def mask_reliability(findings: Findings) -> Figure:
                 shares.append(float(table.loc[table["above"], "share"].sum()))
         _label_axis(ax, highest, shares)
         ax.set_ylim(lowest - 0.03, 1.03)
-        ax.set_title(title, fontsize=8)
+        ax.set_title(title, fontsize=9)
     axes[0].set_ylabel("share of masks with S′ = S")
     return finished(
         figure,
@@ -129,10 +129,10 @@ def mask_heat_map(findings: Findings) -> Figure:
         ax.set_xticks(range(len(cells.columns)), [noise_words(findings, float(level)) for level in cells.columns])
         ax.set_yticks(range(len(cells.index)), [str(layer) for layer in cells.index])
         ax.set_xlabel("noise (standard deviation)")
-        ax.set_title(title, fontsize=8)
+        ax.set_title(title, fontsize=9)
         ax.grid(visible=False)
     axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=axes, shrink=0.8).set_label("share unchanged", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.8).set_label("share unchanged", fontsize=9)
     note_below(figure, f"{mask_facts(findings)}; heads pooled by mean.")
     return figure
 
@@ -141,7 +141,7 @@ def _cells(ax: Axes, cells: pd.DataFrame) -> AxesImage:
     image = ax.imshow(cells.to_numpy(float), vmin=0, vmax=1, cmap=CELLS, aspect="auto", origin="lower")
     for (row, column), share in np.ndenumerate(cells.to_numpy(float)):
         if np.isfinite(share):
-            ax.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=ink(share))
+            ax.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=9, color=ink(share))
     return image
 
 
@@ -153,10 +153,10 @@ def _side_by_side(
     cells = table.pivot(index="model", columns="layer", values="exact").reindex([model for model, _ in models])
     image = _cells(ax, cells)
     ax.invert_yaxis()
-    ax.set_yticks(range(len(models)), [title for _, title in models], fontsize=7)
+    ax.set_yticks(range(len(models)), [title for _, title in models], fontsize=9)
     number_layers(ax, layers, list(range(len(layers))))
     ax.grid(visible=False)
-    figure.colorbar(image, ax=ax, pad=0.01).set_label("share unchanged", fontsize=8)
+    figure.colorbar(image, ax=ax, pad=0.01).set_label("share unchanged", fontsize=9)
     level = noise_words(findings, float(table["level"].iloc[0]))
     note_below(figure, f"{mask_facts(findings)}; noise of {level} (standard deviation); heads pooled by mean.")
     return figure
@@ -179,7 +179,7 @@ def masks_unchanged(findings: Findings) -> Figure:
             _against_noise(ax, layers, table[(table["model"] == model) & (table["layer"] == ALL)], findings)
         else:
             _against_layers(ax, layers, findings)
-        ax.set_title(title, fontsize=8)
+        ax.set_title(title, fontsize=9)
     axes[0].set_ylabel("share of masks unchanged, S′ = S")
     return finished(
         figure,
