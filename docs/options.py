@@ -1,4 +1,4 @@
-"""Write docs/commands/options.md, every option of every command, from the program itself: ``python docs/options.py``."""
+"""Write docs/commands/options.md, every option of every command: ``python docs/options.py``."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,8 @@ PAGE = Path(__file__).parent / "commands" / "options.md"
 
 def page() -> str:
     """Return the page."""
-    parts = ["# Every option", "Made from the program by `python docs/options.py`; the same as `semdiag COMMAND --help-all`."]
+    made = "Made from the program by `python docs/options.py`; the same as `semdiag COMMAND --help-all`."
+    parts = ["# Every option", made]
     group: Any = typer.main.get_command(app)
     described: dict[str, str] = {}  # by row, the command that has it first: shared options are described once
     for name, command in group.commands.items():

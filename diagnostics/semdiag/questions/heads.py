@@ -77,7 +77,7 @@ class HeadMap(NamedTuple):
     low: str  # what the lightest cell stands for
     high: str  # what the darkest cell stands for
     layers: list[int]
-    rows: list[tuple[int, list[tuple[int, float | None, str]]]]  # head; of each layer: its share of colour, in words
+    rows: list[tuple[int, list[tuple[int, float | None, str]]]]  # head; by layer the colour's share, and words
 
 
 def head_cells(findings: Findings) -> HeadMap | None:
@@ -105,7 +105,9 @@ def head_cells(findings: Findings) -> HeadMap | None:
             line.append((layer, None if math.isnan(value) else value / top, words))
         rows.append((head, line))
     high = "100%" if share else f"{top:.3g} nats"
-    return HeadMap(f"Share of each head's {_MAPPED[quantity]}" if share else f"{_MAPPED[quantity].capitalize()} of each head", "0", high, layers, rows)
+    name = _MAPPED[quantity]
+    title = f"Share of each head's {name}" if share else f"{name.capitalize()} of each head"
+    return HeadMap(title, "0", high, layers, rows)
 
 
 def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:

@@ -91,8 +91,9 @@ def short_text_sentences(findings: Findings) -> list[str]:
     """Return a caution for each model that was measured on texts far shorter than it takes."""
     remarks = findings.measurements.remarks
     short = records(remarks[remarks["code"] == "short-texts"])
-    several = len(findings.measurements.models) > 1
-    return [f"{row['model']}: {row['text']}." if several else row["text"][:1].upper() + row["text"][1:] + "." for row in short]
+    if len(findings.measurements.models) > 1:
+        return [f"{row['model']}: {row['text']}." for row in short]
+    return [f"{row['text'][:1].upper()}{row['text'][1:]}." for row in short]
 
 
 def _known(*names: str | None) -> str:
@@ -167,7 +168,9 @@ def inline_picture(svg: str, said: Mapping[str, str]) -> Markup:
     return Markup(re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", svg))
 
 
-_SCREENS = {"k-sweep", "retrieval", "heads", "dispersion", "separation", "learning", "convergence", "mask-stability"}
+_SCREENS = {
+    "k-sweep", "retrieval", "heads", "dispersion", "separation", "learning", "convergence", "mask-stability",
+}  # fmt: skip
 _THEORY = {"stability", "bounds", "lipschitz"}
 
 
@@ -214,6 +217,8 @@ def render_page(
                     "headline": above if first else [], "more": more if first else [], "place": _place(name),
                 }
             )  # fmt: skip
+    said = {*content["cautions"], *(sentence for own in headlines.values() for sentence in own)}
+    rest = [sentence for sentence in content["verdict"][1:] if sentence not in said]
     if len(parts) < 3 or not any(section["place"] == "screen" for section in sections):
         sections = [{**section, "place": "screen"} for section in sections]
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
@@ -237,7 +242,7 @@ def render_page(
                 {name: value for name, value in content["provenance"].items() if name != "command"}
             ),
             lead=lead,
-            rest=[s for s in content["verdict"][1:] if s not in {*sum(headlines.values(), []), *content["cautions"]}],
+            rest=rest,
             external=all(others),
             head_map=head_map,
             look=look,

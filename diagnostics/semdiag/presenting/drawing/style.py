@@ -179,7 +179,10 @@ class PageFigure(Figure):
     """A figure that a notebook shows without pyplot."""
 
     finding = ""  # in a sentence; empty if the figure does not know it
-    said: dict[str, str] = {}  # noqa: RUF012 - in words what a part of the picture shows, by its gid
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.said: dict[str, str] = {}  # in words what a part of the picture shows, by its gid
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -229,7 +232,7 @@ def wrap_titles(figure: Figure) -> None:
 
 def panel_grid(
     panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
-) -> tuple[Figure, list[Axes]]:
+) -> tuple[PageFigure, list[Axes]]:
     """Return a figure with a number of panels, outside pyplot's global state."""
     columns = columns or (panels if panels <= 3 else 2 if panels == 4 else 3)
     height *= 1.3 if panels == 1 else 1.1 if columns == 2 else 1.0
@@ -349,7 +352,8 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
 # In dark mode these become: the ground, inks and grid, and the kinds' colours, of which text is legible.
 _DARK = {
     "#ffffff": "#17191b", INK: "#e7e8ea", FAINT: "#a4abb2", "#000000": "#e7e8ea", _GRID: "#33373b",
-    _FULL: "#d0d3d6", _TOPK: "#f08a3c", _SHARED: "#6cb4f0", _WINDOW: "#4cc79a", _BLOCKS: "#bd95de", _RANDOM: "#9aa0a6",
+    _FULL: "#d0d3d6", _TOPK: "#f08a3c", _SHARED: "#6cb4f0", _WINDOW: "#4cc79a", _BLOCKS: "#bd95de",
+    _RANDOM: "#9aa0a6",
 }  # fmt: skip
 _RULES = "".join(
     f'{tag}[style*="{of}: {light}"]{{{of}:{dark}!important}}'
@@ -362,7 +366,9 @@ _RULES = "".join(
 def _for_screens(svg: str) -> str:
     """Give a picture colours for dark pages, and a font of the same widths where DejaVu Sans is missing."""
     svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    return svg.replace("<defs>", f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style><defs>", 1)
+    return svg.replace(
+        "<defs>", f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style><defs>", 1
+    )
 
 
 def _show_all(figure: Figure) -> None:

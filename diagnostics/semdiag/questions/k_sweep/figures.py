@@ -1,4 +1,4 @@
-"""The figure of ``k-sweep``: what masks cost against the keys that they keep, and against the length of the text."""
+"""The figure of ``k-sweep``: what masks cost against the keys they keep, and against the length of the text."""
 
 import math
 from typing import Any
@@ -26,7 +26,11 @@ from semdiag.presenting.drawing.style import (
 from semdiag.questions.k_sweep.answer import WHOLE, Unit, change_table, quarter_table, tolerance_of, unit_of
 from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
 
-_UNITS = {"loss": "loss, in nats", "divergence": "divergence of the outputs (KL), in nats", "output_change": "outputs"}
+_CHANGES = {
+    "loss": "increase of the loss (nats)",
+    "divergence": "change of the output distribution (KL, nats)",
+    "output_change": "change of the outputs (of their norm)",
+}
 _FAR = 20  # ratio of the largest to the smallest share of keys above which their axis is logarithmic
 _APART = 0.075  # of a panel's height, between two names
 
@@ -45,19 +49,15 @@ def cost(findings: Findings) -> Figure:
     if not models:
         raise NothingToDrawError("No model was run with masks. To do so: semdiag k-sweep MODEL.")
     by_length = _fixed_k(findings, models[0]) if len(models) == 1 else table.iloc[:0]
-    figure, axes = panel_grid(len(models) + bool(len(by_length)), height=3.4 if page_width() > 5 else 4, sharey=False)
+    panels, height = len(models) + bool(len(by_length)), 3.4 if page_width() > 5 else 4
+    figure, axes = panel_grid(panels, height=height, sharey=False)
     if len(by_length) and page_width() > 5:
         axes[0].get_gridspec().set_width_ratios([1.6, 1])
     for ax, model in zip(axes, models, strict=False):
         own = table[table["model"] == model]
         _draw(figure, ax, findings, own, "kept")
         ax.set_xlabel("keys kept by a query")
-        shares = own["kept"]
-        if shares.max() > _FAR * shares.min():
-            ax.set_xscale("log")
-            ax.xaxis.set_major_locator(FixedLocator([x for x in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1) if x >= shares.min() / 2]))
-            ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter("{x:.3%}" if shares.min() < 0.001 else "{x:.0%}" if shares.min() > 0.01 else "{x:.1%}")
+        _share_axis(ax, own["kept"])
         name = f"{labels[model]}: " if len(models) > 1 else ""
         ax.set_title(wrapped(ax, name + _finding(own)), fontweight="bold")
     if len(by_length):
@@ -78,6 +78,17 @@ def cost(findings: Findings) -> Figure:
     return figure
 
 
+def _share_axis(ax: Axes, shares: pd.Series) -> None:
+    """Label the axis in percent; logarithmic where shares are far apart."""
+    smallest = float(shares.min())
+    if shares.max() > _FAR * smallest:
+        ax.set_xscale("log")
+        known = [share for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1) if share >= smallest / 2]
+        ax.xaxis.set_major_locator(FixedLocator(known))
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter("{x:.0%}" if smallest > 0.01 else "{x:.1%}")
+
+
 def _fixed_k(findings: Findings, model: str) -> pd.DataFrame:
     """Return what the largest k that was run at every length costs at each; empty for one length."""
     table = findings(quarter_table)
@@ -95,7 +106,7 @@ def _finding(rows: pd.DataFrame) -> str:
     spread = (middle.max() / middle.min())[middle.count() > 1]
     if spread.empty:
         return "What it costs to keep fewer keys"
-    return "How the keys are chosen decides the cost" if spread.max() >= 2 else "The kinds of masks cost much the same"
+    return "How the keys are chosen decides the cost" if spread.max() >= 2 else "All kinds cost much the same"
 
 
 def _length_finding(rows: pd.DataFrame) -> str:
@@ -115,7 +126,8 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
     floor = 10.0 ** math.floor(math.log10(limit / 5))
     values = {name: _scaled(unit, rows[name].to_numpy(np.float64)) for name in ("change", "low", "high")}
     rows = rows.assign(**values).sort_values(along)
-    largest = np.nanmax([limit, *rows["change"], *rows["high"]])
+    ends = rows[["change", "high"]].to_numpy()
+    largest = max(limit, ends.max(initial=0.0, where=np.isfinite(ends)))
     ax.set_yscale("log")
     ax.set_ylim(floor, 1.3 * largest)
     ticks = [10.0**n for n in range(round(math.log10(floor)), math.floor(math.log10(1.3 * largest)) + 1)]
@@ -128,9 +140,8 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
         f"within {unit.limit(tolerance)}", (0, limit), xycoords=("axes fraction", "data"), xytext=(4, -3),
         textcoords="offset points", fontsize=9, color=FAINT, va="top",
     )  # fmt: skip
-    what = "perplexity" if unit.perplexity else _UNITS[measure]
-    ax.set_ylabel(f"increase of the {what}" if what.startswith("loss") else f"change of {what}" if not unit.perplexity else "increase of perplexity")
-    ends: list[tuple[float, str, str]] = []
+    ax.set_ylabel("increase of perplexity" if unit.perplexity else _CHANGES[measure])
+    names: list[tuple[float, str, str]] = []
     for kind in (kind for kind in KINDS if kind in set(rows["mask"])):
         own, style = rows[rows["mask"] == kind], mask_style(kind)
         own = own[np.isfinite(own["change"])]
@@ -150,8 +161,8 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
             )  # fmt: skip
             point.set_gid(gid := f"{group}--point-{at}")
             figure.said[gid] = _point_words(row, style.name, along, unit)
-        ends.append((float(y[-1]), style.name, kind))
-    _name(ax, ends, "lengths" if along == "length" else "keys")
+        names.append((float(y[-1]), style.name, kind))
+    _name(ax, names, "lengths" if along == "length" else "keys")
 
 
 def _scaled(unit: Unit, nats: np.ndarray) -> np.ndarray:
@@ -162,11 +173,13 @@ def _scaled(unit: Unit, nats: np.ndarray) -> np.ndarray:
 def _point_words(row: dict[str, Any], name: str, along: str, unit: Unit) -> str:
     """Return what a point shows: kind, keys, cost and interval."""
     shares = unit.perplexity or unit.measure == "output_change"
-    low, cost, high = ((f"{100 * row[end]:+,.3g}%" if shares else f"{row[end]:+.3g} nats") for end in ("low", "change", "high"))
-    keys = f"k = {row['k']} ({row['kept']:.1%} of the keys)" if row["mask"] != "topp" else f"{row['kept']:.1%} of the keys"
+    low, cost, high = (
+        (f"{100 * row[end]:+,.3g}%" if shares else f"{row[end]:+.3g} nats") for end in ("low", "change", "high")
+    )
+    k = "" if row["mask"] == "topp" else f"k = {row['k']}, "
     length = f" of {counted(int(row['length']), 'token')}" if along == "length" else ""
     interval = f" (95% interval {low} to {high})" if math.isfinite(row["low"]) else ""
-    return f"{name}, {keys}{length}: {cost}{interval}"
+    return f"{name}, {k}{row['kept']:.1%} of the keys{length}: {cost}{interval}"
 
 
 def _name(ax: Axes, ends: list[tuple[float, str, str]], group: str) -> None:
@@ -193,7 +206,7 @@ HEADINGS = (
         (cost,),
         (
             "The model was run with masks, on its own scores: a model trained with that k has others.",
-            "Top-k of each head keeps the most weight of all choices of k keys, which is not always the lowest loss.",
+            "Top-k of each head keeps the most weight of all choices of k keys, not always the lowest loss.",
             "The weight kept and the paper's conditions, which need no run, do not tell the cost: they are in the "
             "tables.",
         ),
@@ -226,8 +239,14 @@ def _section():
     from semdiag.questions.k_sweep.words import k_sweep_in_short, k_sweep_sentences
 
     return Section(
-        name="k-sweep", needs=("sweep",), glance=sparse_glance, headings=HEADINGS, external=HEADINGS,
-        in_short=k_sweep_in_short, details=k_sweep_sentences, tables=k_sweep_tables,
+        name="k-sweep",
+        needs=("sweep",),
+        glance=sparse_glance,
+        headings=HEADINGS,
+        external=HEADINGS,
+        in_short=k_sweep_in_short,
+        details=k_sweep_sentences,
+        tables=k_sweep_tables,
     )
 
 
