@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from semdiag.commands.check import CHECK, info, list_names, monitor
-from semdiag.commands.measuring import adapted, command_line, figure_formats, output_folder, with_options
+from semdiag.commands.measuring import command_line, figure_formats, output_folder, with_options
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
@@ -140,8 +140,8 @@ def _check_redrawing(models: object, typed: frozenset[str]) -> None:
 
 # Options that --help leaves to --help-all: what few people change.
 _RARE = (
-    "max_length tokenizer labels batch_size dtype seed min_keys queries max_queries config head jobs ray per_query "
-    "figures quiet max_k every thorough keep_queries redraw show junit exit_zero every_layer layout keys draws "
+    "max_length tokenizer labels batch_size dtype seed min_keys queries max_queries config head jobs ray "
+    "per_query figures quiet max_k every thorough keep_queries redraw show junit exit_zero every_layer layout keys draws "
     "absolute block dtype_b mlp_width head_width activation dropout inverse_temperature pad_as_token norm pooling "
     "hash_rounds hash_bits hashes clusters centroid_decay score_gradient holdout_samples fresh_samples seeds "
     "learning_rate_decay gradient_clip optimizer weight_decay precision compiled query_key_scale frozen exact "
@@ -253,7 +253,6 @@ _PANELS = {
     "Checkpoints": ("info", "check", "list"),
 }  # fmt: skip
 _commands = {name: with_options(each) for name, each in QUESTIONS.items() if each.help or each.ask}
-_commands |= {"k-sweep": with_options(adapted(QUESTIONS["k-sweep"]))}
 _commands |= {"report": with_options(REPORT), "check": with_options(CHECK), "train": train, "sweep": sweep}
 _commands |= {"info": info, "monitor": monitor, "list": list_names}
 _named = {name for names in _PANELS.values() for name in names}

@@ -23,8 +23,9 @@ from semdiag.presenting.drawing.style import (
     panel_grid,
     wrapped,
 )
-from semdiag.questions.k_sweep.answer import WHOLE, Unit, change_table, quarter_table, tolerance_of, unit_of
+from semdiag.questions.k_sweep.answer import Unit, unit_of
 from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
+from semdiag.questions.k_sweep.changes import WHOLE, change_table, quarter_table, tolerance_of
 
 _CHANGES = {
     "loss": "increase of the loss (nats)",
@@ -212,42 +213,3 @@ HEADINGS = (
         ),
     ),
 )
-
-
-# Until the question is converted.
-def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return what every k would keep, the paper's conditions, and the changes by real masks."""
-    from semdiag.measuring.table import ALL
-    from semdiag.presenting.section import with_facts
-    from semdiag.questions.k_sweep.words import condition_table
-
-    sweep = findings.measurements.sweep
-    sweep = sweep if alone else sweep[sweep["layer"] == ALL]
-    tables = {"k_sweep": sweep, "k_sweep_conditions": findings(condition_table)}
-    again = findings(change_table)
-    if len(again):
-        tables["k_sweep_rerun"] = again
-    quarters = findings(quarter_table)
-    if len(quarters):
-        tables["k_sweep_quarters"] = quarters
-    return {name: with_facts(findings, table.rename(columns={"k": "swept_k"})) for name, table in tables.items()}
-
-
-def _section():
-    from semdiag.presenting.section import Section
-    from semdiag.questions.k_sweep.answer import sparse_glance
-    from semdiag.questions.k_sweep.words import k_sweep_in_short, k_sweep_sentences
-
-    return Section(
-        name="k-sweep",
-        needs=("sweep",),
-        glance=sparse_glance,
-        headings=HEADINGS,
-        external=HEADINGS,
-        in_short=k_sweep_in_short,
-        details=k_sweep_sentences,
-        tables=k_sweep_tables,
-    )
-
-
-SECTION = _section()
