@@ -141,13 +141,14 @@ def _check_redrawing(models: object, typed: frozenset[str]) -> None:
 # Options that --help leaves to --help-all: what few people change.
 _RARE = (
     "max_length tokenizer labels batch_size dtype seed min_keys queries max_queries config head jobs ray "
-    "per_query figures quiet max_k every thorough keep_queries redraw show junit exit_zero every_layer layout keys draws "
-    "absolute block dtype_b mlp_width head_width activation dropout inverse_temperature pad_as_token norm pooling "
-    "hash_rounds hash_bits hashes clusters centroid_decay score_gradient holdout_samples fresh_samples seeds "
-    "learning_rate_decay gradient_clip optimizer weight_decay precision compiled query_key_scale frozen exact "
-    "snapshots overwrite threads text holdout_text vocabulary heads width blocks global_tokens train_samples "
-    "holdout gpus_per_run in_a_step retries records planes radius radii grid lines points"
-)  # fmt: skip
+    "per_query figures quiet max_k every thorough keep_queries redraw show junit exit_zero every_layer layout "
+    "keys draws absolute block dtype_b mlp_width head_width activation dropout inverse_temperature "
+    "pad_as_token norm pooling hash_rounds hash_bits hashes clusters centroid_decay score_gradient "
+    "holdout_samples fresh_samples seeds learning_rate_decay gradient_clip optimizer weight_decay precision "
+    "compiled query_key_scale frozen exact snapshots overwrite threads text holdout_text vocabulary heads "
+    "width blocks global_tokens train_samples holdout gpus_per_run in_a_step retries records planes radius "
+    "radii grid lines points "
+)
 _PLACEHOLDERS = {"<int": "N", "<float": "X", "<path": "PATH", "<str": "TEXT", "<bool": ""}  # by Typer's own
 
 

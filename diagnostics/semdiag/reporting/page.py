@@ -204,7 +204,9 @@ def render_page(
     lead, glances, headlines = content["verdict"][0], content["glances"], headlines or {}
     sections = []
     for name, headings in parts:
-        above = unsaid(headlines.get(name, []), [lead])
+        number = glances[name]["number"] if name in glances and len(rows) == 1 else ""  # it stands in the heading
+        own = [s for s in headlines.get(name, []) if s == lead or not number or number not in s]
+        above = unsaid(own, [lead])
         more = unsaid(content["details"].get(name, []), [lead, *above])
         for heading in headings:
             first = heading is _glanced(name, headings)

@@ -250,8 +250,8 @@ def write_report(
 def measured_questions(findings: Findings) -> list[str]:
     """Return the questions to which the measurements give an answer, as a report has them."""
     names = [name for name, question in reported().items() if question.applies(findings)]
-    first = "k-sweep" if external(findings.measurements.models).all() else None  # about a user's own model
-    return sorted(names, key=lambda name: name != first)
+    first = ["k-sweep", "retrieval", "heads"] if external(findings.measurements.models).all() else []
+    return sorted(names, key=lambda name: first.index(name) if name in first else len(first))  # a user's own model
 
 
 def _write(

@@ -3,7 +3,7 @@
 import io
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -257,7 +257,7 @@ def finished(figure: Figure, note: str) -> Figure:
     entries = {
         label: handle for ax in panels for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
     }
-    if entries:
+    if len(entries) > 1:  # a single one says nothing that the title does not
         inches = 0.65 + max(len(label) for label in entries) / 17
         rows = math.ceil(len(entries) / max(1, int(figure.get_figwidth() / inches)))
         columns = math.ceil(len(entries) / rows)
@@ -399,14 +399,20 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
     return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in rows)
 
 
-def draw_band(ax: Axes, quantity: str) -> None:
-    """Shade the range of these models behind a panel."""
-    ranges = reference_ranges(quantity)
-    low, high = min(each.low for each in ranges), max(each.high for each in ranges)
-    label = f"heads of {' and '.join(_MODELS)}"
-    ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
+def other_ranges(quantity: str, models: Iterable[str]) -> list[Range]:
+    """Return the ranges of trained language models that are not among the measured ones, by their names."""
+    names = [model.lower() for model in models]
+    return [each for each in reference_ranges(quantity) if not any(each.model.lower() in name for name in names)]
 
 
-def reference_words(quantity: str) -> str:
-    """Return the ranges in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
-    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in reference_ranges(quantity))
+def draw_band(ax: Axes, quantity: str, models: Iterable[str]) -> None:
+    """Shade the range of other models behind a panel."""
+    if ranges := other_ranges(quantity, models):
+        low, high = min(each.low for each in ranges), max(each.high for each in ranges)
+        label = f"heads of {' and '.join(each.model for each in ranges)}"
+        ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
+
+
+def reference_words(quantity: str, models: Iterable[str]) -> str:
+    """Return the ranges of other models in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
+    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in other_ranges(quantity, models))

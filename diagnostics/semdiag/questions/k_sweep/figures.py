@@ -24,7 +24,7 @@ from semdiag.presenting.drawing.style import (
     wrapped,
 )
 from semdiag.questions.k_sweep.answer import Unit, unit_of
-from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
+from semdiag.questions.k_sweep.budgets import KINDS, RANDOM
 from semdiag.questions.k_sweep.changes import WHOLE, change_table, quarter_table, tolerance_of
 
 _CHANGES = {
@@ -111,12 +111,12 @@ def _finding(rows: pd.DataFrame) -> str:
 
 
 def _length_finding(rows: pd.DataFrame) -> str:
-    kind = TOP_K if TOP_K in set(rows["mask"]) else rows["mask"].iloc[0]
-    changes = rows[rows["mask"] == kind].sort_values("length")
-    first, last = changes.iloc[0], changes.iloc[-1]
-    if last["low"] > first["high"]:
-        return "A fixed k costs more on longer texts"
-    return "A fixed k costs less on longer texts" if last["high"] < first["low"] else "A fixed k on longer texts"
+    """Return in words whether most kinds cost more, or less, on the longest texts than on the shortest."""
+    ends = rows.sort_values("length").groupby("mask")[["low", "high"]].agg(["first", "last"])
+    more = (ends["low", "last"] > ends["high", "first"]).mean()
+    less = (ends["high", "last"] < ends["low", "first"]).mean()
+    how = " costs more" if more > 0.5 else " costs less" if less > 0.5 else ""
+    return f"A fixed k{how} on longer texts"
 
 
 def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, along: str) -> None:

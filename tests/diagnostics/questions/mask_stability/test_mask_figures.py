@@ -116,7 +116,7 @@ def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_
         assert shaded.get_y() + shaded.get_height() == pytest.approx(0.01)
         colors = {text.get_text(): text.get_color() for text in ax.texts}
         assert colors["top-k by head"] == MASK_STYLES["topk"].color
-        assert {"random (control)", "within 0.01"} <= set(colors)
+        assert {"random (control)", "within 0.01 nats"} <= set(colors)
         assert "nats" in ax.get_ylabel()
     assert figure.said["keys-topk--point-0"].startswith("top-k by head, k = 1 (")
 
