@@ -86,13 +86,11 @@ def changed(file: Path, index: int) -> tuple[str, int]:
 
 
 def tests_of(file: Path) -> Path:
-    """Return the test file that mirrors a source file, or the nearest folder of tests that exists."""
-    place = Path("tests", *file.relative_to(ROOT).parts[1:])
-    place = Path(
-        *["diagnostics" if part == "semdiag" else part for part in place.parts if part != "semdiag_models"]
-    )
-    if (mirror := place.with_name(f"test_{place.name}")) and (ROOT / mirror).exists():
-        return mirror
+    """Return the test file with a source file's name, or the nearest folder of tests that mirrors its own."""
+    if named := sorted((ROOT / "tests").rglob(f"test_{file.name}")):
+        return named[0].relative_to(ROOT)
+    parts = [part for part in file.relative_to(ROOT).parts if part not in ("semdiag", "semdiag_models")]
+    place = Path("tests", *parts[:-1])
     while not (ROOT / place).is_dir():
         place = place.parent
     return place

@@ -229,6 +229,8 @@ class Choice:
         self._order: Tensor | None = None
         self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
         self._k = integers(*self.counts, device=call.q.device)[:, None, None]
+        grouped = isinstance(rule, TopK) and rule.shared == "group" and not self.whole
+        self._key_heads = different_key_heads(call.k) if grouped else call.k.shape[1]
         # A choice that later layers use is held as a mask, (B, 1, Lq, Lk) bool.
         self._reused, self.chosen = chosen is not None, chosen
         if self.whole or self._reused:
@@ -263,7 +265,7 @@ class Choice:
         banded = banded and self.by_position and self.near is not None and call.selected is None
         together = heads == 1 or getattr(self.rule, "shared", "") == "layer" or (self.by_position and not banded)
         if not together and batch * heads * queries * length > most:
-            heads //= call.k.shape[1]
+            heads //= self._key_heads
         if banded and self.near is not None:
             width = sum(self.near) + 1
             rows = min(max(_BAND[0], width if call.causal else width // 2), _BAND[1])
@@ -375,7 +377,9 @@ class Choice:
         if isinstance(self.rule, TopP):
             return _heaviest(scores, self.rule.p) & free
         order = self._order if self._order is None or len(self._order) == 1 else self._order[strip.samples]
-        kept = _ranked(self.rule, k, scores, self.call, strip, order)
+        heads = scores.shape[1]
+        groups = {"head": heads, "group": heads * self._key_heads // self.call.q.shape[1], "layer": 1}
+        kept = _ranked(self.rule, k, scores, self.call, strip, order, groups[self.rule.shared])
         return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
 
     def _priorities(self, rule: RandomK, strip: Strip) -> Tensor:
@@ -488,6 +492,13 @@ def key_heads(values: Tensor, strip: Strip, call: AttentionCall) -> Tensor:
     return values[strip.samples, strip.heads.start // shared : -(-strip.heads.stop // shared)][:, :, strip.keys]
 
 
+def different_key_heads(k: Tensor) -> int:
+    """Return the number of key heads (B, Hk, Lk, D) of which equally many copies follow one another."""
+    heads = k.shape[1]
+    first = [0, *(n for n in range(1, heads) if not torch.equal(k[:, n], k[:, n - 1]))]
+    return len(first) if heads % len(first) == 0 and first == [*range(0, heads, heads // len(first))] else heads
+
+
 def products(rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor · rows @ columns, (b, h, r, m) and (b, hk, m, n), where groups of heads share columns."""
     (batch, heads, length, width), shared = rows.shape, columns.shape[1]
@@ -552,11 +563,10 @@ def ordered(rows: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _ranked(
-    rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, strip: Strip, order: Tensor | None
+    rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, strip: Strip, order: Tensor | None, sets: int
 ) -> Tensor:
-    """Return the k largest scores, or blocks, of each head or of heads that share a choice."""
+    """Return the k largest scores, or blocks, of each head or of heads that share a choice, in so many sets."""
     heads, length = scores.shape[1], scores.shape[3]
-    sets = {"head": heads, "group": heads * call.k.shape[1] // call.q.shape[1], "layer": 1}[rule.shared]
     if sets < heads:
         several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
         if call.sinks is not None:
