@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
-    from semdiag_models.sweeps.workers import Workers
+    from semdiag_models.workers import Workers
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -418,6 +418,6 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
 def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
     from semdiag.measuring.survey import run_order
-    from semdiag_models.sweeps.workers import LocalWorkers, RayWorkers
+    from semdiag_models.workers import LocalWorkers, RayWorkers
 
     return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)

@@ -128,7 +128,7 @@ def compare(
 ) -> Measurements:
     """Run two models on the same inputs and compare their attention, head by head, and their outputs.
 
-    Source: docs/commands/compare.md. Deviation: not in the paper.
+    Source: docs/commands/models.md. Deviation: not in the paper.
 
     Args:
         base: A model from :func:`semdiag.load`, or any module.

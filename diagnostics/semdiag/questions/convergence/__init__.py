@@ -36,7 +36,7 @@ class ConvergencePlan:
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[RUN]...",
+        metavar="RUN",
         help="Run folders, folders of runs, or checkpoints (.pt) of semdiag train. Default: every run in "
         "./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
         show_default=False,

@@ -12,19 +12,11 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples, samples_of, without_first
-from semdiag.capturing.kept_keys import (
-    Keep,
-    RandomK,
-    Rule,
-    TopK,
-    TopP,
-    Window,
-    allowed_keys,
-    block_scores,
-    ordered,
-    real_first,
-)
+from semdiag.capturing.call_strips import allowed_keys, ordered, real_first
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import Keep, RandomK, Rule, TopK, TopP, Window
+from semdiag.capturing.sparsify import ENGINE_KINDS, engine_rule
+from semdiag.mathematics.block_estimates import block_scores
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
 from semdiag.measuring.words import counted
@@ -272,6 +264,7 @@ KINDS = {
     "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
     RANDOM: "k keys drawn at random, a control",
 }
+OF_ENGINES = "tile-", "skip-"  # begins of kinds: see semdiag.capturing.sparsify.engine_rule
 OWN_KINDS = TOP_K, RANDOM  # the kinds of a run without --kinds
 EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM
 
@@ -280,6 +273,8 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
     """Return the rule by which a kind keeps k keys; None if it has none for so few."""
     if kind == RANDOM:
         return RandomK(k, seed)
+    if kind.startswith(OF_ENGINES):
+        return engine_rule(kind, k)
     if kind == "window":
         return Window(k, SINKS) if k > SINKS else None
     if kind.startswith("block-"):
@@ -299,8 +294,10 @@ def masks_of(
 ) -> list[tuple[str, int, Keep]]:
     """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent."""
     masks: list[tuple[str, int, Keep]] = []
-    for kind in KINDS:
-        if kind not in kinds:
+    for kind in [*(kind for kind in KINDS if kind in kinds), *(k for k in kinds if k.startswith(OF_ENGINES))]:
+        if kind.startswith("skip-"):  # by its threshold alone
+            rule = engine_rule(kind, 1)
+            masks += [(kind, 0, rule)] if rule is not None else []
             continue
         if kind == "topp":
             masks += [(kind, round(100 * p), TopP(p)) for p in SHARES]
@@ -318,5 +315,10 @@ def masks_of(
 
 def check_kinds(kinds: Sequence[str]) -> None:
     """Refuse a kind that does not exist."""
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise InputError(f"There is no kind of sparse attention {unknown[0]!r}. Kinds: {', '.join(KINDS)}.")
+    for kind in kinds:
+        if kind.startswith(OF_ENGINES):
+            engine_rule(kind, 2**30)  # refuses a wrong one
+    if unknown := [kind for kind in kinds if kind not in KINDS and not kind.startswith(OF_ENGINES)]:
+        raise InputError(
+            f"There is no kind of sparse attention {unknown[0]!r}. Kinds: {', '.join(KINDS)}, {ENGINE_KINDS}."
+        )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import MASK_NAMES, PADDED, Batch
-from semdiag.capturing.kept_keys import Keep
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation, no_room
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
@@ -361,7 +361,7 @@ def rerun(
 def _divided(order: RerunOrder, jobs: int) -> Passes:
     """Divide the masks among processes, and put together what came of them."""
     from semdiag.measuring.survey import run_in_parallel
-    from semdiag_models.sweeps.workers import LocalWorkers  # which needs joblib, as nothing else here does
+    from semdiag_models.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
     workers = LocalWorkers(jobs, carry_out, len(order.numbered), order.loaded.size)
     shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]

@@ -12,7 +12,7 @@ from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import QUESTION
 from semdiag.questions.k_sweep.answer import sparse_glance, sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.changes import Unit, change_interval, change_table, share_below
-from semdiag.questions.k_sweep.figures import loss_change
+from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
 
@@ -213,7 +213,7 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     assert "changes the loss by no finite number (no interval); cannot tell from outputs" in lines[0]
     assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
     assert (sparse_glance(findings).answer, sparse_glance(findings).number) == ("cannot tell", "k = 12")
-    figure = loss_change(findings)
+    figure = cost(findings)
     figure.canvas.draw()
     plt.close(figure)
     show(QUESTION.answered(findings))
@@ -263,7 +263,7 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
     findings = Findings(findings.measurements.replace(rerun=rerun))
     assert sparse_verdict(findings, "m").answer == "cannot tell"
     assert "Without a mask the loss is not a finite number" in " ".join(verdict_lines(findings, "m"))
-    figure = loss_change(findings)
+    figure = cost(findings)
     figure.canvas.draw()
     plt.close(figure)
 
