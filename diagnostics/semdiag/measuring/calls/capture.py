@@ -27,6 +27,7 @@ from semdiag.capturing.batches import (
 )
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.recording import undone
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.measuring.calls.collector import (
     KeptScores,
@@ -295,11 +296,9 @@ class _Batch(threading.local):
             yield
             return
         own = hooks.Hooks(model, self._before, self._after)
-        try:
+        with undone(own.remove):
             own.put_on()
             yield
-        finally:
-            own.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.samples = samples_of((*args, *kwargs.values()))
