@@ -116,7 +116,7 @@ def watch_attention(
     consume: Callable[[AttentionCall], None],
     *,
     mask: Mask | None = None,
-    inside: bool = False,
+    inside: tuple[object, ...] | None = None,
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
 
@@ -144,7 +144,8 @@ def watch_attention(
             gradient, autocast and modes.
         mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run, and its
             inputs where its function may be replaced, to its kept keys or to its output with them.
-        inside: whether the model is already running, because a hook of its forward pass opens the context.
+        inside: arguments of the model, if it is already running because a hook of its forward pass opens the
+            context.
 
     Yields:
         Audit: the modules with attention, what was captured and what was not. It fills while the model runs; the
@@ -173,8 +174,12 @@ def watch_attention(
             stack.callback(_say_where, threading.current_thread())
             stack.enter_context(undone(here.stop))
             here.start()
-        if inside:
-            hooks.before(model, ())
+            if not (isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn.")):
+                arguments = Hooks(model, recorder.find_edges, lambda *given: None)
+                stack.enter_context(undone(arguments.remove))
+                arguments.put_on()
+        if inside is not None:
+            hooks.before(model, inside)
         yield recorder.audit
 
 

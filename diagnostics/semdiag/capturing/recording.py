@@ -182,6 +182,11 @@ class Recorder(threading.local):
         self._watched.ran.add(name)
         return True
 
+    def find_edges(self, module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+        """Note a graph's edges among the arguments of the model, by name too."""
+        with torch._C.DisableTorchFunction():
+            self._watched.find_parameters((*inputs, *named.values()))
+
     def _is_meant(self, module: nn.Module) -> bool:
         """Return whether a call in this thread or task is for this watch, not for another one opened here."""
         own = [r for r in _OPEN.get() if id(module) in r.names and not r._watched.closed]
@@ -587,7 +592,11 @@ def is_followed() -> bool:
 @contextmanager
 def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
     """Run under a watch what this thread gives to other threads in the context."""
-    with _STARTS.held(), undone(lambda: watch in _WATCHES and _WATCHES.remove(watch)):
+    def forget() -> None:
+        if watch in _WATCHES:
+            _WATCHES.remove(watch)
+
+    with _STARTS.held(), undone(forget):
         _WATCHES.append(watch)
         yield
 

@@ -83,7 +83,11 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
     if not hasattr(_interface(), "get_interface"):  # absent or too old: other mechanisms see its models
         yield
         return
-    with undone(lambda: recorder in _RECORDERS and _RECORDERS.remove(recorder)):
+    def forget() -> None:
+        if recorder in _RECORDERS:
+            _RECORDERS.remove(recorder)
+
+    with undone(forget):
         _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
         with _PATCHED.held(), watched_caches():
             yield

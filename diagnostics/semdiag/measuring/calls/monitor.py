@@ -376,7 +376,9 @@ class Monitor:
             now = self._now = Looking(step)
             with self._faults.reporting(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
-                watch = watch_attention(model, lambda call: self._reduce(call, now), inside=True)
+                watch = watch_attention(
+                    model, lambda call: self._reduce(call, now), inside=(*args, *kwargs.values())
+                )
                 now.audit = look.enter_context(watch)
                 self._look, now.seen = look.pop_all(), False
 
