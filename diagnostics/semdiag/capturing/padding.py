@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Remark, failure
-from semdiag.capturing.batches import TokenMasks, readings, takes_masks, token_masks
+from semdiag.capturing.batches import TokenMasks, counted, readings, takes_masks, token_masks
 from semdiag.capturing.recording import undone
 
 
@@ -250,9 +250,9 @@ class Padding:
         if own is None:
             own = own_part_of_folded(given, call)
         if own is None:
-            why = f"it has {given.shape[1]} tokens, but there are {first + length}"
+            why = f"it has {counted(given.shape[1], 'token')}, but there are {first + length}"
             if given.shape[1] == first + length:
-                why = f"it has {len(given)} samples, but the batch axis has {batch} rows"
+                why = f"it has {counted(len(given), 'sample')}, but the batch axis has {counted(batch, 'row')}"
             return call.queries, f"{NOT_APPLIED}: {why}"
         self.fitted = True
         return own if call.queries is None else own & call.queries, None

@@ -592,6 +592,7 @@ def is_followed() -> bool:
 @contextmanager
 def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
     """Run under a watch what this thread gives to other threads in the context."""
+
     def forget() -> None:
         if watch in _WATCHES:
             _WATCHES.remove(watch)

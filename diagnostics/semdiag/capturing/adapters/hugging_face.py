@@ -83,6 +83,7 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
     if not hasattr(_interface(), "get_interface"):  # absent or too old: other mechanisms see its models
         yield
         return
+
     def forget() -> None:
         if recorder in _RECORDERS:
             _RECORDERS.remove(recorder)
