@@ -341,6 +341,8 @@ def _uncompiled() -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             # our hooks, intended
             warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+            # of torch 2.12: what runs as it was written has no compiled frames
+            warnings.filterwarnings("ignore", message=".*fullgraph=True found no compiled frames")
         else:
             original = torch.compile
 
