@@ -89,7 +89,7 @@ def sweep(
 
     To continue a sweep, run the same command again. Finished runs (recognised by a hash of their configuration)
     are skipped, interrupted ones continue after their last epoch, failed ones are tried again. More:
-    docs/commands/sweep.md.
+    docs/commands/training.md.
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """

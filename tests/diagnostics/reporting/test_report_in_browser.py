@@ -39,7 +39,7 @@ def pages(full_report, model, tmp_path_factory):
     long_words = Findings(Measurements.concat(parts))  # neither counterfactuals nor any table of a probe
     page, _ = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
     return [
-        (everything, len(registry.figures()) - 1),  # kinds by length need other lengths
+        (everything, len(registry.figures()) - 1),  # the cost is no image
         (page.parent, 7),
     ]
 
