@@ -52,14 +52,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    kinds = {"topk": {"attention": "topk", "k": 5}, "full": {"attention": "full"}}
+    pairs = {  # all are trained before any is compared
+        (task, seed): {kind: matched(arguments.runs, task, chosen, seed) for kind, chosen in kinds.items()}
+        for task in TASKS
+        for seed in SEEDS
+    }
     tables = []
-    for task in TASKS:
-        for seed in SEEDS:
-            topk, loss_topk = matched(arguments.runs, task, {"attention": "topk", "k": 5}, seed)
-            full, loss_full = matched(arguments.runs, task, {"attention": "full"}, seed)
-            facts = {"task": task, "seed": seed, "stage": "matched loss"}
-            tables.append(secant_ratios(topk, full).assign(**facts, loss_topk=loss_topk, loss_full=loss_full))
-            print(task, seed, f"losses {loss_topk:.3f} and {loss_full:.3f}", flush=True)
+    for (task, seed), snapshots in pairs.items():
+        (topk, loss_topk), (full, loss_full) = snapshots["topk"], snapshots["full"]
+        facts = {
+            "task": task,
+            "seed": seed,
+            "stage": "matched loss",
+            "loss_topk": loss_topk,
+            "loss_full": loss_full,
+        }
+        tables.append(secant_ratios(topk, full).assign(**facts))
+        print(task, seed, f"losses {loss_topk:.3f} and {loss_full:.3f}", flush=True)
     ratios = pd.concat(tables)
     first = ["task", "seed", "stage", "loss_topk", "loss_full"]
     ratios = ratios[[*first, *(name for name in ratios if name not in first)]]

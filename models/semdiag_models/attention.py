@@ -33,27 +33,15 @@ def _strip(device: torch.device) -> int:
 # --- keys by their scores
 
 
+@torch.no_grad()
 def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sign: int = 1) -> Tensor:
     """Select the k keys with the largest scores."""
-    core, length = layer.core, q.shape[2]
-    if not core.apart:
-        return _heavy_hitters(q, keys, sign * layer.scale, valid, min(layer.config.k or 1, length))
-    first = core.everywhere[0]  # tokens that attend to all keys, and are no key of the others
-    others = torch.ones(len(q), length, dtype=torch.bool, device=q.device) if valid is None else valid.clone()
-    others[:, :first] = False
-    found = _heavy_hitters(q, keys, sign * layer.scale, others, min(layer.config.k or 1, length - first))
-    found[:, :, :first] = -1
-    return found
-
-
-def bottom_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
-    """Select the k keys with the smallest scores."""
-    return top_k(q, keys, valid, layer, sign=-1)
-
-
-@torch.no_grad()
-def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, k: int) -> Tensor:
     batch, heads, length, _ = q.shape
+    first = layer.core.everywhere[0] if layer.core.apart else 0  # tokens that are no key of the others
+    if first:
+        valid = torch.ones(batch, length, dtype=torch.bool, device=q.device) if valid is None else valid.clone()
+        valid[:, :first] = False
+    k, scale = min(layer.config.k or 1, length - first), sign * layer.scale
     rows, of_keys = (t.detach().reshape(batch * heads, length, -1) for t in (q, keys))  # also detaches tangents
     allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
     per_strip = max(1, _strip(q.device) // length**2)
@@ -67,7 +55,15 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
             scores.masked_fill_(~allowed[s], float("-inf"))
         values, positions = largest(scores, k)
         selected.append(positions if valid is None else positions.masked_fill(values == float("-inf"), -1))
-    return (selected[0] if len(selected) == 1 else torch.cat(selected)).view(batch, heads, length, k)
+    found = (selected[0] if len(selected) == 1 else torch.cat(selected)).view(batch, heads, length, k)
+    if first:
+        found[:, :, :first] = -1  # they attend to all keys
+    return found
+
+
+def bottom_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
+    """Select the k keys with the smallest scores."""
+    return top_k(q, keys, valid, layer, sign=-1)
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -124,8 +120,6 @@ def _local(
     """Return (L, k + first + last): a pattern's keys and the global tokens, whose own rows are empty."""
     inner = length - first - last
     near = pattern(inner, k)
-    if first + last == 0:
-        return near.to(device)
     near = torch.where(near < 0, near, near + first)
     front = torch.arange(0 if apart else first).expand(inner, -1)
     back = torch.arange(length - last, length).expand(inner, -1)
@@ -137,30 +131,30 @@ def _local(
 
 def random(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
     """Select k keys drawn once for each block, head and query."""
-    return _drawn(q, valid, layer, layer.config.selection_seed)
+    return _foremost(_orders(q, layer, layer.config.selection_seed), valid, q, layer)
 
 
 def redrawn(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
     """Select k keys drawn anew at every forward pass, the same for all samples."""
-    return _drawn(q, valid, layer, None if layer.training else layer.draw_seed)
+    if layer.training or layer.draw_seed is None:
+        return _foremost(torch.rand(*q.shape[1:3], q.shape[2], device=q.device), valid, q, layer)
+    return _foremost(_orders(q, layer, layer.draw_seed), valid, q, layer)
 
 
-def _drawn(q: Tensor, valid: Tensor | None, layer: "Attention", seed: int | None) -> Tensor:
-    (batch, heads, length, _), c = q.shape, layer.config
-    if seed is None:
-        return _most_wanted(
-            torch.rand(heads, length, length, device=q.device), valid, batch, min(c.k or 1, length)
-        )
+def _orders(q: Tensor, layer: "Attention", seed: int) -> Tensor:
+    c, length = layer.config, q.shape[2]
     orders = random_priorities(seed, c.blocks, c.heads, c.length + c.extra_tokens, q.device)
-    return _most_wanted(orders[layer.layer, :, :length, :length], valid, batch, min(c.k or 1, length))
+    return orders[layer.layer, :, :length, :length]
 
 
 @torch.no_grad()
-def _most_wanted(priorities: Tensor, valid: Tensor | None, batch: int, k: int) -> Tensor:
+def _foremost(priorities: Tensor, valid: Tensor | None, q: Tensor, layer: "Attention") -> Tensor:
+    """Return the k valid keys with the largest priorities (H, L, L)."""
+    k = min(layer.config.k or 1, q.shape[2])
     if valid is None:
-        return priorities.topk(k, -1).indices.expand(batch, -1, -1, -1)
+        return priorities.topk(k, -1).indices.expand(len(q), -1, -1, -1)
     parts = []
-    for allowed in torch.split(valid, max(1, _strip(valid.device) // priorities.numel())):
+    for allowed in torch.split(valid, max(1, _strip(q.device) // priorities.numel())):
         best = priorities.masked_fill(~allowed[:, None, None, :], -1).topk(k, -1)
         parts.append(best.indices.masked_fill(best.values < 0, -1))
     return torch.cat(parts)

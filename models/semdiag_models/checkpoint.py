@@ -237,8 +237,9 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     _check_size(path, model, content["model_state"])
-    parts = (content[name] for name in ("model_state", "epoch", "history", "rng", "provenance", "optimizer_state"))
-    return Checkpoint(model, training, *parts, str(content.get("weights_sha256", ""))[:64])
+    parts = {name: content[name] for name in ("epoch", "history", "rng", "provenance", "optimizer_state")}
+    recorded = str(content.get("weights_sha256", ""))[:64]
+    return Checkpoint(model, training, content["model_state"], **parts, recorded_weights=recorded)
 
 
 def _check_entries(path: Path, content: dict[str, Any]) -> None:

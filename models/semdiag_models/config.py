@@ -201,11 +201,11 @@ class ModelConfig(Record):
         for f in fields(self):  # options of kinds of attention
             kinds = [name for name, kind in ATTENTIONS.items() if f.name in kind.options]
             if kinds and self.attention not in kinds and getattr(self, f.name) != f.default:
-                takers = (
-                    " and ".join([", ".join(kinds[:-1]), kinds[-1]]) + " do" if kinds[1:] else f"{kinds[0]} does"
+                takers = " and ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
+                does, value = "do" if kinds[1:] else "does", getattr(self, f.name)
+                raise InputError(
+                    f"{self.attention} attention takes no {f.name}; {takers} {does}. Got {f.name}={value}."
                 )
-                value = f"{f.name}={getattr(self, f.name)}"
-                raise InputError(f"{self.attention} attention takes no {f.name}; {takers}. Got {value}.")
         if "k" in ATTENTIONS[self.attention].options:
             if self.k is None:
                 raise InputError(f"{self.attention} attention needs k, the number of keys kept per query.")

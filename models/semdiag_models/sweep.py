@@ -536,7 +536,7 @@ class RunResult:
     """One row of a sweep's results."""
 
     run: str  # name of the folder
-    status: str  # done, begun, waiting, diverged or failed: docs/commands/sweep.md
+    status: str  # done, begun, waiting, diverged or failed: docs/commands/training.md
     task: str  # label of the task
     attention: str  # kind of attention, with k and global tokens in columns of their own
     k: int | None

@@ -198,7 +198,7 @@ def test_every_problem_is_told_at_once_and_nothing_is_written(sweep, here):
     assert [line.partition(": ")[2].partition(":")[0] for line in problems] == [
         "epoch (line 8)",
     ]
-    assert last == "semdiag: sweep.toml has 3 problems; nothing was run."
+    assert last == "semdiag: sweep.toml has 1 problem; nothing was run."
     assert not (here / "out").exists()
 
 

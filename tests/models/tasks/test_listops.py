@@ -13,7 +13,7 @@ from semdiag_models.tasks.sampling import TreeLaw
 
 TASK = TASKS["listops"]
 LAW = TreeLaw(599, 10, 2, 10)
-N = 12_000
+N = 6_000
 MIN, MAX, MED, SM, CLOSER, PAD = range(10, 16)
 
 # Of 20 000 trees from the source's generator.
