@@ -37,7 +37,7 @@ def every_test(session: nox.Session) -> None:
     """Every case of every test, the slow ones too, with trained models, loggers and other random examples."""
     session.install("-e", ".[dev,test-hf,test-loggers]")
     env = {"SEMDIAG_EVERY_CASE": "1"}
-    session.run("pytest", "-m", "", "--hypothesis-profile=random", *session.posargs, env=env)
+    session.run("pytest", "-m", "", "--hypothesis-profile=nightly", *session.posargs, env=env)
 
 
 @nox.session

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         mask_precision,
         mask_stability,
     )
-    from semdiag.questions.k_sweep.measure import KSweepPlan
+    from semdiag.questions.k_sweep import KSweepPlan
     from semdiag.questions.landscape import LandscapePlan
     from semdiag.questions.lipschitz import LipschitzPlan
     from semdiag.questions.look.page import look
@@ -76,7 +76,7 @@ _HOME = {
     "tiles": "semdiag.measuring.calls.tile_weights",
     "capture": "semdiag.measuring.calls.capture",
     "compare": "semdiag.questions.in_python",
-    "KSweepPlan": "semdiag.questions.k_sweep.measure",
+    "KSweepPlan": "semdiag.questions.k_sweep",
     "k_sweep": "semdiag.questions.in_python",
     "PrecisionPlan": "semdiag.questions.mask_precision.measure",
     "NoisePlan": "semdiag.questions.mask_stability",

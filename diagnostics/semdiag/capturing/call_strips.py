@@ -74,6 +74,13 @@ def key_heads(values: Tensor, strip: Strip, call: AttentionCall) -> Tensor:
     return values[strip.samples, strip.heads.start // shared : -(-strip.heads.stop // shared)][:, :, strip.keys]
 
 
+def different_key_heads(k: Tensor) -> int:
+    """Return the number of key heads (B, Hk, Lk, D) of which equally many copies follow one another."""
+    heads = k.shape[1]
+    first = [0, *(n for n in range(1, heads) if not torch.equal(k[:, n], k[:, n - 1]))]
+    return len(first) if heads % len(first) == 0 and first == [*range(0, heads, heads // len(first))] else heads
+
+
 def products(rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor · rows @ columns, (b, h, r, m) and (b, hk, m, n), where groups of heads share columns."""
     (batch, heads, length, width), shared = rows.shape, columns.shape[1]

@@ -14,6 +14,7 @@ from semdiag.capturing.call_strips import (
     Strip,
     allowed_keys,
     counted,
+    different_key_heads,
     heads_of,
     hide_,
     integers,
@@ -60,6 +61,8 @@ class Choice:
         self.tiles: Tiles | None = None
         self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
         self._k = integers(*self.counts, device=call.q.device)[:, None, None]
+        grouped = isinstance(rule, TopK) and rule.shared == "group" and not self.whole
+        self.key_heads = different_key_heads(call.k) if grouped else call.k.shape[1]
         # A choice that later layers use is held as a mask, (B, 1 or H, Lq, Lk) bool.
         self._reused, self.chosen = chosen is not None, chosen
         if self.whole or self._reused:
@@ -99,7 +102,7 @@ class Choice:
         banded = banded and self.by_position and self.near is not None and call.selected is None
         together = heads == 1 or getattr(self.rule, "shared", "") == "layer" or (self.by_position and not banded)
         if not together and batch * heads * queries * length > most:
-            heads //= call.k.shape[1]
+            heads //= self.key_heads
         if banded and self.near is not None:
             width = sum(self.near) + 1
             rows = min(max(_BAND[0], width if call.causal else width // 2), _BAND[1])
@@ -214,7 +217,9 @@ class Choice:
         scores = hide_(scores.clone() if others else scores, free)
         if isinstance(self.rule, TopP):
             return _heaviest(scores, self.rule.p) & free
-        kept = _ranked(self.rule, k, scores, self.call, strip, self.order(strip))
+        heads = scores.shape[1]
+        groups = {"head": heads, "group": heads * self.key_heads // self.call.q.shape[1], "layer": 1}
+        kept = _ranked(self.rule, k, scores, self.call, strip, self.order(strip), groups[self.rule.shared])
         return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
 
     def order(self, strip: Strip) -> Tensor | None:
@@ -313,11 +318,10 @@ def _counts(rule: TopK | RandomK, call: AttentionCall) -> list[int]:
 
 
 def _ranked(
-    rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, strip: Strip, order: Tensor | None
+    rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, strip: Strip, order: Tensor | None, sets: int
 ) -> Tensor:
-    """Return the k largest scores, or blocks, of each head or of heads that share a choice."""
+    """Return the k largest scores, or blocks, of each head or of heads that share a choice, in so many sets."""
     heads, length = scores.shape[1], scores.shape[3]
-    sets = {"head": heads, "group": heads * call.k.shape[1] // call.q.shape[1], "layer": 1}[rule.shared]
     if sets < heads:
         several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
         if call.sinks is not None:

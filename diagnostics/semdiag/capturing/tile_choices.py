@@ -85,16 +85,14 @@ class Tiles:
             return (sums.ranking("gap") >= -rule.threshold) & seen
         values = sums.ranking(rule.by) if rule.estimate is None else self.estimates(rule.estimate)
         counts = integers(*choice.counts, device=values.device)[:, None, None]
-        return self.best(values, seen, counts, rule.shared, rule.by)
+        sets = {"head": values.shape[1], "group": choice.key_heads, "layer": 1}[rule.shared]
+        return self.best(values, seen, counts, sets, rule.by)
 
-    def best(
-        self, values: Tensor, seen: Tensor, counts: Tensor, shared: str = "head", by: str = "weight"
-    ) -> Tensor:
+    def best(self, values: Tensor, seen: Tensor, counts: Tensor, sets: int, by: str = "weight") -> Tensor:
         """Return the k best blocks of each tile, (B, 1 or H, T, N) bool, its own among them."""
         heads = values.shape[1]
         values = values.masked_fill(~seen, -torch.inf)
-        if shared != "head":
-            sets = self.call.k.shape[1] if shared == "group" else 1
+        if sets < heads:
             several, together = (x.unflatten(1, (sets, -1)) for x in (values, seen))
             values = several.amax(2) if by == "best" else several.where(together, 0).mean(2)
             seen, counts = together.any(2), counts[:1]
@@ -104,7 +102,7 @@ class Tiles:
         else:
             own = self.own[:, None] & seen
             kept = own | largest(values.masked_fill(own, torch.inf), counts)
-        return kept.repeat_interleave(heads // kept.shape[1], 1) if shared == "group" else kept
+        return kept.repeat_interleave(heads // sets, 1) if 1 < sets < heads else kept
 
     def estimates(self, estimate: str | Estimate) -> Tensor:
         """Return the estimated scores of blocks, (B, H, T, N), text by text without its padding."""

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from semdiag.commands.check import CHECK, info, list_names, monitor
-from semdiag.commands.measuring import adapted, command_line, figure_formats, output_folder, with_options
+from semdiag.commands.measuring import command_line, figure_formats, output_folder, with_options
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
@@ -221,7 +221,6 @@ _PANELS = {
     "Checkpoints": ("info", "check", "list"),
 }  # fmt: skip
 _commands = {name: with_options(each) for name, each in QUESTIONS.items() if each.help or each.ask}
-_commands |= {"k-sweep": with_options(adapted(QUESTIONS["k-sweep"]))}
 _commands |= {"report": with_options(REPORT), "check": with_options(CHECK), "train": train, "sweep": sweep}
 _commands |= {"info": info, "monitor": monitor, "list": list_names}
 _named = {name for names in _PANELS.values() for name in names}

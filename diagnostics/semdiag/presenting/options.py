@@ -94,7 +94,9 @@ Labels = Annotated[
         metavar="FILE",
     ),
 ]
-Every = Annotated[bool, option("Show every head, also of large models.", "--all", panel=OUTPUT)]
+Every = Annotated[
+    bool, option("Show every row: all heads of large models, every k of a k-sweep.", "--all", panel=OUTPUT)
+]
 Samples = Annotated[
     int,
     option(
@@ -281,7 +283,7 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def listed_names(text: str) -> tuple[str, ...]:
+def listed_names(text: str, option: str = "") -> tuple[str, ...]:
     """Read ``"bf16,fp16"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 

@@ -18,7 +18,7 @@ from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject, probes
 from semdiag.questions.compare import ComparePlan
-from semdiag.questions.k_sweep.measure import KSweepPlan
+from semdiag.questions.k_sweep import KSweepPlan
 from semdiag.questions.landscape import LandscapePlan
 from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
@@ -239,7 +239,7 @@ def _asked(
     place = torch.device(device) if device is not None else home
     if dtype is None and not loaded.external:
         dtype = DTYPES[Conditions().decided([loaded], place).dtype]
-    compared = isinstance(plan, KSweepPlan) and plan.rerun
+    compared = isinstance(plan, KSweepPlan) and plan.reruns(loaded.external)
     if labels is not None and loaded.external and not compared:
         how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
         raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.{how}")

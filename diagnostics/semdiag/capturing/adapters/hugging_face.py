@@ -129,8 +129,8 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         kept: Tensor | Mixed | None = None
         if recorder.masking and _maskable(given):
             full = _call(given, query.transpose(1, 2))
-            mask = options.get("attention_mask")
-            alone = attend is _torch_attention() and not (mask is not None and mask.requires_grad)
+            learned = any(isinstance(x, Tensor) and x.requires_grad for x in options.values())  # a position bias
+            alone = attend is _torch_attention() and not learned
             kept = recorder.masked(full, (query, key, value) if alone else None)
             if isinstance(kept, Tensor):
                 given = replace(given, options=options | _masked(given, kept))

@@ -73,8 +73,8 @@ class TileWeights:
                     number = integers(k // rule.block, device=seen.device)[:, None, None]
                     top = _top_weight(choice, tiles, k)
                     values = exact if rule.estimate is None else tiles.estimates(rule.estimate)
-                    kept = tiles.best(values, seen, number)
-                best = tiles.best(exact, seen, number)
+                    kept = tiles.best(values, seen, number, seen.shape[1])
+                best = tiles.best(exact, seen, number, seen.shape[1])
                 drops = (best.sum(-1) < seen.sum(-1))[..., None]
                 parts = [
                     pairs * kept,

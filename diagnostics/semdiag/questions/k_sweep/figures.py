@@ -11,21 +11,13 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted
+from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
-from semdiag.presenting.drawing.style import FAINT, INK, finished, palette, panel_grid, paper_style, plain_numbers
-from semdiag.presenting.section import Heading, Section, Shown, with_facts
-from semdiag.questions.bounds.answer import JUDGED_PERCENTILES
-from semdiag.questions.k_sweep.answer import (
-    MASS,
-    WHOLE,
-    change_table,
-    quarter_table,
-    sparse_glance,
-    tolerance_of,
-    unit_of,
-)
+from semdiag.presenting.drawing.style import FAINT, INK, drawing, finished, palette, panel_grid, plain_numbers
+from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES
+from semdiag.questions.k_sweep.answer import MASS, unit_of
 from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
-from semdiag.questions.k_sweep.words import condition_table, k_sweep_in_short, k_sweep_sentences
+from semdiag.questions.k_sweep.changes import WHOLE, change_table, condition_table, quarter_table, tolerance_of
 
 _HIGHEST = 5.0  # upper end of the axis of left sides: far above 1 the value does not matter
 _FEW = 3  # with more models, a second line for each would hide the others
@@ -37,20 +29,15 @@ _PANELS = {  # quantity: title, percentile of the second line
 }
 
 
-@paper_style
+@drawing(
+    "Against k, within each model: attention weight of the k largest scores, dispersion ratio, "
+    "separation on a logarithmic axis, and left sides of the paper's conditions around 1: {shown}.",
+    "Look for a k at which the weight kept is above the dashed line while all curves of the last "
+    "panel are below 1. Where there is none, no top-k mask both keeps what this model attends to "
+    "and has the better guarantee by the paper's own conditions.",
+)
 def k_sweep(findings: Findings) -> Figure:
-    """Draw what k heavy hitters would leave of each model's attention.
-
-    Args:
-        findings: with a sweep.
-
-    Returns:
-        Four panels with a line per model: attention weight kept, δ_h(k)/δ_s, Δ_h(k),
-        and the larger left side of the paper's conditions, at its worst percentile.
-
-    Raises:
-        NothingToDrawError: if no model was swept.
-    """
+    """Draw what k heavy hitters would leave of each model's attention."""
     measurements = findings.measurements
     swept = set(measurements.sweep["model"])
     labels = {model: label for model, label in short_labels(measurements.models).items() if model in swept}
@@ -122,7 +109,12 @@ TITLES = {
 }
 
 
-@paper_style
+@drawing(
+    "Against k, what running the models with real masks changed, with 95% intervals and as many "
+    "random keys as a control, beside the attention weight that the masks keep: {shown}.",
+    "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
+    "per query are enough. The weight kept is no proxy for that.",
+)
 def loss_change(findings: Findings) -> Figure:
     """Draw what running the models with masks changed, and the weight that these keep."""
     again = findings(change_table)
@@ -189,7 +181,13 @@ def change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
     ax.axhline(tolerance, color=INK, linestyle="--", linewidth=0.9)
 
 
-@paper_style
+@drawing(
+    "Against the share of the keys that is kept, what running the model with each kind of sparse "
+    "attention changed, with 95% intervals: {shown}.",
+    "Look for the lowest line at the share that you can afford. Top-k by query and head is the best "
+    "that a choice by score can do; kinds that share their choice, or choose blocks, are what kernels "
+    "run.",
+)
 def kinds_of_masks(findings: Findings) -> Figure:
     """Draw what each kind of sparse attention changed against the share of the keys that it keeps."""
     again = findings(change_table)
@@ -243,7 +241,12 @@ def scale_changes(ax: Axes, findings: Findings, own: pd.DataFrame, factor: bool)
     return "perplexity, as a multiple"
 
 
-@paper_style
+@drawing(
+    "On texts of several lengths, what each kind of sparse attention changed, against the number of "
+    "keys kept (left) and against their share (right), with 95% intervals: {shown}.",
+    "Where the lines of a left panel lie on each other, all lengths need the same number of keys; "
+    "where those of a right panel do, the same share.",
+)
 def kinds_by_length(findings: Findings) -> Figure:
     """Draw what masks change on texts of several lengths."""
     table = findings(quarter_table)
@@ -277,56 +280,11 @@ def kinds_by_length(findings: Findings) -> Figure:
     )
 
 
-def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Return what every k would keep, the paper's conditions, and the changes by real masks."""
-    sweep = findings.measurements.sweep
-    sweep = sweep if alone else sweep[sweep["layer"] == ALL]
-    tables = {"k_sweep": sweep, "k_sweep_conditions": findings(condition_table)}
-    again = findings(change_table)
-    if len(again):
-        tables["k_sweep_rerun"] = again
-    quarters = findings(quarter_table)
-    if len(quarters):
-        tables["k_sweep_quarters"] = quarters
-    return {name: with_facts(findings, table.rename(columns={"k": "swept_k"})) for name, table in tables.items()}
-
-
-_HEADINGS = (
+HEADINGS = (
     Heading(
         "k-sweep",
         "Is sparse attention enough in this model, and with which k?",
-        (
-            Shown(
-                kinds_of_masks,
-                "Against the share of the keys that is kept, what running the model with each kind of sparse "
-                "attention changed, with 95% intervals: {shown}.",
-                "Look for the lowest line at the share that you can afford. Top-k by query and head is the best "
-                "that a choice by score can do; kinds that share their choice, or choose blocks, are what kernels "
-                "run.",
-            ),
-            Shown(
-                kinds_by_length,
-                "On texts of several lengths, what each kind of sparse attention changed, against the number of "
-                "keys kept (left) and against their share (right), with 95% intervals: {shown}.",
-                "Where the lines of a left panel lie on each other, all lengths need the same number of keys; "
-                "where those of a right panel do, the same share.",
-            ),
-            Shown(
-                loss_change,
-                "Against k, what running the models with real masks changed, with 95% intervals and as many "
-                "random keys as a control, beside the attention weight that the masks keep: {shown}.",
-                "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
-                "per query are enough. The weight kept is no proxy for that.",
-            ),
-            Shown(
-                k_sweep,
-                "Against k, within each model: attention weight of the k largest scores, dispersion ratio, "
-                "separation on a logarithmic axis, and left sides of the paper's conditions around 1: {shown}.",
-                "Look for a k at which the weight kept is above the dashed line while all curves of the last "
-                "panel are below 1. Where there is none, no top-k mask both keeps what this model attends to "
-                "and has the better guarantee by the paper's own conditions.",
-            ),
-        ),
+        (kinds_of_masks, kinds_by_length, loss_change, k_sweep),
         (
             "This is a comparison within a model, on its own scores. A model trained with that k has other "
             "scores: see the sections above that compare trained models.",
@@ -338,16 +296,4 @@ _HEADINGS = (
             "dispersion and no attention left to learn.",
         ),
     ),
-)
-
-
-SECTION = Section(
-    name="k-sweep",
-    needs=("sweep",),
-    glance=sparse_glance,
-    headings=_HEADINGS,
-    external=_HEADINGS,
-    in_short=k_sweep_in_short,
-    details=k_sweep_sentences,
-    tables=k_sweep_tables,
 )

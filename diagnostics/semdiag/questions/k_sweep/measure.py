@@ -20,12 +20,12 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.outputs import masked_language
 from semdiag.measuring.probe import Probe, Subject, percentiles, plan_of
 from semdiag.measuring.table import ALL, Table
+from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
 from semdiag.questions.k_sweep.budgets import (
     BUDGET_TABLE,
     EXTERNAL_KINDS,
     OWN_KINDS,
     TOP_K,
-    check_kinds,
     halves,
     masks_of,
     search,
@@ -42,8 +42,6 @@ from semdiag.questions.k_sweep.rerun import (
 )
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import InputError
-
-LARGEST_K = 48
 
 
 @dataclass
@@ -75,7 +73,7 @@ class CleanPass:
 def clean_pass(
     loaded: LoadedModel,
     tokens: Batch | Iterable[Batch],
-    plan: "KSweepPlan",
+    plan: KSweepPlan,
     batch_size: int,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -83,7 +81,7 @@ def clean_pass(
     queries: int | None,
     seed: int,
 ) -> CleanPass:
-    """Return what is to see a clean pass; arguments as of :func:`~.probe.k_sweep_tables`."""
+    """Return what is to see a clean pass."""
     batches = split(tokens, batch_size)
     longest, keys = longest_call(loaded, batches, device, dtype)
     largest = _largest_k(plan, keys)
@@ -95,11 +93,11 @@ def clean_pass(
     draws = QueryDraws(queries, seed)
     draws.expect(longest)
     run, every_k = plan.ks or tuple(rerun_ks(largest)), not loaded.external or plan.max_k is not None
-    scores = TopScores(largest, draws, min_keys, every_k=every_k, own_keys=plan.rerun, run=run)
+    scores = TopScores(largest, draws, min_keys, every_k=every_k, own_keys=plan.reruns(loaded.external), run=run)
     return CleanPass(batches, pieces, scores)
 
 
-def _largest_k(plan: "KSweepPlan", keys: int) -> int:
+def _largest_k(plan: KSweepPlan, keys: int) -> int:
     most = max(keys, *plan.lengths, 2)
     if plan.ks and max(plan.ks) > most:
         raise InputError(f"k must lie in 1 … {most}, the most keys of a query here. Got k={max(plan.ks)}.")
@@ -140,109 +138,11 @@ SWEEP_ESTIMATES = Table(
 _TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, QUARTERS_TABLE, BUDGET_TABLE)
 
 
-@dataclass(frozen=True)
-class KSweepPlan:
-    """Which k are measured.
-
-    Raises:
-        InputError: if a value is illegal.
-    """
-
-    max_k: int | None = None  # measured is every k up to it; None: 48, or one less than the most keys
-    rerun: bool = False  # whether the model is run with real masks
-    tolerance: float | None = None  # change of the loss that is still no loss; None: see TOLERANCES
-    budget: bool = False  # whether budgets by layer and head are looked for; takes reruns
-    ks: tuple[
-        int, ...
-    ] = ()  # every k to rerun; if empty, growing steps up to max_k, and of an external model a few
-    kinds: tuple[
-        str, ...
-    ] = ()  # kinds of sparse attention; if empty, top-k and random, and of an external model some more
-    lengths: tuple[int, ...] = ()  # lengths of pieces of the texts that are also run with the masks
-    seconds: float | None = None  # without rerun: external models are run on what fits in so much time
-    jobs: int = 1  # processes among which the masks of a rerun are divided
-
-    @property
-    def largest_k(self) -> int:
-        """The largest k that is measured, where inputs are long enough."""
-        return max(self.max_k or LARGEST_K, *self.ks, 1)
-
-    @property
-    def masks(self) -> int:
-        """About how many masks are run on all inputs."""
-        return len(self.ks or few_ks(64)) * len(self.kinds or EXTERNAL_KINDS) if self.rerun else 0
-
-    def __post_init__(self) -> None:
-        if self.max_k is not None and self.max_k < 1:
-            raise InputError(f"The largest k must be at least 1. Got {self.max_k}.")
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise InputError(f"The tolerated change must be above 0. Got {self.tolerance}.")
-        if any(k < 1 for k in self.ks):
-            raise InputError(f"k must be at least 1. Got k={min(self.ks)}.")
-        check_kinds(self.kinds)
-        if any(length < 2 for length in self.lengths):
-            raise InputError(f"--lengths takes lengths of at least 2. Got {min(self.lengths)}.")
-        if self.budget and not self.rerun:
-            raise InputError("Budgets are tested by running the model: they take --rerun.")
-
-
-def k_sweep(
+def k_sweep_tables(
     model: LoadedModel | nn.Module,
     tokens: Batch | Iterable[Batch],
     labels: Tensor | None = None,
     plan: KSweepPlan | None = None,
-    **how: Any,
-) -> pd.DataFrame:
-    """Ask of one model's scores, for many k in one pass, what top-k attention would make of them.
-
-    A within-model comparison: nothing is trained anew, and a model trained with that k has other scores.
-    The model itself is not changed. Where it is run again, masks keep some of the keys that its own mask keeps,
-    and everything here is over these; else over all of its scores.
-
-    Measured is every k up to ``max_k``. If it is None, K is 48 or one less than the most keys, and of models from
-    elsewhere every k up to 8 is measured, then every fourth, those that are run, and K.
-
-    Source: docs/theory.md#k-sweep. Deviation: not in the paper, which compares trained models.
-
-    Args:
-        model: A model from :func:`semdiag.load`, or any module; an encoder needs full or top-k attention.
-        tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
-        labels: (N,) classes, for the loss of reruns; None: what the batches say (``labels``), else the next token
-            of a causal language model.
-        plan: the largest k; whether the model is run again with real masks.
-        how: ``batch_size``, ``device``, ``dtype``, ``min_keys``, ``queries`` and ``seed``, as of
-            :func:`k_sweep_tables`.
-
-    Returns:
-        The table ``sweep``: one row per k, layer and head (ALL, -1: pooled) and quantity, with the columns of
-        :func:`~semdiag.measuring.probe.percentiles`. Quantities: dispersion δ_h(k), ratio
-        δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores; all three over queries
-        with more than k keys, the others are counted as undefined), mass_without_first (without the first key
-        on both sides), head_change and, of our own
-        encoders, stream_change (of a head's output and of the stream: docs/theory.md#truncation; at some k), load,
-        ln_sound and ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below
-        that of full attention); after a rerun accuracy and same_prediction (means over all targets and positions,
-        as in the table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also
-        evenness, the entropy of the weights in that of uniform ones. Empty for a mask that depends on no input.
-
-    Raises:
-        InputError: what :func:`k_sweep_tables` raises.
-
-    Example:
-        >>> from semdiag_models import Encoder, ModelConfig
-        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> sweep = k_sweep(encoder, torch.tensor([[0, 1, 1, 0]]))
-        >>> sweep[(sweep["quantity"] == "mass") & (sweep["layer"] == -1)]["k"].tolist()
-        [1, 2, 3]
-    """
-    return k_sweep_tables(model, tokens, labels, plan, **how)["sweep"]
-
-
-def k_sweep_tables(
-    model: LoadedModel | nn.Module,
-    tokens: Batch | Iterable[Batch],
-    labels: Tensor | None,
-    plan: KSweepPlan | None,
     *,
     batch_size: int = 100,
     device: torch.device | str = "cpu",
@@ -255,7 +155,7 @@ def k_sweep_tables(
     expect: Callable[[int], None] = lambda steps: None,
     seen: CleanPass | None = None,
 ) -> dict[str, pd.DataFrame]:
-    """Return all tables of a k-sweep; arguments as in :func:`k_sweep`."""
+    """Return all tables of a k-sweep of one model."""
     plan = plan_of(KSweepPlan, plan)
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     tables = {table.name: table.empty() for table in _TABLES}
@@ -276,7 +176,7 @@ def k_sweep_tables(
     if collected.thinned:
         remark(collected.thinned, "k-sweep-thinned")
     ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
-    if plan.rerun or (plan.seconds and loaded.external):
+    if plan.reruns(loaded.external) or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
         usual = rerun_ks(min(collected.largest, most)) if collected.every_k else few_ks(most + 1)
         ks = plan.ks or tuple(usual)
@@ -306,21 +206,21 @@ def _reruns(
     how: dict[str, Any],
 ) -> dict[str, pd.DataFrame]:
     """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
-    kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
+    kinds, wanted = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS), plan.reruns(loaded.external)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
     masks = masks_of(ks, seed, kinds, plan.kinds, None if plan.ks else how["remark"])
     batches, pieces = seen.batches, seen.pieces
     if labels is None:
         batches = masked_language(loaded, batches, seed, how["remark"])
     limit = plan.seconds or 0
-    chosen = batches if plan.rerun else _fitting(batches, seen.seconds, len(masks), limit, how["remark"])
+    chosen = batches if wanted else _fitting(batches, seen.seconds, len(masks), limit, how["remark"])
     of_length = {n: masks_of(plan.ks or few_ks(n), seed, kinds) for n in pieces}
     usual = max(map(longest, batches)) if pieces else 1
     steps = {n: max(1, round(n / usual)) for n in pieces}  # what a piece takes, in samples
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
     few = sum(map(samples_of, chosen))
     expect((1 + len(masks)) * few + more)
-    labels = labels if labels is None or plan.rerun else labels[:few]
+    labels = labels if labels is None or wanted else labels[:few]
     places: list[dict[str, Any]] = []
 
     def note(length: int, row: dict[str, Any]) -> None:
@@ -332,7 +232,7 @@ def _reruns(
     try:
         again = rerun(loaded, chosen, labels, masks, after_batch=after_batch, quarters=partial(note, 0), **how)
     except InputError as error:
-        if plan.rerun:
+        if wanted:
             raise
         how["remark"](f"not run with masks: {error}", "not-run-with-masks")
         again = RERUN_TABLE.empty()
@@ -386,7 +286,7 @@ def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> CleanPas
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
     inputs, labels = subject.first
     how = {name: getattr(subject, name) for name in (*_SAME, "remark", "expect")} | {"min_keys": prepared or 1}
-    seen: Any = subject.watchers.pop(K_SWEEP.name, None)
+    seen: Any = subject.watchers.pop(PROBE.name, None)
     return k_sweep_tables(subject.model, inputs, labels, plan, **how, after_batch=subject.after_point, seen=seen)
 
 
@@ -394,7 +294,7 @@ def _provenance(plan: KSweepPlan, samples: int, few: int) -> dict[str, Any]:
     return {"probe_samples": few, **({"tolerance": plan.tolerance} if plan.tolerance else {})}
 
 
-K_SWEEP = Probe(
+PROBE = Probe(
     "k-sweep",
     KSweepPlan,
     _TABLES,

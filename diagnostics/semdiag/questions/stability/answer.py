@@ -392,7 +392,7 @@ def gain_sentences(findings: Findings) -> list[str]:
         if gains.groupby(["layer", "head"]).ngroups >= _FEWEST_HEADS:
             foretold = rank_correlation_interval(gains, "xi", "gain", RESAMPLES)
             interval = interval_words(foretold.low, foretold.high, _short, gains["sample"].nunique())
-            text += f" Its rank correlation with ξ over heads is {foretold.estimate:.2f}, {interval}."
+            text += f" Over heads the rank correlation of this gain with ξ is {foretold.estimate:.2f}, {interval}."
         sentences.append(text)
     return sentences
 

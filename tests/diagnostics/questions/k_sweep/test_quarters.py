@@ -16,11 +16,11 @@ from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.questions.k_sweep.answer import change_table, quarter_table, smallest_enough
+from semdiag.questions.k_sweep.answer import needed_words, place_lines, verdict_lines
+from semdiag.questions.k_sweep.changes import change_table, quarter_table, smallest_enough
 from semdiag.questions.k_sweep.figures import kinds_by_length
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import packed, part_of, quarter_sums
-from semdiag.questions.k_sweep.words import needed_words, place_lines, verdict_lines
 from semdiag_models import InputError
 
 LETTERS, LENGTH, SAMPLES = 7, 24, 12

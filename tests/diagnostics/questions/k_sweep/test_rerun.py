@@ -20,11 +20,12 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
-from semdiag.questions.k_sweep.answer import budget_content, sparse_verdict
+from semdiag.questions.k_sweep import QUESTION
+from semdiag.questions.k_sweep.answer import sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.budgets import NeededKeys, greedy, masks_of
+from semdiag.questions.k_sweep.changes import budget_content
 from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE, mean_change, rerun, upper_change
-from semdiag.questions.k_sweep.words import k_sweep_summary, verdict_lines
 from semdiag_models import Encoder, InputError
 
 LETTERS, LENGTH = 7, 10
@@ -533,7 +534,7 @@ def test_means_of_the_sweep_are_those_of_the_rerun_where_samples_differ_in_lengt
     plan = KSweepPlan(4, rerun=True, ks=(1, 2))
     model = loaded(made(Padded), batches=[padded([2, 9, 4, 10, 3, 10, 2, 7])])
     found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64")))
-    (result,) = k_sweep_summary(found)["results"]
+    (result,) = QUESTION.json(found)["results"]
     sweep = {(row["quantity"], row["k"]): row for row in result["sweep"]}
     changes = [row for row in result["rerun"] if row["mask"] in ("none", "topk")]
     for row in changes:

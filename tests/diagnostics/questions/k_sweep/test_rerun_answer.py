@@ -8,17 +8,13 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer import (
-    change_interval,
-    change_table,
-    share_below,
-    sparse_glance,
-    sparse_verdict,
-)
+from semdiag.presenting.answer import show
+from semdiag.questions.k_sweep import QUESTION
+from semdiag.questions.k_sweep.answer import sparse_glance, sparse_verdict, verdict_lines
+from semdiag.questions.k_sweep.changes import change_interval, change_table, share_below
 from semdiag.questions.k_sweep.figures import loss_change
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
-from semdiag.questions.k_sweep.words import k_sweep_summary, print_k_sweep, verdict_lines
 
 KEYS, SAMPLES = 16, 300
 HARMLESS, HARMFUL = 0.001, 0.5
@@ -220,7 +216,7 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     figure = loss_change(findings)
     figure.canvas.draw()
     plt.close(figure)
-    print_k_sweep(findings)
+    show(QUESTION.answered(findings))
 
 
 @pytest.mark.parametrize("outputs", [True, False])
@@ -230,7 +226,7 @@ def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, monk
     if outputs:
         rerun = findings.measurements.rerun.assign(targets=0, predictions=0, loss=math.nan, divergence=math.nan)
         findings = Findings(findings.measurements.replace(rerun=rerun))
-    print_k_sweep(findings)
+    show(QUESTION.answered(findings))
     heading = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" mask"))
     assert [name in heading for name in ("ppl ×", "KL", "changed")] == [not outputs] * 3
     assert "interval" in heading
@@ -334,7 +330,7 @@ def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing
 def test_a_fixed_mask_is_not_judged(made_up):
     findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
     assert first_line(findings) == "cannot tell: its mask does not rank keys by their scores."
-    (result,) = k_sweep_summary(findings)["results"]
+    (result,) = QUESTION.json(findings)["results"]
     assert (result["verdict"]["answer"], result["rerun"]) == ("cannot tell", [])
 
 
@@ -374,12 +370,17 @@ def joined(*findings):
 
 @pytest.mark.parametrize(
     ("top", "answer", "number"),
-    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "cannot tell", "k = 8")],
+    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "cannot tell", "not run")],
 )
 def test_the_tile_says_what_the_verdict_says(made_up, top, answer, number):
     findings = made(made_up, top)
     glance, found = sparse_glance(findings), sparse_verdict(findings, "m")
-    assert (glance.answer, glance.number) == (found.answer, f"k = {found.k}") == (answer, number)
+    assert (
+        (glance.answer, glance.number)
+        == (found.answer, number)
+        == (answer, f"k = {found.k}" if top else "not run")
+    )
+    assert glance.words in found.sentence or not top
     assert ("95% interval" in glance.words) == ("--rerun" not in glance.words) == (top is not None)
 
 
@@ -416,7 +417,7 @@ def carried(made_up, some, by, samples=SAMPLES):
 def test_what_no_sample_shows_has_no_interval_and_says_what_is_known(made_up, capsys):
     """It was "0, < 5e-05", where 7 of 16,000 fresh samples fail: 80% of runs with 500 samples see none of them."""
     findings = carried(made_up, 300, 0.0004, 500)
-    print_k_sweep(findings)
+    show(QUESTION.answered(findings))
     printed = capsys.readouterr().out
     assert printed.count("none seen") == 2
     assert (

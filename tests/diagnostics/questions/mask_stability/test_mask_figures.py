@@ -13,9 +13,7 @@ from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
-from semdiag.questions.k_sweep.answer import change_table
-from semdiag.questions.k_sweep.figures import k_sweep_tables
-from semdiag.questions.k_sweep.words import k_sweep_sentences
+from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.mask_stability.answer import (
     foreseen_margin,
     heads_pooled,
@@ -248,7 +246,7 @@ def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
 
 
 def test_what_is_said_of_other_k(pair, probed):
-    full, topk, banded = k_sweep_sentences(Findings(probed(pair)))
+    full, topk, banded = registry.QUESTIONS["k-sweep"].answered(Findings(probed(pair))).details
     assert "cannot tell before it is run with masks: k = 6 keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
     assert banded.endswith("cannot tell: its mask does not rank keys by their scores.")
@@ -267,7 +265,7 @@ def test_what_is_said_of_the_conditions_is_a_sentence(pair, probed, range_of_ful
     sweep = found.sweep.copy()
     percentiles = [name for name in sweep if re.fullmatch(r"p\d+", name)]
     sweep.loc[(sweep["quantity"] == "dispersion") & (sweep["k"] == 0), percentiles] = range_of_full
-    full = k_sweep_sentences(Findings(found.replace(sweep=sweep)))[0]
+    full = registry.QUESTIONS["k-sweep"].answered(Findings(found.replace(sweep=sweep))).details[0]
     assert full.endswith(f"The paper's conditions of Corollary 1 {said}")
 
 
@@ -276,7 +274,10 @@ def test_tables_and_sections(pair, probed, tmp_path):
     assert measured_questions(Findings(pair))[-1] not in ("mask-stability", "k-sweep")
     assert measured_questions(Findings(found))[-2:] == ["mask-stability", "k-sweep"]
     findings = Findings(found)
-    tables = registry.QUESTIONS["mask-stability"].answered(findings).tables | k_sweep_tables(findings, False)
+    tables = (
+        registry.QUESTIONS["mask-stability"].answered(findings).tables
+        | registry.QUESTIONS["k-sweep"].answered(findings).tables
+    )
     assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
     assert tables["k_sweep"]["swept_k"].max() == 6
     page, _ = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
@@ -285,4 +286,7 @@ def test_tables_and_sections(pair, probed, tmp_path):
     assert "Is sparse attention enough in this model, and with which k?" in text
     again = Measurements.load(tmp_path / "report" / "data")
     assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
-    assert k_sweep_sentences(Findings(again)) == k_sweep_sentences(Findings(found))
+    assert (
+        registry.QUESTIONS["k-sweep"].answered(Findings(again)).details
+        == registry.QUESTIONS["k-sweep"].answered(Findings(found)).details
+    )
