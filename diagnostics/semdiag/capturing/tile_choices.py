@@ -101,7 +101,7 @@ class Tiles:
             kept = largest(values, counts)
         else:
             own = self.own[:, None] & seen
-            kept = own | largest(values.masked_fill(own, torch.inf), counts)
+            kept = own | largest(values.masked_fill(own, torch.finfo(values.dtype).max), counts)
         return kept.repeat_interleave(heads // sets, 1) if 1 < sets < heads else kept
 
     def estimates(self, estimate: str | Estimate) -> Tensor:

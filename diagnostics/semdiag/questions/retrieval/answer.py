@@ -44,12 +44,10 @@ def _shares(some: int, every: int) -> dict[str, Any]:
 
 
 def tile_table(findings: Findings) -> pd.DataFrame:
-    """Return what choices of blocks keep, by layer and over all layers (-1), heads together."""
-    rows = findings.measurements.tiles
-    facts, by = ["keys", "weight", "exact_weight", "top_weight", "recall"], ["model", "length", "kind", "k"]
-    whole = rows.groupby(by, as_index=False, sort=False)[facts].mean().assign(layer=ALL)
-    layers = rows.groupby([*by, "layer"], as_index=False, sort=False)[facts].mean()
-    return pd.concat([whole, layers], ignore_index=True)[[*by, "layer", *facts]]
+    """Return what choices of blocks keep, heads together: over all layers (-1) and by layer."""
+    rows, by = findings.measurements.tiles, ["model", "length", "kind", "k", "layer"]
+    both = pd.concat([rows.assign(layer=ALL), rows], ignore_index=True)
+    return both.groupby(by, as_index=False)[["keys", "weight", "exact_weight", "top_weight", "recall"]].mean()
 
 
 def answer(findings: Findings) -> Answer | None:
@@ -93,13 +91,11 @@ def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
 def _far(table: pd.DataFrame) -> list[Summary]:
     """Return by model, task and mask what is found of judged facts that are more than k tokens back."""
     far = table[table["judged"] & (table["distance"] > table["k"]) & (table["mask"] != NO_MASK)]
-    rows: list[Summary] = []
-    for place, part in far.groupby(["model", "task", "mask", "k"], sort=False):
-        shares = _shares(int(part["right"].sum()), int(part["texts"].sum()))
-        nats = (np.log1p(part["perplexity_change"]) * part["texts"]).sum() / part["texts"].sum()
-        more = {"as_it_is": int(part["as_it_is"].sum()), "perplexity_change": float(np.expm1(nats))}
-        rows.append(dict(zip(("model", "task", "mask", "k"), place, strict=True)) | shares | more)
-    return rows
+    sums = far.groupby(["model", "task", "mask", "k"], as_index=False, sort=False).agg(
+        right=("right", "sum"), texts=("texts", "sum"), as_it_is=("as_it_is", "sum"),
+        perplexity_change=("perplexity_change", "mean"),
+    )  # fmt: skip
+    return [row | _shares(row["right"], row["texts"]) for row in records(sums)]
 
 
 def _sentences(far: list[Summary]) -> Iterator[str]:

@@ -76,7 +76,7 @@ def test_a_window_loses_what_it_cannot_reach_and_top_k_does_not(found):
     table = found(retrieval_table).set_index(["task", "mask", "distance"]).sort_index()
     for task in ("passkey", "induction"):
         near, far = sorted(set(table.loc[task].index.get_level_values("distance")))
-        assert near < 42 < 64 < far
+        assert near < 64 < far
         own = table.loc[(task, "none")]["right"]  # a text whose number repeats two digits misleads the copier
         assert own.sum() >= 7
         for mask in ("topk", "skip-20-8x8"):
@@ -143,7 +143,7 @@ class Headless(Copier):
         (lambda: loaded(words="The pass key is"), {}, "makes nothing of the pass key"),
         (lambda: loaded(Headless(len(tokenizer_of()))), {}, "has no language head"),
         (loaded, {"lengths": (20,)}, "A text of passkey takes"),
-        (loaded, {"lengths": (20,), "tasks": ("induction",)}, "takes at least"),
+        (loaded, {"lengths": (20,), "tasks": ("induction",)}, "A text of induction takes 48"),
         (loaded, {"tasks": ("passkeys",)}, "passkey"),
         (loaded, {"kinds": ("windows",)}, "no kind of sparse attention 'windows'"),
         (loaded, {"kinds": ("tile-512x64",), "ks": (64,)}, "larger than a text of 100 tokens"),
