@@ -93,7 +93,7 @@ class Tiles:
         heads = values.shape[1]
         values = values.masked_fill(~seen, -torch.inf)
         if sets < heads:
-            several, together = (x.unflatten(1, (sets, -1)) for x in (values, seen))
+            several, together = (x.reshape(len(x), sets, -1, *x.shape[2:]) for x in (values, seen))
             values = several.amax(2) if by == "best" else several.where(together, 0).mean(2)
             seen, counts = together.any(2), counts[:1]
             values = values.masked_fill(~seen, -torch.inf)

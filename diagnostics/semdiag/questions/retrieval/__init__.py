@@ -60,6 +60,9 @@ class RetrievalPlan:
 
 
 def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
+    from pathlib import Path
+
+    from semdiag.capturing.inputs import tokeniser_of
     from semdiag.measuring.measurements import Measurements
     from semdiag.measuring.survey import Inputs, survey
     from semdiag.questions.retrieval.measure import first_text
@@ -70,6 +73,8 @@ def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
 
         parts = []
         for model in loaded:  # the attention of its first text is measured, too
+            if conditions.texts.tokenizer is not None:
+                tokeniser_of(Path(model.path), model, conditions.texts)  # which keeps it
             given = Inputs(
                 [{"input_ids": first_text(model, plan, conditions.seed)}], None, "made by semdiag", model
             )
@@ -95,7 +100,7 @@ QUESTION = Question(
     """,
     RetrievalPlan,
     ask=_ask,
-    takes=("models",),
+    takes=("models", "tokenizer"),
     leave_out=("inputs", "labels", "min_keys", "per_query", "jobs", "ray", "config", "batch_size", "head"),
     defaults={"samples": 8},
     needs=("retrieval",),

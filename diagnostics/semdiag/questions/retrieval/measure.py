@@ -68,7 +68,9 @@ class Maker:
         if not model.external:
             raise InputError(f"{model.path} is an encoder, without a language head.")
         self._path = model.path
-        self._tokenizer = tokeniser_of(Path(model.path), model, TextOptions())._tokenizer
+        self._tokenizer = tokeniser_of(
+            Path(model.path), model, TextOptions(tokenizer=next(iter(model.tokenizers), None))
+        )._tokenizer
         first = self._tokenizer("a")["input_ids"][:1]
         self._begin = first if first == [self._tokenizer.bos_token_id] else []
         special = {self._tokenizer.unk_token_id, *self._tokenizer.all_special_ids}
