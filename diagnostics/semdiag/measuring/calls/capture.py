@@ -185,7 +185,7 @@ class Calls:
         parts = []
         for layer in range(len(self._layers)):
             weight = self.weights(layer).sum(2)
-            places = pd.MultiIndex.from_product(map(range, weight.shape), names=["sample", "head", "key"])
+            places = pd.MultiIndex.from_product([*map(range, weight.shape)], names=["sample", "head", "key"])
             rows = pd.DataFrame({"received": weight.flatten()}, places).reset_index()
             parts.append(rows.assign(layer=layer))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

@@ -17,6 +17,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.inputs import TextOptions, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
+from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import in_evaluation, no_room, running
 from semdiag.measuring.calls.tile_weights import TILES, TileWeights
 from semdiag.measuring.probe import Probe, Subject
@@ -66,7 +67,7 @@ class Maker:
 
     def __init__(self, model: LoadedModel) -> None:
         if not model.external:
-            raise InputError(f"{model.path} is an encoder, without a language head.")
+            raise NotAvailableError(f"{model.path} is an encoder, without a language head")
         self._path = model.path
         self._tokenizer = tokeniser_of(
             Path(model.path), model, TextOptions(tokenizer=next(iter(model.tokenizers), None))
