@@ -334,7 +334,7 @@ def _is_taken(name: str, question: Question) -> bool:
     if name == "models" and question.ask is None:
         return True
     if name in _OF_TEXTS and "inputs" in question.leave_out:
-        return False
+        return name in question.takes
     return name in question.takes if name in _OF_SOME else name not in question.leave_out
 
 

@@ -191,7 +191,7 @@ class Calls:
         parts = []
         for layer in range(len(self._layers)):
             weight = self.weights(layer).sum(2)
-            places = pd.MultiIndex.from_product(map(range, weight.shape), names=["sample", "head", "key"])
+            places = pd.MultiIndex.from_product([*map(range, weight.shape)], names=["sample", "head", "key"])
             rows = pd.DataFrame({"received": weight.flatten()}, places).reset_index()
             parts.append(rows.assign(layer=layer))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
@@ -253,9 +253,8 @@ class Calls:
         for layer, chosen in indices.items():
             weights, scores = self.weights(layer).double(), self.scores(layer)
             size, length = weights.shape, weights.shape[3]
-            fits = isinstance(chosen, Tensor) and not chosen.is_floating_point() and chosen.ndim == 4
-            if not fits or chosen.shape[:3] not in (size[:3], (size[0], 1, size[2])):
-                got = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
+            if chosen.is_floating_point() or chosen.shape[:-1] not in (size[:3], (size[0], 1, size[2])):
+                got = tuple(chosen.shape)
                 raise InputError(f"Indices of layer {layer} are whole numbers {(*size[:3], 'k')}. Got {got}.")
             if int(chosen.max()) >= length or int(chosen.min()) < -1:
                 raise InputError(f"Indices of layer {layer} lie in 0 … {length - 1}, or are -1.")
