@@ -24,7 +24,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.table import ALL
 from semdiag_models import Encoder, InputError, find_task
-from semdiag_models.sweeps.grid import padded_length, read_sweep
+from semdiag_models.sweep import padded_length, read_sweep
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "lengths.toml"

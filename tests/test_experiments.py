@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import speed_by_mask as speeds
 
-from semdiag_models.sweeps.grid import read_sweep
+from semdiag_models.sweep import read_sweep
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 

@@ -15,12 +15,12 @@ import torch
 from scipy import stats
 
 from semdiag.measuring.reach import shortcut
-from semdiag_models.sweeps.grid import read_sweep
-from semdiag_models.sweeps.runs import read_history
-from semdiag_models.tasks.expressions import CLOSER, FIRST_OPENER
-from semdiag_models.tasks.language_tasks import ListOps
+from semdiag_models.sweep import read_history, read_sweep
+from semdiag_models.tasks import find_task
+from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER
 
 ROOT = Path(__file__).parents[1]
+LISTOPS = find_task("listops")
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -278,7 +278,7 @@ def root_and_digits(tokens):
             digits.append(token)
     digits.sort()
     told = {"[MIN": digits[:1], "[MAX": digits[-1:], "[MED": [len(digits), *digits[len(digits) // 2 :][:1]]}
-    return tokens[0], lists, *told.get(ListOps.symbols[tokens[0]], [])
+    return tokens[0], lists, *told.get(LISTOPS.symbols[tokens[0]], [])
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_rules_on_few_tokens_of_listops_reach_what_the_page_says():
     """Tables of counts, found on 10,000 samples and tried on 10,000: a standard error of 0.5% at most."""
     page = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
     generator = torch.Generator().manual_seed(2**33)
-    drawn = [[part.tolist() for part in ListOps().sample(10_000, 599, generator)] for _ in range(2)]
+    drawn = [[part.tolist() for part in LISTOPS.sample(10_000, 599, generator)] for _ in range(2)]
     rules = {
         "the commonest label": lambda tokens: 0,
         "the first token, the root's operator": lambda tokens: tokens[0],
@@ -300,8 +300,8 @@ def test_rules_on_few_tokens_of_listops_reach_what_the_page_says():
         right = np.mean([p.argmax() == label for p, label in zip(chances, drawn[1][1], strict=True)])
         loss = -np.mean([np.log(p[label]) for p, label in zip(chances, drawn[1][1], strict=True)])
         assert f"| {name} | {right:.0%} | {loss:.2f} |" in page
-    assert f"| {shortcut(ListOps(), 599).accuracy:.0%} | |" in page
-    pads = (torch.tensor(drawn[1][0]) == ListOps().pad_id).double().mean()
+    assert f"| {shortcut(LISTOPS, 599).accuracy:.0%} | |" in page
+    pads = (torch.tensor(drawn[1][0]) == LISTOPS.pad_id).double().mean()
     assert f"{pads:.0%} of the positions" in page
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from semdiag_models.encoder import Encoder
 from semdiag_models.reading import InputError
 from semdiag_models.tasks import draw_data, draw_fresh
-from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Steps, Trainer, stackable, train_seeds
+from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Steps, Trainer, stackable, train_together
 
 CPU = torch.device("cpu")
 KINDS = [("full", None), ("banded", 3), ("block", 3), ("topk", 3)]
@@ -421,10 +421,10 @@ def test_seeds_that_share_their_steps_train_to_their_ends(tiny_model, tiny_train
     trainers = [Trainer(tiny_model(), tiny_training(seed=seed), CPU) for seed in (5, 6, 7)]
     assert not stackable(trainers)  # not on a CPU
     reports = []
-    train_seeds(trainers, lambda trainer, progress: reports.append((trainer.training.seed, trainer.epoch)))
+    train_together(trainers, lambda trainer, progress: reports.append((trainer.training.seed, trainer.epoch)))
     assert reports == [(seed, epoch) for epoch in (1, 2, 3) for seed in (5, 6, 7)]
     assert not same_weights(trainers[0], trainers[1])
     hopeless = [Trainer(tiny_model(), tiny_training(seed=seed, learning_rate=1e38), CPU) for seed in (5, 6)]
     with pytest.raises(DivergedError, match=r"Seed 5: .* Seed 6: ") as diverged:
-        train_seeds(hopeless, lambda *_: None)
+        train_together(hopeless, lambda *_: None)
     assert diverged.value.members == (0, 1)

@@ -25,6 +25,7 @@ _PLACES: tuple[str | Question, ...] = (
     "mask_stability",
     "mask_precision",
     "k_sweep",
+    "retrieval",
     "overlap",
     "look",
     "selections",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
 
-from semdiag_models.tasks.expressions import CLOSER, FIRST_OPENER, PAD, TreeLaw, TreeWriter
+from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER, PAD, TreeLaw, TreeWriter
 
 SMALL = TreeLaw(longest=20, max_depth=4, min_arity=2, max_arity=10)
 SHORTEST = 10

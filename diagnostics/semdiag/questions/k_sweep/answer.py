@@ -478,8 +478,8 @@ def _interval(row: Summary) -> str:
 # On a narrow terminal stays what the verdict stands on: the change with its interval, harm, and the control.
 _RERUN = (
     Column("name", "mask", text), Column("kept", "keys", percent, drop=8),
-    Column("mass", "weight", percent, drop=7),
-    Column("head_change", "Δ head", drop=5), Column("stream_change", "Δ stream", drop=4),
+    Column("mass", "weight", percent, drop=7), Column("head_change", "Δ head", drop=5),
+    Column("stream_change", "Δ stream", drop=4),
     Column("change", "Δ {}", _change, drop=NEVER), Column("", "95% interval", _interval, drop=NEVER),
     Column("harmed harmed_high", "harmed", _harmed, drop=NEVER), Column("random", form=_change),
     Column("growth", "ppl ×", _growth, drop=6), Column("divergence", "KL", _change, drop=1),

@@ -20,6 +20,7 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.outputs import masked_language
 from semdiag.measuring.probe import Probe, Subject, percentiles, plan_of
 from semdiag.measuring.table import ALL, Table
+from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
 from semdiag.questions.k_sweep.budgets import (
     BUDGET_TABLE,
@@ -232,7 +233,7 @@ def _reruns(
     try:
         again = rerun(loaded, chosen, labels, masks, after_batch=after_batch, quarters=partial(note, 0), **how)
     except InputError as error:
-        if wanted:
+        if plan.reruns(external=False):  # the user asked for it
             raise
         how["remark"](f"not run with masks: {error}", "not-run-with-masks")
         again = RERUN_TABLE.empty()
@@ -253,7 +254,8 @@ def _fitting(
     if samples >= whole:
         return batches
     remark(
-        f"run with masks on the first {samples} of {whole} samples, as many as fit in about {limit / 60:g} min",
+        f"run with masks on the first {samples:,} of {counted(whole, 'sample')}, as many as fit in about "
+        f"{limit / 60:g} min",
         "rerun-samples",
     )
     return list(first_samples(batches, samples))

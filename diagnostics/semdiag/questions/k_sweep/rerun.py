@@ -11,14 +11,14 @@ from torch import Tensor
 
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import MASK_NAMES, PADDED, Batch
-from semdiag.capturing.kept_keys import Keep
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation, no_room
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
 from semdiag.measuring.table import Table
 from semdiag.measuring.training_runs import token_ids
-from semdiag.measuring.words import FEWEST
+from semdiag.measuring.words import FEWEST, counted
 from semdiag_models import InputError
 
 QUARTERS = 4
@@ -73,7 +73,7 @@ def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
     """Cut the tokens of all samples, one behind the other, into pieces of a length."""
     stream = torch.cat([_real_tokens(batch) for batch in batches])
     if len(stream) < length:
-        raise InputError(f"--lengths {length}: the inputs hold {len(stream)} tokens in all.")
+        raise InputError(f"--lengths {length}: the inputs hold {counted(len(stream), 'token')} in all.")
     pieces = stream[: len(stream) // length * length].view(-1, length)
     name = _ids_of(batches[0])[0]
     parts = [pieces[first : first + size] for first in range(0, len(pieces), size)]
@@ -359,7 +359,7 @@ def rerun(
 def _divided(order: RerunOrder, jobs: int) -> Passes:
     """Divide the masks among processes, and put together what came of them."""
     from semdiag.measuring.survey import run_in_parallel
-    from semdiag_models.sweeps.workers import LocalWorkers  # which needs joblib, as nothing else here does
+    from semdiag_models.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
     workers = LocalWorkers(jobs, carry_out, len(order.numbered), order.loaded.size)
     shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]
@@ -384,7 +384,7 @@ def _check_labels(labels: Any, samples: int) -> None:
     """Refuse labels that are no tensor with an entry for each sample."""
     if not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples:
         plain = isinstance(labels, Tensor)
-        got = f"shape {tuple(labels.shape)} for {samples} samples" if plain else type(labels).__name__
+        got = f"shape {tuple(labels.shape)} for {counted(samples, 'sample')}" if plain else type(labels).__name__
         raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag.capturing.kept_keys import TopK
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import TopK
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions

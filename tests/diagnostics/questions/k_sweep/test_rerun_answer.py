@@ -10,7 +10,7 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import QUESTION
-from semdiag.questions.k_sweep.answer import sparse_glance, sparse_verdict, verdict_lines
+from semdiag.questions.k_sweep.answer import Unit, sparse_glance, sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.changes import change_interval, change_table, share_below
 from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
@@ -230,6 +230,22 @@ def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, monk
     heading = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" mask"))
     assert [name in heading for name in ("ppl ×", "KL", "changed")] == [not outputs] * 3
     assert "interval" in heading
+
+
+def test_a_narrow_terminal_keeps_what_the_verdict_stands_on(made_up, capsys, monkeypatch):
+    """It left out the share harmed and the control, and kept the divergence and the changed predictions."""
+    monkeypatch.setenv("COLUMNS", "80")
+    show(QUESTION.answered(made(made_up, of(4), {1: 7.0})))
+    printed = capsys.readouterr().out.splitlines()
+    heading = next(line for line in printed if line.startswith(" mask"))
+    assert all(name in heading for name in ("loss", "interval", "harmed", "random"))
+    assert not any(name in heading for name in ("KL", "changed"))
+    assert max(map(len, printed[: printed.index(heading) + 6])) <= 80
+
+
+def test_a_factor_of_a_thousand_is_written_in_full(made_up):
+    """It was "× 1.1e+03"."""
+    assert Unit("loss", perplexity=True).amount(7.0) == "× 1,100"
 
 
 def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):

@@ -5,10 +5,8 @@ import signal
 import threading
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -16,12 +14,9 @@ from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import BrokenProcessPool
 
 from semdiag_models.reading import MEMORY_SHARE, InputError, memory_share
-from semdiag_models.sweeps.grid import SweepRun
-from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 
 TICK = 1.0  # seconds between polls
 _BYTES = 2**29  # memory of a process with torch, before it has a model
-KILLED = Outcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
 
 
 class Workers(Protocol):
@@ -46,34 +41,27 @@ class LocalWorkers:
     """Processes on this machine, through joblib's loky; they ignore Ctrl-C, and end with this process."""
 
     def __init__(
-        self,
-        jobs: int | None,
-        carry_out: Callable[[Any], Any] = train_order,
-        tasks: int | None = None,
-        size: int = 0,
+        self, jobs: int | None, carry_out: Callable[[Any], Any], tasks: int | None = None, size: int = 0
     ) -> None:
-        limits = {"cores": cores(), "memory": max(1, int(memory_share() / MEMORY_SHARE / (_BYTES + size)))}
-        limits |= {"tasks": max(1, tasks)} if tasks is not None else {}
-        what = min(limits, key=lambda name: limits[name])
-        self.capacity = limits[what] if jobs is None else min(jobs, limits[what])
-        if jobs is not None and self.capacity < jobs:
-            why = {
-                "cores": "this machine has no more cores",
-                "memory": f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each",
-                "tasks": "there is no more to divide among processes",
-            }[what]
-            warnings.warn(f"{self.capacity} of {jobs:,} processes are used: {why}.", stacklevel=2)
+        limits = {
+            "this machine has no more cores": cores(),
+            f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each": max(
+                1, int(memory_share() / MEMORY_SHARE / (_BYTES + size))
+            ),
+        }
+        if tasks is not None:
+            limits["there is no more to divide among processes"] = max(1, tasks)
+        why, most = min(limits.items(), key=lambda limit: limit[1])
+        self.capacity = most if jobs is None else min(jobs, most)
+        if jobs is not None and most < jobs:
+            warnings.warn(f"{most} of {jobs:,} processes are used: {why}.", stacklevel=2)
         self._carry_out, self._begun = carry_out, False
 
     def _executor(self) -> Any:
         """Return the pool, or a new one if a killed process broke it."""
-        one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         return get_reusable_executor(
-            max_workers=self.capacity,
-            timeout=3600,
-            env=one_thread,
-            initializer=_work_for,
-            initargs=(os.getpid(),),
+            self.capacity, timeout=3600, env=env, initializer=_work_for, initargs=(os.getpid(),)
         )
 
     def submit(self, order: Any) -> Future[Any]:
@@ -112,70 +100,22 @@ def _work_for(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
-    """Train many runs, several at a time, each from its current state."""
-    waiting, attempts = deque(orders), Counter[str]()
-    running: dict[Any, tuple[Order, list[int]]] = {}
-
-    def epochs(order: Order) -> list[int]:
-        return [epochs_so_far(order.folder / run.name) for run in order.runs]
-
-    try:
-        while waiting or running:
-            while waiting and len(running) < workers.capacity:
-                order = waiting.popleft()
-                running[workers.submit(order)] = order, epochs(order)
-            for handle in workers.wait(list(running), TICK):
-                order, before = running.pop(handle)
-                outcomes = workers.outcomes(handle) or [KILLED] * len(order.runs)
-                again = []
-                for run, outcome, was, now in zip(order.runs, outcomes, before, epochs(order), strict=True):
-                    if outcome.retry:
-                        attempts[run.name] += now <= was
-                        if attempts[run.name] <= retries:
-                            again.append(run)
-                            continue
-                    yield run, outcome
-                if again:
-                    waiting.append(replace(order, runs=tuple(again)))
-            yield None
-    finally:
-        workers.close()
-
-
-def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
-    """Group runs that differ only in their seed, in order."""
-    alike: dict[Any, list[SweepRun]] = {}
-    for run in runs:
-        alike.setdefault((run.model, replace(run.training, seed=0, query_key_scale=1.0)), []).append(run)
-    return [tuple(group[i : i + most]) for group in alike.values() for i in range(0, len(group), most)]
-
-
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_AT_ONCE = 10_000  # runs waiting in Ray's own queue
-
-
 class RayWorkers:
     """Ray tasks with one CPU and a share of a GPU each, wherever the cluster has room."""
 
-    def __init__(
-        self,
-        address: str,
-        gpus_per_run: float,
-        jobs: int | None,
-        carry_out: Callable[[Any], Any] = train_order,
-    ) -> None:
+    def __init__(self, address: str, gpus: float, jobs: int | None, carry_out: Callable[[Any], Any]) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to Ray's makers
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             ray: Any = import_module("ray")
         except ImportError:
             raise InputError("--ray needs Ray: pip install 'semdiag[ray]'") from None
-        self._ray = ray
+        self._ray, self._carry_out = ray, carry_out
         where = None if address == "auto" else address
         try:
             ray.init(address=where, logging_level="ERROR", log_to_driver=False, include_dashboard=None)
@@ -184,21 +124,20 @@ class RayWorkers:
             raise InputError(
                 f"No Ray cluster at {address} ({reason}). Use --ray auto to start one here."
             ) from None
-        self.capacity = _AT_ONCE if jobs is None else jobs
-        self._remote = ray.remote(num_cpus=1, num_gpus=gpus_per_run, max_retries=0)(_carry_out_in)
-        self._carry_out = carry_out
+        self.capacity = 10_000 if jobs is None else jobs  # in Ray's own queue
+        self._remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_carry_out_in)
 
     def submit(self, order: Any) -> Any:
-        """See :class:`semdiag_models.sweeps.workers.Workers`."""
+        """See :class:`Workers`."""
         return self._remote.remote(os.getcwd(), self._carry_out, order)
 
     def wait(self, handles: list[Any], seconds: float) -> list[Any]:
-        """See :class:`semdiag_models.sweeps.workers.Workers`."""
+        """See :class:`Workers`."""
         ready: list[Any] = self._ray.wait(handles, num_returns=1, timeout=seconds)[0]
         return ready
 
     def outcomes(self, handle: Any) -> Any:
-        """See :class:`semdiag_models.sweeps.workers.Workers`."""
+        """See :class:`Workers`."""
         try:
             return self._ray.get(handle)
         except self._ray.exceptions.RayTaskError:  # raised by our function
@@ -207,7 +146,7 @@ class RayWorkers:
             return None
 
     def close(self) -> None:
-        """See :class:`semdiag_models.sweeps.workers.Workers`; a cluster that existed before stays."""
+        """See :class:`Workers`; a cluster that existed before stays."""
         self._ray.shutdown()
 
 
