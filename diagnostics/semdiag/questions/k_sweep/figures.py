@@ -52,8 +52,9 @@ def cost(findings: Findings) -> Figure:
     by_length = _fixed_k(findings, models[0]) if len(models) == 1 else table.iloc[:0]
     panels, height = len(models) + bool(len(by_length)), 3.4 if page_width() > 5 else 4
     figure, axes = panel_grid(panels, height=height, sharey=False)
-    if len(by_length) and page_width() > 5:
-        axes[0].get_gridspec().set_width_ratios([1.6, 1])
+    grid = axes[0].get_gridspec()
+    if grid is not None and len(by_length) and page_width() > 5:
+        grid.set_width_ratios([1.6, 1])
     for ax, model in zip(axes, models, strict=False):
         own = table[table["model"] == model]
         _draw(figure, ax, findings, own, "kept")
