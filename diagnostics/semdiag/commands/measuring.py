@@ -273,7 +273,7 @@ class Asked:
             with beside_json(as_json):
                 say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
                 show(question.answered(findings), values.get("every", False))
-                say(f"Figures and tables: {page}")
+                say(f"Page: {page}")
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:
@@ -317,6 +317,7 @@ def with_options(question: Question) -> Callable[..., None]:
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     for name in shared_names:
         annotation, default = _SHARED[name]
+        default = "none" if name == "figures" and question.name not in _PICTURED else default
         default = question.defaults.get(name, default)
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -326,6 +327,7 @@ def with_options(question: Question) -> Callable[..., None]:
 
 
 _KIND = inspect.Parameter.KEYWORD_ONLY
+_PICTURED = ("report", "k-sweep", "compare", "selections")  # others draw figures only when asked
 _GIVEN = ("plan", "shared")  # arguments of a command that are no options
 
 
