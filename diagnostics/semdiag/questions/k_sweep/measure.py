@@ -34,7 +34,6 @@ from semdiag.questions.k_sweep.rerun import (
     NO_MASK,
     QUARTERS_TABLE,
     RERUN_TABLE,
-    check_placed,
     few_ks,
     packed,
     rerun,
@@ -208,8 +207,10 @@ def _reruns(subject: Subject, seen: CleanPass, plan: KSweepPlan, whole: int) -> 
             raise
         subject.remark(f"not run with masks: {error}", "not-run-with-masks")
         again = RERUN_TABLE.empty()
+    if pieces and not again["predictions"].sum():
+        why = f"of {loaded.path} the outputs are compared"
+        raise InputError(f"--lengths is for models that predict tokens, and {why}.")
     for n, cut in pieces.items():
-        check_placed(loaded.path, again)
         rerun(
             loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), quarters=partial(note, n), **how
         )

@@ -73,11 +73,12 @@ def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple
 
 def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
     """Cut the tokens of all samples, one behind the other, into pieces of a length."""
-    stream = torch.cat([_real_tokens(batch) for batch in batches])
+    read = [_ids_of(batch) for batch in batches]
+    stream = torch.cat([ids.flatten() if real is None else ids[real] for _, ids, real in read])
     if len(stream) < length:
         raise InputError(f"--lengths {length}: the inputs hold {counted(len(stream), 'token')} in all.")
     pieces = stream[: len(stream) // length * length].view(-1, length)
-    name = _ids_of(batches[0])[0]
+    name = read[0][0]
     parts = [pieces[first : first + size] for first in range(0, len(pieces), size)]
     return [part if name is None else {name: part} for part in parts]
 
@@ -97,17 +98,6 @@ def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
             real = [~given if mask in PADDED else given for mask, given in masks]
             return str(name), values, real[0] if real else None
     raise InputError("--lengths cuts texts or token ids alone: leave out labels and other arguments.")
-
-
-def _real_tokens(batch: Batch) -> Tensor:
-    _, ids, real = _ids_of(batch)
-    return ids.flatten() if real is None else ids[real]
-
-
-def check_placed(path: str, again: pd.DataFrame) -> None:
-    """Refuse pieces of other lengths of a model whose outputs have no distribution."""
-    if not again["predictions"].sum():
-        raise InputError(f"--lengths is for models that predict tokens, and of {path} the outputs are compared.")
 
 
 NO_MASK = "none"
@@ -395,15 +385,13 @@ def _remark_outputs(
 ) -> None:
     """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
     others, unread, reason, loss = reader
-    if drew:
-        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
-    if others:
-        remark(f"of its outputs {others}", "outputs-compared")
-    if unread:
-        text = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
-        remark(text, "labels-unread")
-    if reason:
-        text = f"logits are compared as outputs, not as a distribution: {reason}"
-        remark(text, "logits-as-outputs")
-    if loss:
-        remark(f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits")
+    read_alone = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
+    for wanted, text, code in (
+        (drew, f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward"),
+        (others, f"of its outputs {others}", "outputs-compared"),
+        (unread, read_alone, "labels-unread"),
+        (reason, f"logits are compared as outputs, not as a distribution: {reason}", "logits-as-outputs"),
+        (loss, f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits"),
+    ):
+        if wanted:
+            remark(text, code)
