@@ -223,7 +223,7 @@ def test_tables_and_sections(pair, probed, tmp_path):
     page, _ = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
     text = page.read_text(encoding="utf-8")
     assert "Do masks survive noise?" in text
-    assert "Is sparse attention enough in this model, and with which k?" in text
+    assert "What would sparse attention cost this model?" in text
     again = Measurements.load(tmp_path / "report" / "data")
     assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
     assert (
