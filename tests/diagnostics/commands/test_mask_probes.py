@@ -22,7 +22,9 @@ def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, here, tiny_runs
     assert f"{tiny_runs.full}/last.pt" in outcome.err
     assert "…" not in outcome.out
     page = (here / "out" / "index.html").read_text(encoding="utf-8")
-    assert {"mask-stability": "Do masks survive noise?", "k-sweep": "What would sparse attention cost"}[command] in page
+    assert {"mask-stability": "Do masks survive noise?", "k-sweep": "What would sparse attention cost"}[
+        command
+    ] in page
     quiet = run_semdiag(command, tiny_runs.full, *FEW, "--quiet", "--out", here / "quiet")
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
 

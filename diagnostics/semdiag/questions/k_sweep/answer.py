@@ -88,11 +88,6 @@ class SparseVerdict:
     harmed_high: float = math.nan  # one-sided limit of that share
     samples: int = 0  # that were run
 
-    @property
-    def headline(self) -> str:
-        """Return the sentence with a capital letter, unless it begins with a symbol."""
-        return self.sentence if self.sentence.startswith("k =") else self.sentence[:1].upper() + self.sentence[1:]
-
 
 _OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high", "samples"
 
@@ -417,7 +412,9 @@ def answer(findings: Findings) -> Answer:
     glance = findings(sparse_glance)
     headline = [f"Sparse attention, {glance.answer}: {glance.number} {glance.words}."]
     if len(models) == 1:
-        headline = [findings(sparse_verdict, models[0]).headline, *kinds_lines(findings, models[0])]
+        sentence = findings(sparse_verdict, models[0]).sentence
+        first = sentence[:1] if sentence.startswith("k =") else sentence[:1].upper()
+        headline = [first + sentence[1:], *kinds_lines(findings, models[0])]
     return Answer(
         glance,
         headline,

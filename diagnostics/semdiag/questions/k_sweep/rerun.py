@@ -267,7 +267,6 @@ HARM = 10  # times the tolerance: a sample that changes by more is harmed
 MOST_HARMED = 0.01  # share of the inputs that may be, where a mask is said to do
 LEAST_SAMPLES = 299  # of fewer, if none is harmed, a share above this cannot be excluded: 0.99^299 ≤ 0.05
 CHUNK = 128  # positions of the parts over which intervals are, where there are fewer samples than FEWEST
-Masks = Sequence[tuple[str, int, Keep]]
 UNITS = ["sample", "part"]  # over which intervals are
 Numbers = NDArray[np.float64]
 
@@ -314,7 +313,7 @@ def rerun(
     loaded: LoadedModel,
     batches: Sequence[Batch],
     labels: Tensor | None,
-    masks: Masks,
+    masks: Sequence[tuple[str, int, Keep]],
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     remark: Callable[[str, str], None] = lambda text, code: None,
