@@ -6,18 +6,24 @@ from contextlib import contextmanager
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from semdiag.capturing.batches import split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.calls.tile_weights import TILES
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import optional_tables
+from semdiag.measuring.probe import Subject, optional_tables
 from semdiag.measuring.probe import probes as every_probe
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import typed
 from semdiag.questions.convergence import answer as speed_and_dispersion
 from semdiag.questions.dispersion import answer as dispersion
+from semdiag.questions.k_sweep import KSweepPlan
+from semdiag.questions.k_sweep.measure import PROBE as K_SWEEP
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
 from semdiag.questions.retrieval.measure import RETRIEVAL
 from semdiag.questions.stability import answer as stability
@@ -393,3 +399,12 @@ def many():
         one_model("odd", None, None, path="unknown/x.pt"),
     ]
     return Measurements.concat(parts)
+
+
+def k_sweep_tables(model, tokens, labels=None, plan=None, *, min_keys=1, said=None, **how):
+    """All tables of a k-sweep of one model, without a survey; remarks are added to ``said``."""
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    chosen = {"batch_size": 100, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, **how}
+    batches = split(tokens, chosen["batch_size"])
+    subject = Subject(loaded, batches, labels, **chosen, said=[] if said is None else said)
+    return K_SWEEP.measure(subject, plan or KSweepPlan(), min_keys)

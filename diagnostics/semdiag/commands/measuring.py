@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
-    from semdiag_models.sweeps.workers import Workers
+    from semdiag_models.workers import Workers
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -273,7 +273,7 @@ class Asked:
             with beside_json(as_json):
                 say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
                 show(question.answered(findings), values.get("every", False))
-                say(f"Figures and tables: {page}")
+                say(f"Page: {page}")
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:
@@ -317,6 +317,7 @@ def with_options(question: Question) -> Callable[..., None]:
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     for name in shared_names:
         annotation, default = _SHARED[name]
+        default = "none" if name == "figures" and question.name not in _PICTURED else default
         default = question.defaults.get(name, default)
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -326,6 +327,7 @@ def with_options(question: Question) -> Callable[..., None]:
 
 
 _KIND = inspect.Parameter.KEYWORD_ONLY
+_PICTURED = ("report", "k-sweep", "compare", "selections")  # others draw figures only when asked
 _GIVEN = ("plan", "shared")  # arguments of a command that are no options
 
 
@@ -418,6 +420,6 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
 def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
     from semdiag.measuring.survey import run_order
-    from semdiag_models.sweeps.workers import LocalWorkers, RayWorkers
+    from semdiag_models.workers import LocalWorkers, RayWorkers
 
     return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)

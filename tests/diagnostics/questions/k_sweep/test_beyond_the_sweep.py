@@ -1,6 +1,5 @@
 """A k that is run with masks and is above the largest of the sweep: it is judged, and what is unknown is said."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import LARGEST_K, QUESTION, KSweepPlan
 from semdiag.questions.k_sweep.answer import kinds_lines, place_lines, sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.changes import change_table
-from semdiag.questions.k_sweep.figures import loss_change
 
 LETTERS, LENGTH = 5, 260
 
@@ -64,10 +62,6 @@ def test_what_is_unknown_there_is_said_where_it_is_missing(findings, capsys):
     assert "Weight and Δ head of k = 64, 128 are unknown: the sweep ends below (--max-k)." in printed
     assert "Weight and Δ head are those of topk alone." in printed
     assert "nan" not in printed.lower().replace("semdiag", "")
-    figure = loss_change(findings)
-    said = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
-    assert "unknown at 64, 128, above the sweep's largest k" in said
-    plt.close(figure)
 
 
 def test_every_change_and_every_limit_names_what_it_is_a_change_of(findings):

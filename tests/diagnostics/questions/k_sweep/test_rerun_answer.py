@@ -11,8 +11,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import QUESTION
 from semdiag.questions.k_sweep.answer import sparse_glance, sparse_verdict, verdict_lines
-from semdiag.questions.k_sweep.changes import change_interval, change_table, share_below
-from semdiag.questions.k_sweep.figures import loss_change
+from semdiag.questions.k_sweep.changes import Unit, change_interval, change_table, share_below
+from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
 
@@ -213,7 +213,7 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     assert "changes the loss by no finite number (no interval); cannot tell from outputs" in lines[0]
     assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
     assert (sparse_glance(findings).answer, sparse_glance(findings).number) == ("cannot tell", "k = 12")
-    figure = loss_change(findings)
+    figure = cost(findings)
     figure.canvas.draw()
     plt.close(figure)
     show(QUESTION.answered(findings))
@@ -232,6 +232,22 @@ def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, monk
     assert "interval" in heading
 
 
+def test_a_narrow_terminal_keeps_what_the_verdict_stands_on(made_up, capsys, monkeypatch):
+    """It left out the share harmed and the control, and kept the divergence and the changed predictions."""
+    monkeypatch.setenv("COLUMNS", "80")
+    show(QUESTION.answered(made(made_up, of(4), {1: 7.0})))
+    printed = capsys.readouterr().out.splitlines()
+    heading = next(line for line in printed if line.startswith(" mask"))
+    assert all(name in heading for name in ("loss", "interval", "harmed", "random"))
+    assert not any(name in heading for name in ("KL", "changed"))
+    assert max(map(len, printed[: printed.index(heading) + 6])) <= 80
+
+
+def test_a_factor_of_a_thousand_is_written_in_full(made_up):
+    """It was "× 1.1e+03"."""
+    assert Unit("loss", perplexity=True).amount(7.0) == "× 1,100"
+
+
 def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):
     assert sparse_verdict(broken(made(made_up, of(1)), (1, 2), math.nan), "m").k == 4
     found = sparse_verdict(broken(made(made_up, of(1)), (1, 8), math.nan), "m")  # 12 of 16 keys is hardly sparse
@@ -247,7 +263,7 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
     findings = Findings(findings.measurements.replace(rerun=rerun))
     assert sparse_verdict(findings, "m").answer == "cannot tell"
     assert "Without a mask the loss is not a finite number" in " ".join(verdict_lines(findings, "m"))
-    figure = loss_change(findings)
+    figure = cost(findings)
     figure.canvas.draw()
     plt.close(figure)
 
