@@ -159,12 +159,7 @@ def quest_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, bl
     Source: Tang et al. 2024, Quest (mit-han-lab/Quest, evaluation/quest_attention.py). Deviation: Quest chooses
     pages for one query while decoding; for a tile the largest bound of its queries counts.
 
-    Args:
-        q: (H, Lq, D) queries times the scale of the scores.
-        k: (Hk, Lk, D) keys.
-        positions: (Lq,) int64, the last key that each query may see; not used.
-        query_block: number of queries in a tile.
-        block: number of keys in a block, Quest's page.
+    Arguments as of :func:`mean_estimate`.
 
     Returns:
         (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉) in nats.
@@ -188,12 +183,7 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
     Source: Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py, ``inverse``). Deviation:
     s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
 
-    Args:
-        q: (H, Lq, D) queries times the scale of the scores.
-        k: (Hk, Lk, D) keys.
-        positions: (Lq,) int64, the last key that each query may see.
-        query_block: number of queries in a tile.
-        block: number of keys in a block.
+    Arguments as of :func:`mean_estimate`.
 
     Returns:
         (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉), weights added up over a tile.
@@ -225,12 +215,7 @@ def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int
     Source: Jiang et al. 2024, MInference (vertical-slash heads). Deviation: MInference keeps the best lines; here
     the weight of all lines ranks blocks.
 
-    Args:
-        q: (H, Lq, D) queries times the scale of the scores.
-        k: (Hk, Lk, D) keys.
-        positions: (Lq,) int64, the last key that each query may see.
-        query_block: number of queries in a tile.
-        block: number of keys in a block.
+    Arguments as of :func:`mean_estimate`.
 
     Returns:
         (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉), weights.

@@ -179,22 +179,12 @@ class Calls:
         return self._of_kept(layer, head, occurrence, KeptScores.weights)
 
     def received(self) -> pd.DataFrame:
-        """Return the weight that each key receives, r_j = Σ_i p_ij over the queries, from ``scores=True``.
+        """Return the weight that each key receives, r_j = Σ_i p_ij over the queries.
 
         Returns:
-            One row per layer, sample, head and key, with the further column received, from 0 to the number of
-            queries.
-
-        Raises:
-            InputError: in the cases of :meth:`scores`.
+            The rows of :meth:`loads`, with received in place of k and load.
         """
-        parts = []
-        for layer in range(len(self._layers)):
-            weight = self.weights(layer).sum(2)
-            places = pd.MultiIndex.from_product([*map(range, weight.shape)], names=["sample", "head", "key"])
-            rows = pd.DataFrame({"received": weight.flatten()}, places).reset_index()
-            parts.append(rows.assign(layer=layer))
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        return self.loads().drop(columns=["k", "load"])
 
     def weight_between(self, groups: Mapping[str, Any]) -> pd.DataFrame:
         """Return the weight that groups of tokens give one another, from a capture with ``scores=True``.

@@ -106,7 +106,7 @@ def _sentences(far: list[Summary]) -> Iterator[str]:
     """Yield what masks find of facts that stand farther back than the keys they keep, and their perplexity."""
     for model, task in dict.fromkeys((row["model"], row["task"]) for row in far):
         parts = [
-            f"{_mask(row['mask'], row['k'])} {row['right']} of {row['texts']} "
+            f"{mask_name(row['mask'], row['k'])} {row['right']} of {row['texts']} "
             f"({_interval(row['low'], row['high'])}; as it is {row['as_it_is']}; perplexity of the text "
             f"{row['perplexity_change']:+.1%})"
             for row in far
@@ -115,7 +115,8 @@ def _sentences(far: list[Summary]) -> Iterator[str]:
         yield f"{model}, {task}, told more than k tokens before: {'; '.join(parts)}."
 
 
-def _mask(mask: str, k: int) -> str:
+def mask_name(mask: str, k: int) -> str:
+    """Return a mask in words."""
     return "as it is" if mask == NO_MASK else f"{mask}, k = {k}" if k else mask
 
 
@@ -128,7 +129,7 @@ _TILES = (
 )  # fmt: skip
 _COLUMNS = (
     Column("task", form=text), Column("length", form=plain), Column("distance", form=plain),
-    Column("mask k", "mask", _mask), Column("right", form=plain), Column("texts", "of", plain, drop=1),
+    Column("mask k", "mask", mask_name), Column("right", form=plain), Column("texts", "of", plain, drop=1),
     Column("accuracy", form=percent, drop=NEVER), Column("low high", "95%", _interval, drop=2),
     Column("perplexity_change", "perplexity", lambda x: f"{x:+.1%}", drop=3),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
-from semdiag.questions.retrieval.answer import NO_MASK, retrieval_table
+from semdiag.questions.retrieval.answer import mask_name, retrieval_table
 
 
 @drawing(
@@ -26,9 +26,17 @@ def retrieval_by_distance(findings: Findings) -> Figure:
     for ax, ((model, task), rows) in zip(axes, panels, strict=True):
         for (mask, k), color in colors.items():
             line = rows[(rows["mask"] == mask) & (rows["k"] == k)].groupby("distance")[["right", "texts"]].sum()
-            label = "as it is" if mask == NO_MASK else f"{mask}, k = {k}"
-            ax.plot(line.index, line["right"] / line["texts"], marker="o", markersize=3, color=color, label=label)
-        ax.set_xscale("log", base=2)
+            ax.plot(
+                line.index,
+                line["right"] / line["texts"],
+                marker="o",
+                markersize=3,
+                color=color,
+                label=mask_name(mask, k),
+            )
+        ax.set_xscale("log")
+        ax.set_xticks(places := sorted(set(rows["distance"])), [f"{place:,}" for place in places])
+        ax.minorticks_off()
         ax.set_ylim(-0.05, 1.05)
         ax.set_xlabel("tokens between answer and fact")
         ax.set_title(f"{task}\n{str(model)[-40:]}", fontsize=8)
