@@ -37,7 +37,7 @@ def every_test(session: nox.Session) -> None:
     """Every case of every test, the slow ones too, with trained models, loggers and other random examples."""
     session.install("-e", ".[dev,test-hf,test-loggers]")
     env = {"SEMDIAG_EVERY_CASE": "1"}
-    session.run("pytest", "-m", "", "--hypothesis-profile=random", *session.posargs, env=env)
+    session.run("pytest", "-m", "", "--hypothesis-profile=nightly", *session.posargs, env=env)
 
 
 @nox.session
@@ -56,6 +56,13 @@ def docs(session: nox.Session) -> None:
     session.install("-e", ".[dev,test-hf]")
     files = ("tests/test_docs.py", "tests/test_notebook.py", "tests/test_own_model_guide.py")
     session.run("pytest", "-m", "", *files, *session.posargs)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """The docs as a site, in site/."""
+    session.install("-e", ".[docs]")
+    session.run("mkdocs", "build", "--strict")
 
 
 @nox.session

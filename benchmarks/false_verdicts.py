@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.questions.k_sweep.answer import change_interval, share_below
+from semdiag.questions.k_sweep.changes import change_interval, share_below
 from semdiag.questions.k_sweep.rerun import HARM, MOST_HARMED
 
 TOLERANCE, MEAN, DRAWS = 0.01, 0.015, 1000

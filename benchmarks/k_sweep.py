@@ -19,8 +19,8 @@ import semdiag
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.inputs import read_batches
-from semdiag.capturing.kept_keys import Keep
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import Keep
 from semdiag.questions.k_sweep.budgets import EXTERNAL_KINDS, masks_of
 from semdiag.questions.k_sweep.measure import KSweepPlan
 

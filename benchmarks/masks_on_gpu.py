@@ -22,7 +22,8 @@ import semdiag
 from semdiag import TopK, Window, sparsify
 from semdiag.capturing import masked_attention
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, Rule
+from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.rules import Rule
 
 LONGEST = 25  # seconds after which the check begins nothing more: a kind of call takes 10 to 30 to compile
 RULES: tuple[Rule, ...] = (

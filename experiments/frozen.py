@@ -20,8 +20,7 @@ from t_intervals import UNKNOWN, t_interval
 
 from semdiag.measuring.findings.resampling import Interval
 from semdiag_models import InputError
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.runs import read_history
+from semdiag_models.sweep import SweepRun, read_history, read_sweep
 
 HERE = Path(__file__).parent
 RUN = ["task", "attention", "frozen", "seed"]  # what names a run of the study

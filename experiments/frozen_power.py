@@ -15,8 +15,7 @@ import pandas as pd
 from frozen import FULL, HALF, TOPK, attention_of, share
 from t_intervals import t_interval
 
-from semdiag_models.sweeps.grid import read_sweep
-from semdiag_models.sweeps.runs import read_history
+from semdiag_models.sweep import read_history, read_sweep
 
 HERE = Path(__file__).parent
 SEEDS, STUDIES = 5, 2000

@@ -22,8 +22,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, plain_numbers
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.runs import read_history
+from semdiag_models.sweep import SweepRun, read_history, read_sweep
 
 HERE = Path(__file__).parent
 PANELS = {

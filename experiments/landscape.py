@@ -25,7 +25,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import inputs_of
 from semdiag.presenting.drawing.style import finished, paper_style, save_figure
 from semdiag.questions.landscape.measure import LandscapePlan, landscape
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "landscape.toml"

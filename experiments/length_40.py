@@ -27,8 +27,7 @@ import torch
 
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag_models import TASKS
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.runs import read_history
+from semdiag_models.sweep import SweepRun, read_history, read_sweep
 
 HERE = Path(__file__).parent
 REFERENCES = HERE.parent / "checkpoints"

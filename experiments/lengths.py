@@ -24,7 +24,8 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.table import ALL
 from semdiag_models import Encoder, InputError, find_task
-from semdiag_models.sweeps.grid import padded_length, read_sweep
+from semdiag_models.sweep import read_sweep
+from semdiag_models.tasks import padded_length
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "lengths.toml"

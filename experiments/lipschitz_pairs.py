@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 
 SWEEP = Path(__file__).parent / "lipschitz.toml"
 APART = 1.25  # losses by more than this factor are not matched

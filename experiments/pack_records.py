@@ -12,13 +12,13 @@ import pandas as pd
 
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
-from semdiag_models.sweeps.runs import HISTORIES, RUNS, SCHEMA, joined, packed_names, read_tables, record_in
+from semdiag_models.sweep import HISTORIES, RUNS, SCHEMA, read_packed, read_tables
 
 
 def pack(folder: Path, schema: str) -> int:
     """Replace the record files of a folder by two tables, after a check that every record reads back unchanged."""
     files = sorted(folder.glob("*.json"))
-    records = {name: joined(folder, name) for name in packed_names(folder)}
+    records = dict(read_packed(folder))
     for file in files:
         record = read_json(file)
         if not isinstance(record, dict) or record.get("schema") != schema or record.get("run") != file.stem:
@@ -37,7 +37,7 @@ def pack(folder: Path, schema: str) -> int:
         ):
             table.to_parquet(path, index=False, compression="zstd")
         back = read_tables(*written)
-        wrong = [name for name, record in records.items() if not _same(record_in(back, name), record)]
+        wrong = [name for name, record in records.items() if not _same(back[name], record)]
         if wrong:
             raise InputError(
                 f"{folder}: the record {wrong[0]} would not read back unchanged. Nothing was changed."

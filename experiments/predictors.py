@@ -38,8 +38,8 @@ from semdiag.questions.convergence.answer import arrivals, epochs_to
 from semdiag.questions.lipschitz.measure import plane_secants
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
-from semdiag_models import InputError
-from semdiag_models.tasks import ListOps, find_task
+from semdiag_models import InputError, ListOpsTrees
+from semdiag_models.tasks import find_task, listops
 from semdiag_models.training import find_device, with_float64
 
 SAMPLES = 50
@@ -268,7 +268,7 @@ def _target(setting: dict[str, Any]) -> float:
     """Return the accuracy 90% of the way from the shortcut to 1; NaN if the task is not one of semdiag's."""
     trees = setting.get("listops")
     try:
-        task = ListOps(**trees) if trees else find_task(setting["task"])
+        task = listops(ListOpsTrees(**trees)) if trees else find_task(setting["task"])
         level = shortcut(task, setting["length"]).accuracy
     except (InputError, KeyError):
         return math.nan

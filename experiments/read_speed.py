@@ -24,8 +24,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.reach import shortcut
 from semdiag.measuring.training_runs import run_table
 from semdiag_models import Encoder, InputError
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.runs import read_history
+from semdiag_models.sweep import SweepRun, read_history, read_sweep
 from semdiag_models.tasks import find_task
 
 HERE = Path(__file__).parent

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 from t_intervals import UNKNOWN, t_interval
 
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.runs import read_history
+from semdiag_models.sweep import SweepRun, read_history, read_sweep
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "robustness.toml"

@@ -31,10 +31,11 @@ if os.environ.get("SEMDIAG_SECOND_DEVICE"):
     if os.environ["SEMDIAG_SECOND_DEVICE"] == "auto":  # and whatever chooses a device takes it
         device.BEST = (second_device.NAME, *device.BEST)
 
-# By default every run draws the same examples. --hypothesis-profile=random draws others, and more of them;
+# By default every run draws the same examples. --hypothesis-profile=random draws others, and nightly more of them;
 # with --hypothesis-seed=N, which .ci/run prints, they can be drawn again.
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
-settings.register_profile("random", max_examples=300, deadline=None, database=None, print_blob=True)
+settings.register_profile("random", deadline=None, database=None, print_blob=True)
+settings.register_profile("nightly", settings.get_profile("random"), max_examples=300)
 settings.load_profile("same")
 
 

@@ -36,7 +36,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.questions.selections.check import check_selection, read_selection
 from semdiag.reporting.gate import read_baseline
 from semdiag_models import InputError, reading
-from semdiag_models.sweeps.grid import read_sweep
+from semdiag_models.sweep import read_sweep
 from semdiag_models.tasks.text import read_lines
 
 SECONDS = 20  # for one input

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import speed_by_mask as speeds
 
-from semdiag_models.sweeps.grid import read_sweep
+from semdiag_models.sweep import read_sweep
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
@@ -263,7 +263,7 @@ def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():
 
 def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
     data = EXPERIMENTS.parent / "reports" / "length-40"
-    text = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
+    text = (EXPERIMENTS.parent / "docs" / "paper.md").read_text(encoding="utf-8")
     page = (EXPERIMENTS / "length-40.md").read_text(encoding="utf-8")
     assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in page
     percentiles = pd.read_csv(data / "percentiles.csv")

@@ -76,10 +76,10 @@ def rows_of_the_page():
     return [printed(row) for row in re.findall(r"^\| [δξλ] .*", text.split("##")[0], re.MULTILINE)]
 
 
-def test_the_readme_says_the_same_intervals():
+def test_the_page_of_claims_says_the_same_intervals():
     rows = rows_of_the_page()
     assert len(rows) == 3
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split())
     for *_, low, high in rows:
         assert f"{low:.2f} to {high:.2f}".replace("-", "−") in text
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from semdiag_models import InputError
-from semdiag_models.sweeps.runs import SCHEMA
+from semdiag_models.sweep import SCHEMA
 from semdiag_models.training import HISTORY_COLUMNS
 
 pytestmark = pytest.mark.slow  # of a finished study

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import robustness
 
-from semdiag_models.sweeps.grid import read_sweep
+from semdiag_models.sweep import read_sweep
 
 pytestmark = pytest.mark.slow  # of a finished study
 

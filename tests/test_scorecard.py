@@ -15,16 +15,16 @@ import torch
 from scipy import stats
 
 from semdiag.measuring.reach import shortcut
-from semdiag_models.sweeps.grid import read_sweep
-from semdiag_models.sweeps.runs import read_history
-from semdiag_models.tasks.expressions import CLOSER, FIRST_OPENER
-from semdiag_models.tasks.language_tasks import ListOps
+from semdiag_models.sweep import read_history, read_sweep
+from semdiag_models.tasks import find_task
+from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER
 
 ROOT = Path(__file__).parents[1]
+LISTOPS = find_task("listops")
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in PAGE.splitlines()
+    for line in PAGE.partition("## The numbers")[0].splitlines()
     if line.startswith("| ") and not line.startswith("| claim")
 ]
 VERDICTS = "**holds**", "**holds where**", "**cannot tell**", "**does not hold here**"
@@ -68,7 +68,7 @@ def test_epochs_are_those_of_the_records(task):
 
 
 def test_ratios_of_dispersion_are_those_of_the_findings():
-    findings = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    findings = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     table = re.findall(r"\| [\d.]+, [\d.]+ \| ([\d.]+) \| [\d.]+, [\d.]+ \| ([\d.]+) \|", findings)
     before, after = (sorted(float(pair[at]) for pair in table) for at in (0, 1))
     said = row("Top-k has the smaller dispersion")[1]
@@ -78,16 +78,16 @@ def test_ratios_of_dispersion_are_those_of_the_findings():
 
 PHRASES = {
     ("The smaller the dispersion", "experiments/study.md"): "−0.47 to 0.37; −0.26 (−0.56 to 0.05)",
-    ("Masks are separated", "docs/findings.md"): "92, 93 and 94% (51, 55 and 56%)",
-    ("The conditions of Corollary 1 hold at", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
-    ("The loss has a smaller", "docs/findings.md"): "10⁴ to 10³⁹ times the gradient",
-    ("The bounds are true", "docs/findings.md"): "5 of 101,000 pairs of rows",
-    ("Fixed sparse masks", "docs/findings.md"): "10 of 12 pairs",
+    ("Masks are separated", "docs/paper.md"): "92, 93 and 94% (51, 55 and 56%)",
+    ("The conditions of Corollary 1 hold at", "docs/paper.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
+    ("The loss has a smaller", "docs/paper.md"): "10⁴ to 10³⁹ times the gradient",
+    ("The bounds are true", "docs/paper.md"): "5 of 101,000 pairs of rows",
+    ("Fixed sparse masks", "docs/paper.md"): "10 of 12 pairs",
     ("Fixed sparse masks", "experiments/study.md"): "1.65 to 1.73; 0.29; 0.80",
     ("Approximate selections", "experiments/study.md"): (
         "1.32 (0.94 to 1.87); 0.98 (0.61 to 1.58); 0.79 (0.40 to 1.55)"
     ),
-    ("Empirical Lipschitz", "docs/findings.md"): "0 of 10 pairs",
+    ("Empirical Lipschitz", "docs/paper.md"): "0 of 10 pairs",
 }
 
 
@@ -165,7 +165,7 @@ def test_the_seven_small_tasks_are_told_with_what_makes_their_mean():
     top = np.exp(by_task.loc["topk-5"])
     median = f"{top.median():.2f} of full attention's"
     assert median in row("Top-k attention converges")[1]
-    assert median in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert median in PAGE.partition("## Claim by claim")[0]
     without = np.exp(by_task.loc["topk-5"].drop("even-pairs").mean())
     assert f"without it {without:.2f}" in row("Approximate selections")[1]
     slower = (by_task.loc["block-5-global-1"] > 0).sum()
@@ -189,7 +189,7 @@ def test_dispersion_has_the_signs_that_are_said_task_by_task():
 def test_masks_that_stay_are_those_of_the_reference_report():
     table = pd.read_csv(ROOT / "reports" / "reference" / "data" / "mask_stability.csv")
     own = table[(table["layer"] == "all") & (table["level"] == 0.01)].sort_values(["task", "seed"])
-    findings = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    findings = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     for attention in ("topk", "full"):
         runs = own[own["attention"] == attention]
         shares = [[f"{100 * x:.0f}" for x in runs[name]] for name in ("exact", "certified")]
@@ -278,7 +278,7 @@ def root_and_digits(tokens):
             digits.append(token)
     digits.sort()
     told = {"[MIN": digits[:1], "[MAX": digits[-1:], "[MED": [len(digits), *digits[len(digits) // 2 :][:1]]}
-    return tokens[0], lists, *told.get(ListOps.symbols[tokens[0]], [])
+    return tokens[0], lists, *told.get(LISTOPS.symbols[tokens[0]], [])
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_rules_on_few_tokens_of_listops_reach_what_the_page_says():
     """Tables of counts, found on 10,000 samples and tried on 10,000: a standard error of 0.5% at most."""
     page = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
     generator = torch.Generator().manual_seed(2**33)
-    drawn = [[part.tolist() for part in ListOps().sample(10_000, 599, generator)] for _ in range(2)]
+    drawn = [[part.tolist() for part in LISTOPS.sample(10_000, 599, generator)] for _ in range(2)]
     rules = {
         "the commonest label": lambda tokens: 0,
         "the first token, the root's operator": lambda tokens: tokens[0],
@@ -300,8 +300,8 @@ def test_rules_on_few_tokens_of_listops_reach_what_the_page_says():
         right = np.mean([p.argmax() == label for p, label in zip(chances, drawn[1][1], strict=True)])
         loss = -np.mean([np.log(p[label]) for p, label in zip(chances, drawn[1][1], strict=True)])
         assert f"| {name} | {right:.0%} | {loss:.2f} |" in page
-    assert f"| {shortcut(ListOps(), 599).accuracy:.0%} | |" in page
-    pads = (torch.tensor(drawn[1][0]) == ListOps().pad_id).double().mean()
+    assert f"| {shortcut(LISTOPS, 599).accuracy:.0%} | |" in page
+    pads = (torch.tensor(drawn[1][0]) == LISTOPS.pad_id).double().mean()
     assert f"{pads:.0%} of the positions" in page
 
 

@@ -13,8 +13,7 @@ from semdiag.capturing.loading import load
 from semdiag.measuring.measure import Conditions
 from semdiag_models import InputError
 from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.sweeps.grid import SweepRun, read_sweep
-from semdiag_models.sweeps.runs import read_history
+from semdiag_models.sweep import SweepRun, read_history, read_sweep
 
 pytestmark = pytest.mark.slow  # of a finished study
 

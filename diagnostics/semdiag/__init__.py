@@ -25,13 +25,14 @@ from semdiag.measuring import PROBE_SOURCES
 
 if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-    from semdiag.capturing.kept_keys import RandomK, TopK, TopP, Window
     from semdiag.capturing.loading import LoadedModel, load, read_budget
+    from semdiag.capturing.rules import RandomK, SameAs, SkipTiles, TopK, TopP, Window
     from semdiag.capturing.sparsify import sparsify
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measuring.calls.capture import Calls, capture
     from semdiag.measuring.calls.monitor import Monitor
     from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError
+    from semdiag.measuring.calls.tile_weights import tiles
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import measure
     from semdiag.measuring.measurements import Measurements
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
         mask_precision,
         mask_stability,
     )
-    from semdiag.questions.k_sweep.measure import KSweepPlan
+    from semdiag.questions.k_sweep import KSweepPlan
     from semdiag.questions.landscape import LandscapePlan
     from semdiag.questions.lipschitz import LipschitzPlan
     from semdiag.questions.look.page import look
@@ -60,19 +61,22 @@ _HOME = {
     "AttentionCall": "semdiag.capturing.attention_calls",
     "watch_attention": "semdiag.capturing.attention_calls",
     "sparsify": "semdiag.capturing.sparsify",
-    "TopK": "semdiag.capturing.kept_keys",
-    "TopP": "semdiag.capturing.kept_keys",
-    "Window": "semdiag.capturing.kept_keys",
-    "RandomK": "semdiag.capturing.kept_keys",
+    "TopK": "semdiag.capturing.rules",
+    "TopP": "semdiag.capturing.rules",
+    "Window": "semdiag.capturing.rules",
+    "RandomK": "semdiag.capturing.rules",
+    "SameAs": "semdiag.capturing.rules",
+    "SkipTiles": "semdiag.capturing.rules",
     "read_budget": "semdiag.capturing.loading",
     "LoadedModel": "semdiag.capturing.loading",
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
     "Calls": "semdiag.measuring.calls.capture",
+    "tiles": "semdiag.measuring.calls.tile_weights",
     "capture": "semdiag.measuring.calls.capture",
     "compare": "semdiag.questions.in_python",
-    "KSweepPlan": "semdiag.questions.k_sweep.measure",
+    "KSweepPlan": "semdiag.questions.k_sweep",
     "k_sweep": "semdiag.questions.in_python",
     "PrecisionPlan": "semdiag.questions.mask_precision.measure",
     "NoisePlan": "semdiag.questions.mask_stability",
@@ -100,11 +104,11 @@ __all__ = [
     # models and their attention
     "AttentionCall", "LoadedModel", "load", "watch_attention",
     # real masks
-    "RandomK", "TopK", "TopP", "Window", "read_budget", "sparsify",
+    "RandomK", "SameAs", "SkipTiles", "TopK", "TopP", "Window", "read_budget", "sparsify",
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Alarm", "AlarmError", "Calls", "Measurements", "Monitor", "capture", "measure",
+    "Alarm", "AlarmError", "Calls", "Measurements", "Monitor", "capture", "measure", "tiles",
     # probes
     "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "compare", "k_sweep", "landscape", "lipschitz",
     "mask_precision", "mask_stability", "PrecisionPlan",

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from semdiag_models.encoder import AttentionCore, Encoder
     from semdiag_models.reading import InputError
     from semdiag_models.run_folder import open_run, open_seed_runs, run_name, train_run, train_seed_runs
-    from semdiag_models.sweeps.grid import configure
-    from semdiag_models.tasks import TASKS, Task, Text, draw_data, find_task, open_text
+    from semdiag_models.tasks import TASKS, Task, Text, configure, draw_data, find_task, open_text
     from semdiag_models.training import DivergedError, Trainer
 
 # Imported on first use: the command line reads the options in ``config``, and must not wait for torch.
@@ -22,8 +21,7 @@ _HOME = {
     "encoder": ("AttentionCore", "Encoder"),
     "reading": ("InputError",),
     "run_folder": ("open_run", "open_seed_runs", "run_name", "train_run", "train_seed_runs"),
-    "sweeps.grid": ("configure",),
-    "tasks": ("TASKS", "Task", "Text", "draw_data", "find_task", "open_text"),
+    "tasks": ("TASKS", "Task", "Text", "configure", "draw_data", "find_task", "open_text"),
     "training": ("DivergedError", "Trainer"),
 }
 _MODULES = {name: module for module, names in _HOME.items() for name in names}

@@ -37,19 +37,15 @@ def check_archive(file: BinaryIO) -> str | None:
 
 def _check_members(archive: zipfile.ZipFile, file: BinaryIO) -> str | None:
     members = archive.infolist()
-    size = file.seek(0, io.SEEK_END)
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise DamagedError("compressed members, which torch.save never writes")
-    if any(len(member.filename) > _LONGEST_NAME for member in members):
-        raise DamagedError("names of members that are too long")
-    if sum(member.file_size for member in members) > size:
-        raise DamagedError("members that are larger than the file")
-    wrong = None
-    sizes: dict[str, int] = {}
-    for member in members:
-        sizes[member.filename.lower().rpartition("/")[2]] = member.file_size
-        if not _has_its_checksum(archive, member):
-            wrong = wrong or member.filename
+    sizes = {member.filename.lower().rpartition("/")[2]: member.file_size for member in members}
+    for problem, there in (
+        ("compressed members, which torch.save never writes", any(m.compress_type for m in members)),
+        ("names of members that are too long", any(len(m.filename) > _LONGEST_NAME for m in members)),
+        ("members that are larger than the file", sum(m.file_size for m in members) > file.seek(0, io.SEEK_END)),
+    ):
+        if there:
+            raise DamagedError(problem)
+    wrong = next((m.filename for m in members if not _has_its_checksum(archive, m)), None)
     for member in members:
         if member.filename.lower().endswith("data.pkl"):
             if member.file_size > _LARGEST_PICKLE:

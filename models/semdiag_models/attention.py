@@ -33,27 +33,15 @@ def _strip(device: torch.device) -> int:
 # --- keys by their scores
 
 
+@torch.no_grad()
 def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sign: int = 1) -> Tensor:
     """Select the k keys with the largest scores."""
-    core, length = layer.core, q.shape[2]
-    if not core.apart:
-        return _heavy_hitters(q, keys, sign * layer.scale, valid, min(layer.config.k or 1, length))
-    first = core.everywhere[0]  # tokens that attend to all keys, and are no key of the others
-    others = torch.ones(len(q), length, dtype=torch.bool, device=q.device) if valid is None else valid.clone()
-    others[:, :first] = False
-    found = _heavy_hitters(q, keys, sign * layer.scale, others, min(layer.config.k or 1, length - first))
-    found[:, :, :first] = -1
-    return found
-
-
-def bottom_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
-    """Select the k keys with the smallest scores."""
-    return top_k(q, keys, valid, layer, -1)
-
-
-@torch.no_grad()
-def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, k: int) -> Tensor:
     batch, heads, length, _ = q.shape
+    first = layer.core.everywhere[0] if layer.core.apart else 0  # tokens that are no key of the others
+    if first:
+        valid = torch.ones(batch, length, dtype=torch.bool, device=q.device) if valid is None else valid.clone()
+        valid[:, :first] = False
+    k, scale = min(layer.config.k or 1, length - first), sign * layer.scale
     rows, of_keys = (t.detach().reshape(batch * heads, length, -1) for t in (q, keys))  # also detaches tangents
     allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
     per_strip = max(1, _strip(q.device) // length**2)
@@ -67,7 +55,15 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
             scores.masked_fill_(~allowed[s], float("-inf"))
         values, positions = largest(scores, k)
         selected.append(positions if valid is None else positions.masked_fill(values == float("-inf"), -1))
-    return (selected[0] if len(selected) == 1 else torch.cat(selected)).view(batch, heads, length, k)
+    found = (selected[0] if len(selected) == 1 else torch.cat(selected)).view(batch, heads, length, k)
+    if first:
+        found[:, :, :first] = -1  # they attend to all keys
+    return found
+
+
+def bottom_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
+    """Select the k keys with the smallest scores."""
+    return top_k(q, keys, valid, layer, sign=-1)
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -124,8 +120,6 @@ def _local(
     """Return (L, k + first + last): a pattern's keys and the global tokens, whose own rows are empty."""
     inner = length - first - last
     near = pattern(inner, k)
-    if first + last == 0:
-        return near.to(device)
     near = torch.where(near < 0, near, near + first)
     front = torch.arange(0 if apart else first).expand(inner, -1)
     back = torch.arange(length - last, length).expand(inner, -1)
@@ -137,30 +131,30 @@ def _local(
 
 def random(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
     """Select k keys drawn once for each block, head and query."""
-    return _drawn(q, valid, layer, layer.config.selection_seed)
+    return _foremost(_orders(q, layer, layer.config.selection_seed), valid, q, layer)
 
 
 def redrawn(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
     """Select k keys drawn anew at every forward pass, the same for all samples."""
-    return _drawn(q, valid, layer, None if layer.training else layer.draw_seed)
+    if layer.training or layer.draw_seed is None:
+        return _foremost(torch.rand(*q.shape[1:3], q.shape[2], device=q.device), valid, q, layer)
+    return _foremost(_orders(q, layer, layer.draw_seed), valid, q, layer)
 
 
-def _drawn(q: Tensor, valid: Tensor | None, layer: "Attention", seed: int | None) -> Tensor:
-    (batch, heads, length, _), c = q.shape, layer.config
-    if seed is None:
-        return _most_wanted(
-            torch.rand(heads, length, length, device=q.device), valid, batch, min(c.k or 1, length)
-        )
+def _orders(q: Tensor, layer: "Attention", seed: int) -> Tensor:
+    c, length = layer.config, q.shape[2]
     orders = random_priorities(seed, c.blocks, c.heads, c.length + c.extra_tokens, q.device)
-    return _most_wanted(orders[layer.layer, :, :length, :length], valid, batch, min(c.k or 1, length))
+    return orders[layer.layer, :, :length, :length]
 
 
 @torch.no_grad()
-def _most_wanted(priorities: Tensor, valid: Tensor | None, batch: int, k: int) -> Tensor:
+def _foremost(priorities: Tensor, valid: Tensor | None, q: Tensor, layer: "Attention") -> Tensor:
+    """Return the k valid keys with the largest priorities (H, L, L)."""
+    k = min(layer.config.k or 1, q.shape[2])
     if valid is None:
-        return priorities.topk(k, -1).indices.expand(batch, -1, -1, -1)
+        return priorities.topk(k, -1).indices.expand(len(q), -1, -1, -1)
     parts = []
-    for allowed in torch.split(valid, max(1, _strip(valid.device) // priorities.numel())):
+    for allowed in torch.split(valid, max(1, _strip(q.device) // priorities.numel())):
         best = priorities.masked_fill(~allowed[:, None, None, :], -1).topk(k, -1)
         parts.append(best.indices.masked_fill(best.values < 0, -1))
     return torch.cat(parts)
@@ -386,32 +380,26 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
         return x
     if x.device.type != "cpu":
         return F.dropout(x, p)
-    dropped: Tensor = _Dropout.apply(x, p)
+    dropped: Tensor = _Dropout.apply(x, p, dropped_positions(x.numel(), p))
     return dropped
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout that draws the few positions that are dropped, not a coin for each element."""
+    """x / (1 - p) with zeros at the flat positions ``drops``: the few that are dropped, not a coin for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        ctx.p, drops = p, dropped_positions(x.numel(), p)
-        ctx.save_for_backward(drops)
-        return _zeroed(x, p, drops)
+    def forward(ctx: Any, x: Tensor, p: float, drops: Tensor) -> Tensor:
+        ctx.p, ctx.drops = p, drops
+        kept = x.contiguous() * (1 / (1 - p))
+        kept.view(-1).index_fill_(0, drops, 0)
+        return kept
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _zeroed(grad, ctx.p, *ctx.saved_tensors), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Dropout.forward(ctx, grad, ctx.p, ctx.drops), None, None
 
 
-def _zeroed(x: Tensor, p: float, drops: Tensor) -> Tensor:
-    """Return x / (1 - p) with zeros at the flat positions ``drops``."""
-    kept = x.contiguous() * (1 / (1 - p))
-    kept.view(-1).index_fill_(0, drops, 0)
-    return kept
-
-
-# --- attention over all keys
+# --- attention over all keys, and over selected ones of short inputs, by matrices
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
@@ -419,57 +407,55 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
     if p == 0 or q.device.type != "cpu":
         mask = None if valid is None else valid[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, scale=scale)
-    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, None, p)
+    out = None if valid is None else ~valid.repeat_interleave(q.shape[1], 0)[:, None, :]
+    mixed: Tensor = _Strips.apply(q, k, v, out, scale, False, p)
     return mixed
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
     """Return attention over the selected keys by masked matrices, for short inputs on a CPU."""
-    mixed: Tensor = _Strips.apply(q, k, v, scale, None, selected, p)
+    length = k.shape[2]
+    out = torch.ones(selected.shape[0] * q.shape[1], selected.shape[2], length + 1, dtype=torch.bool)
+    places = selected.masked_fill(selected < 0, length).reshape(*out.shape[:2], -1)
+    mixed: Tensor = _Strips.apply(q, k, v, out.scatter_(2, places, False)[..., :length], scale, True, p)
     return mixed
 
 
 class _Strips(torch.autograd.Function):
-    """Attention in strips of samples and heads; weights of a single strip are kept, of several computed again."""
+    """Attention in strips of samples and heads; weights of a single strip are kept, of several computed again.
+
+    ``out`` is true where a key does not count, (B·H, 1 or L, L); ``empty``: a query may have no key at all.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        selected: Tensor | None,
-        p: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: float, empty: bool, p: float
     ) -> Tensor:
-        heads, length, empty = q.shape[1], q.shape[2], selected is not None
+        heads, factor = q.shape[1], 1 / (1 - p)
         q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (B·H, L, D)
-        mask, factor = _mask(valid, selected, heads, k.shape[1]), 1 / (1 - p)
-        strips = range(0, len(q), max(1, _STRIP // (length * k.shape[1])))
+        strips = range(0, len(q), max(1, _STRIP // (q.shape[1] * k.shape[1])))
         saved: list[Tensor | None] = []  # the dropped positions of each strip
         mixed = q.new_empty(q.shape)
         for start in strips:
             s = slice(start, start + strips.step)
-            weights = _weights(q[s], k[s], scale, None if mask is None else mask[s], empty)
-            drops = dropped_positions(weights.numel(), p) if p else None
-            saved.append(drops)
-            torch.baddbmm(mixed[s], _without(weights, drops), v[s], beta=0, alpha=factor, out=mixed[s])
-        ctx.save_for_backward(q, k, v, mask, weights if len(strips) == 1 else None, *saved)
+            weights = _weights(q[s], k[s], scale, None if out is None else out[s], empty)
+            saved.append(dropped_positions(weights.numel(), p) if p else None)
+            torch.baddbmm(mixed[s], _without(weights, saved[-1]), v[s], beta=0, alpha=factor, out=mixed[s])
+        ctx.save_for_backward(q, k, v, out, weights if len(strips) == 1 else None, *saved)
         ctx.plan = scale, factor, heads, strips, empty
         return mixed.view(-1, heads, *q.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, whole, *saved = ctx.saved_tensors
+        q, k, v, out, whole, *saved = ctx.saved_tensors
         scale, factor, heads, strips, empty = ctx.plan
         grad = grad.reshape(q.shape)
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         for start, drops in zip(strips, saved, strict=True):
             s = slice(start, start + strips.step)
             weights = whole
             if whole is None:
-                weights = _weights(q[s], k[s], scale, None if mask is None else mask[s], empty)
+                weights = _weights(q[s], k[s], scale, None if out is None else out[s], empty)
             torch.baddbmm(dv[s], _without(weights, drops).mT, grad[s], beta=0, alpha=factor, out=dv[s])
             d_weights = torch.baddbmm(weights, grad[s], v[s].mT, beta=0, alpha=factor)
             if drops is not None:
@@ -486,21 +472,12 @@ def _without(weights: Tensor, drops: Tensor | None) -> Tensor:
     return weights if drops is None else weights.view(-1).index_fill(0, drops, 0).view_as(weights)
 
 
-def _mask(valid: Tensor | None, selected: Tensor | None, heads: int, length: int) -> Tensor | None:
-    """Return which keys do not count, (B·H, 1 or L, L)."""
-    if selected is not None:
-        dropped = torch.ones(selected.shape[0] * heads, selected.shape[2], length + 1, dtype=torch.bool)
-        places = selected.masked_fill(selected < 0, length).reshape(*dropped.shape[:2], -1)
-        return dropped.scatter_(2, places, False)[..., :length]
-    return None if valid is None else ~valid.repeat_interleave(heads, 0)[:, None, :]
-
-
-def _weights(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, empty: bool) -> Tensor:
+def _weights(q: Tensor, k: Tensor, scale: float, out: Tensor | None, empty: bool) -> Tensor:
     scores = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
-    if mask is not None:
-        scores.masked_fill_(mask, float("-inf"))
+    if out is not None:
+        scores.masked_fill_(out, float("-inf"))
     weights = torch.softmax(scores, -1)
-    return weights.nan_to_num_(0.0) if empty else weights  # a query may have no selected key
+    return weights.nan_to_num_(0.0) if empty else weights
 
 
 # --- attention over selected keys
@@ -555,13 +532,12 @@ class _Selected(torch.autograd.Function):
         q, k, v, index, weights, kept = ctx.saved_tensors
         grad = grad.contiguous()
         key_sums = _key_sums(index, ctx.length)
-        d_weights = _row_dots(grad, v, index)
-        dropped = weights if kept is None else weights * kept
-        d_scores = torch._softmax_backward_data(
-            d_weights if kept is None else d_weights * kept, weights, -1, weights.dtype
-        ).mul_(ctx.scale)
-        d_q, d_k = _gather_sum(d_scores, k, index), key_sums(d_scores, q)
-        return d_q, d_k, key_sums(dropped, grad), None, None, None, None, None
+        d_weights, dropped = _row_dots(grad, v, index), weights
+        if kept is not None:
+            d_weights, dropped = d_weights * kept, weights * kept
+        d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype).mul_(ctx.scale)
+        d_k, d_v = key_sums(d_scores, q), key_sums(dropped, grad)
+        return _gather_sum(d_scores, k, index), d_k, d_v, None, None, None, None, None
 
 
 def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
@@ -592,18 +568,14 @@ def _key_sums(index: Tensor, length: int) -> Callable[[Tensor, Tensor], Tensor]:
 
         def by_products(weights: Tensor, rows: Tensor) -> Tensor:
             matrix = weights.new_zeros(n, length).scatter_add_(1, keys, weights)  # at most one is not 0: no race
-            sums = matrix.view(-1, length, length).mT @ rows.view(-1, length, rows.shape[1])
-            return sums.view(n, -1)
+            return (matrix.view(-1, length, length).mT @ rows.view(-1, length, rows.shape[1])).view(n, -1)
 
         return by_products
     order, counts = index.view(-1).argsort(stable=True), torch.bincount(index.view(-1), minlength=n)
     starts, of_row = counts.cumsum(0) - counts, order // k
-
-    def by_bags(weights: Tensor, rows: Tensor) -> Tensor:
-        pairs = weights.reshape(-1)[order]
-        return F.embedding_bag(of_row, rows, starts, per_sample_weights=pairs, mode="sum")
-
-    return by_bags
+    return lambda weights, rows: F.embedding_bag(
+        of_row, rows, starts, per_sample_weights=weights.reshape(-1)[order], mode="sum"
+    )
 
 
 def straight_through_attention(

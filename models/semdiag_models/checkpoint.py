@@ -28,46 +28,43 @@ class OddTensorError(Exception):
 
 def check_plain(content: Any) -> None:
     """Refuse tensors that are not plain dense memory, and containers that cannot be traversed."""
-    _Follower().follow(content, _DEEPEST)
+    known: dict[int, tuple[int, int] | None] = {}  # size and height by container; None during its traversal
+    seen = 0  # number of values, each counted once
 
-
-class _Follower:
-    """Traverses each container once."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int] | None] = {}  # counts by container; None during its traversal
-        self._seen = 0  # number of values, each counted once
-
-    def follow(self, content: Any, depth: int) -> tuple[int, int]:
+    def follow(content: Any, depth: int) -> tuple[int, int]:
         """Return the number of values, counting shared ones at each occurrence, and the nesting depth."""
+        nonlocal seen
         if isinstance(content, Tensor):
             _check_tensor(content)
         if not isinstance(content, Mapping | list | tuple):
-            self._seen += 1
+            seen += 1
             return 1, 0
-        if id(content) not in self._known:
-            self._known[id(content)] = None
+        if id(content) not in known:
+            known[id(content)] = None
             if not depth:
                 raise DamagedError("containers that are nested too deeply")
             values = content.values() if isinstance(content, Mapping) else content
-            inner = [self.follow(value, depth - 1) for value in values]
-            size, height = 1 + sum(size for size, _ in inner), 1 + max((height for _, height in inner), default=0)
+            inner = [(0, 0), *(follow(value, depth - 1) for value in values)]
+            size, height = 1 + sum(size for size, _ in inner), 1 + max(height for _, height in inner)
             if height > _DEEPEST:
                 raise DamagedError("containers that are nested too deeply")
-            if size > _SHARED + 10 * (self._seen + len(self._known)):
+            if size > _SHARED + 10 * (seen + len(known)):
                 raise DamagedError("containers that contain each other too often")
-            self._known[id(content)] = size, height
-        found = self._known[id(content)]
-        if found is None:
+            known[id(content)] = size, height
+        if (found := known[id(content)]) is None:
             raise DamagedError("a container that contains itself")
         return found
 
+    follow(content, _DEEPEST)
+
 
 def _check_tensor(tensor: Tensor) -> None:
-    odd = "nested" if tensor.is_nested else "meta" if tensor.is_meta else ""
-    odd = odd or ("" if tensor.layout == torch.strided else "sparse")
-    if odd or tensor.is_quantized:
-        raise OddTensorError(odd or "quantised")
+    odd = {
+        "nested": tensor.is_nested, "meta": tensor.is_meta, "sparse": tensor.layout != torch.strided,
+        "quantised": tensor.is_quantized,
+    }  # fmt: skip
+    if any(odd.values()):
+        raise OddTensorError(next(kind for kind, found in odd.items() if found))
 
 
 FORMAT = "semdiag/1"
@@ -213,10 +210,7 @@ def weights_sha256(state: Mapping[str, Tensor]) -> str:
 def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
     """Refuse parameters that do not fit the model."""
     expected = model.state_dict()
-    odd = [
-        *(name for name in expected if name not in state),
-        *(name for name in state if name not in expected),
-    ]
+    odd = [*(name for name in expected if name not in state), *(name for name in state if name not in expected)]
     if odd:
         kind = "lacks" if odd[0] in expected else "has the unexpected"
         raise InputError(f"{path} {kind} parameter {odd[0]!r}: it does not fit its configuration.")
@@ -243,24 +237,15 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     _check_size(path, model, content["model_state"])
-    return Checkpoint(
-        model=model,
-        training=training,
-        state=content["model_state"],
-        epoch=content["epoch"],
-        history=content["history"],
-        rng=content.get("rng", {}),
-        provenance=content.get("provenance", {}),
-        optimizer_state=content["optimizer_state"],
-        recorded_weights=str(content.get("weights_sha256", ""))[:64],
-    )
+    parts = {name: content[name] for name in ("epoch", "history", "rng", "provenance", "optimizer_state")}
+    recorded = str(content.get("weights_sha256", ""))[:64]
+    return Checkpoint(model, training, content["model_state"], **parts, recorded_weights=recorded)
 
 
 def _check_entries(path: Path, content: dict[str, Any]) -> None:
     """Refuse a file whose entries are missing, of another kind or out of range."""
     names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
-    kinds = dict.fromkeys(names, dict) | {"epoch": int}
-    for key, kind in kinds.items():
+    for key, kind in (dict.fromkeys(names, dict) | {"epoch": int}).items():
         if not isinstance(content.get(key), kind):
             raise InputError(f"{path} is damaged: its entry {key!r} is missing or not a {kind.__name__}.")
     for key in ("model", "training"):

@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import PurePath
 from typing import Any, Self
 
@@ -19,56 +20,29 @@ LARGEST_SIZE = 100_000
 _SIZE, _COUNT = f"[1, {LARGEST_SIZE}]", "[1, 1000000000]"
 _SEED = "[0, 9223372036854775808)"
 _LARGEST_DATA = 10**9  # largest number of tokens in a run's samples, 8 GB
-MODEL, DATA, OPTIMISATION = "Model", "Data", "Optimisation"  # headings of the help
 
-ACTIVATIONS = ("relu", "gelu", "mish")
-HASHES = {
-    "shared": "sign hashes of queries and keys as they are: buckets of small angles",
-    "asymmetric": "keys get one more entry that makes all as long as the longest: buckets of large scores",
-}
-NORMS = {
-    "pre": "x + attention(norm(x)), then x + mlp(norm(x)): the paper's code",
-    "post": "norm(x + attention(x)), then norm(x + mlp(x)): the paper's equations",
-}
-SCORE_GRADIENTS = {
-    "exact": "the derivative of the forward pass: scores of keys that are left out have none",
-    "straight-through": "of topk, in training: forward the k largest, backward the softmax over all keys",
-}
-POOLINGS = {
-    "mean": "the mean over all tokens that are not PAD",
-    "cls": "the output of a learnt token in front of the input",
-}
-OPTIMIZERS = {
-    "sgd": "plain, without momentum, as the paper ran it",
-    "adam": "betas 0.9 and 0.999",
-    "adamw": "Adam with decoupled weight decay",
-}
-PRECISIONS = {
-    "float32": "everything in 32 bits",
-    "tf32": "matrix products rounded to 19 bits; CUDA only",
-    "bf16": "linear layers in 16 bits; parameters, attention, norms, loss and optimiser in float32",
-}
-FROZEN = {"qk": "query and key projections, W_q and W_k, with their biases"}
+ACTIVATIONS = "relu", "gelu", "mish"
+HASHES = "shared", "asymmetric"  # buckets of small angles; of large scores, by one more entry of the keys
+NORMS = "pre", "post"  # x + mlp(norm(x)), as in the paper's code; norm(x + mlp(x)), as in its equations
+SCORE_GRADIENTS = "exact", "straight-through"  # backward in training: as forward, or the softmax over all keys
+POOLINGS = "mean", "cls"  # of all tokens that are not PAD; the output of a learnt token in front of the input
+OPTIMIZERS = "sgd", "adam", "adamw"  # plain, without momentum, as in the paper; betas 0.9 and 0.999
+PRECISIONS = "float32", "tf32", "bf16"  # 32 bits; matrix products of 19 bits; linear layers in 16 bits
+FROZEN = ("qk",)  # query and key projections, W_q and W_k, with their biases
 
 
-def option(default: Any, panel: str, words: str, within: str = "", known: Iterable[str] = (), **more: str) -> Any:
+def option(panel: str, default: Any, words: str, within: str = "", known: Iterable[str] = (), **more: str) -> Any:
     """Return a field of a record that is an option of ``semdiag train``, with its meaning and legal values."""
-    return field(
-        default=default, metadata={"help": words, "panel": panel, "within": within, "known": known, **more}
-    )
+    metadata = {"help": words, "panel": panel, "within": within, "known": known, **more}
+    return field(default=default, metadata=metadata)
+
+
+_model, _data, _steps = (partial(option, panel) for panel in ("Model", "Data", "Optimisation"))  # headings of help
 
 
 def limited(within: str, **default: Any) -> Any:
     """Return a field that is no option, with the interval of its values."""
     return field(metadata={"within": within}, **default)
-
-
-def _inside(value: float, interval: str) -> bool:
-    """Return whether a number lies in an interval, like ``[0, 1)``."""
-    low, high = map(float, interval[1:-1].split(","))
-    return (low < value or (value == low and interval[0] == "[")) and (
-        value < high or (value == high and interval[-1] == "]")
-    )
 
 
 class Record:
@@ -97,21 +71,29 @@ class Record:
             shown = " ".join(reprlib.repr(value).split())
             raise InputError(f"{cls.__name__}.{key} must be {wanted}. Got {shown}.")
 
+    @staticmethod
+    def check_value(f: Field[Any], value: Any) -> None:
+        """Refuse a name that is unknown and a number outside its interval, from the field's metadata."""
+        within, known = f.metadata.get("within"), f.metadata.get("known", ())
+        for name in (value if isinstance(value, tuple | list) else (value,)) if known else ():
+            if name not in known:
+                raise unknown_name(f.name, name, known)
+        if within and value is not None:
+            low, high = map(float, within[1:-1].split(","))  # like ``[0, 1)``
+            inside = (
+                low < value < high or (value == low and within[0] == "[") or (value == high and within[-1] == "]")
+            )
+            if not inside:
+                raise InputError(f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}.")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]  # as above
+            self.check_value(f, getattr(self, f.name))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, tuples as lists."""
         values = asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-
-    def check_values(self) -> None:
-        """Refuse names that are unknown and numbers outside their intervals, from the fields' metadata."""
-        for f in fields(self):  # type: ignore[arg-type]  # as above
-            value, within, known = getattr(self, f.name), f.metadata.get("within"), f.metadata.get("known")
-            if known:
-                for name in value if isinstance(value, tuple) else (value,):
-                    if name not in known:
-                        raise unknown_name(f.name, name, known)
-            if within and value is not None and not _inside(value, within):
-                raise InputError(f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}.")
 
 
 def _fits(value: object, annotation: str) -> bool:
@@ -127,6 +109,23 @@ def _fits(value: object, annotation: str) -> bool:
     return any(name in annotation and isinstance(value, kind) for name, kind in names.items())  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """The paper's training of a task: the defaults of ``semdiag train``."""
+
+    length: int  # tokens per sample, before padding
+    epochs: int
+    blocks: int = 5
+    learning_rate: float = 0.1
+    learning_rate_decay: float = 0.9995  # factor per epoch
+    width: int = 64
+    mlp_width: int = 64
+    head_width: int = 64
+    batch_size: int = 25
+    train_samples: int = 5000
+    holdout_samples: int = 2000
+
+
 _IN_THE_LABEL = {
     "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",
     "clusters": "clusters-", "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
@@ -140,69 +139,52 @@ class ModelConfig(Record):
     vocabulary_size: int = limited(_SIZE)  # number of token ids of inputs, including PAD (the last one)
     classes: int = limited(_SIZE)
     length: int = limited(_SIZE)  # number of tokens of the longest input
-    attention: str = option("full", MODEL, "Kind of attention; see [bold]semdiag list attentions[/].")
-    k: int | None = option(
-        None, MODEL,
-        "Keys that each query keeps; not for full. For lsh the keys of a bucket, for routing of a cluster.", _SIZE,
+    attention: str = _model("full", "Kind of attention; see [bold]semdiag list attentions[/].")
+    k: int | None = _model(
+        None, "Keys that each query keeps; not for full. For lsh the keys of a bucket, for routing of a "
+        "cluster.", _SIZE,
     )  # fmt: skip
-    blocks: int = option(5, MODEL, "Number of transformer blocks.", _SIZE, shown="recipe")
-    width: int = option(64, MODEL, "Width of the residual stream.", _SIZE, shown="recipe")
-    mlp_width: int = option(64, MODEL, "Width of the hidden layer of the MLPs.", _SIZE, shown="recipe")
-    heads: int = option(1, MODEL, "Attention heads per block.", _SIZE)
-    head_width: int = option(
-        64,
-        MODEL,
-        "Width of each head: the model's width (as in the paper), or width / heads.",
-        _SIZE,
-        shown="recipe",
+    blocks: int = _model(5, "Number of transformer blocks.", _SIZE, shown="recipe")
+    width: int = _model(64, "Width of the residual stream.", _SIZE, shown="recipe")
+    mlp_width: int = _model(64, "Width of the hidden layer of the MLPs.", _SIZE, shown="recipe")
+    heads: int = _model(1, "Attention heads per block.", _SIZE)
+    head_width: int = _model(
+        64, "Width of each head: the model's width (as in the paper), or width / heads.", _SIZE, shown="recipe"
     )
-    activation: str = option("relu", MODEL, "Activation of the MLPs: relu, gelu or mish.", known=ACTIVATIONS)
-    dropout: float = option(0.01, MODEL, "Dropout probability.", "[0, 1)")
-    inverse_temperature: float = option(1.0, MODEL, "Factor on the attention scores.", "(-inf, inf)")
-    first_norm_eps: float = limited(
-        "[0, inf)", default=1e-5
-    )  # of the first attention norm; the paper's code has 0
-    pad_as_token: bool = option(
-        False, MODEL,
-        "Treat padding as a token, as the paper's runs did: attend to it, pool it, and pad to a multiple of k.",
+    activation: str = _model("relu", "Activation of the MLPs: relu, gelu or mish.", known=ACTIVATIONS)
+    dropout: float = _model(0.01, "Dropout probability.", "[0, 1)")
+    inverse_temperature: float = _model(1.0, "Factor on the attention scores.", "(-inf, inf)")
+    first_norm_eps: float = limited("[0, inf)", default=1e-5)  # of the first norm; the paper's code has 0
+    pad_as_token: bool = _model(
+        False, "Treat padding as a token, as the paper's runs did: attend to it, pool it, and pad to a multiple "
+        "of k.",
     )  # fmt: skip
-    global_tokens: int = option(
-        0, MODEL,
-        "For banded and block: number of learnt tokens that attend to everything and to which everything attends.",
-        f"[0, {LARGEST_SIZE}]",
+    global_tokens: int = _model(
+        0, "For banded and block: number of learnt tokens that attend to everything and to which everything "
+        "attends.", f"[0, {LARGEST_SIZE}]",
     )  # fmt: skip
-    norm: str = option(
-        "pre",
-        MODEL,
-        "Where to normalise: pre (as in the paper's code) or post (as in its equations).",
-        known=NORMS,
+    norm: str = _model(
+        "pre", "Where to normalise: pre (as in the paper's code) or post (as in its equations).", known=NORMS
     )
-    pooling: str = option(
-        "mean", MODEL, "What is classified: the mean of the tokens, or cls, a learnt token in front of them.",
+    pooling: str = _model(
+        "mean", "What is classified: the mean of the tokens, or cls, a learnt token in front of them.",
         known=POOLINGS,
     )  # fmt: skip
     cls_as_key: bool = True  # False as in the paper's code under masks: CLS sees all, but no other token sees CLS
     selection_seed: int = limited(_SEED, default=0)  # random seed for random keys, hash functions, first centroids
-    hash_rounds: int = option(
-        1, MODEL, "For lsh: how many buckets a query is in, each by different hashes.", "[1, 100]"
+    hash_rounds: int = _model(1, "For lsh: how many buckets a query is in, each by different hashes.", "[1, 100]")
+    hash_bits: int | None = _model(
+        None, "For lsh: sign bits of a hash. Default: enough for two to four buckets per k tokens.", "[1, 30]"
     )
-    hash_bits: int | None = option(
-        None,
-        MODEL,
-        "For lsh: sign bits of a hash. Default: enough for two to four buckets per k tokens.",
-        "[1, 30]",
+    hashes: str = _model(
+        "shared", "For lsh: shared (buckets by angles) or asymmetric (buckets by scores).", known=HASHES
     )
-    hashes: str = option(
-        "shared", MODEL, "For lsh: shared (buckets by angles) or asymmetric (buckets by scores).", known=HASHES
+    clusters: int | None = _model(None, "For routing: number of clusters. Default: one for every k tokens.", _SIZE)
+    centroid_decay: float = _model(
+        0.999, "For routing: share of its old position that a centroid keeps at each step.", "[0, 1]"
     )
-    clusters: int | None = option(
-        None, MODEL, "For routing: number of clusters. Default: one for every k tokens.", _SIZE
-    )
-    centroid_decay: float = option(
-        0.999, MODEL, "For routing: share of its old position that a centroid keeps at each step.", "[0, 1]"
-    )
-    score_gradient: str = option(
-        "exact", MODEL, "For topk: exact, or straight-through (the scores learn as if every key were kept).",
+    score_gradient: str = _model(
+        "exact", "For topk: exact, or straight-through (the scores learn as if every key were kept).",
         known=SCORE_GRADIENTS,
     )  # fmt: skip
 
@@ -211,7 +193,7 @@ class ModelConfig(Record):
 
         if self.attention not in ATTENTIONS:
             raise unknown_name("attention", self.attention, ATTENTIONS)
-        self.check_values()
+        super().__post_init__()
         if self.width % 2:
             raise InputError(f"width must be even (sine and cosine positions). Got width={self.width}.")
         if 0 < self.dropout < 1e-9:  # gaps between drops must fit 64 bits
@@ -219,11 +201,11 @@ class ModelConfig(Record):
         for f in fields(self):  # options of kinds of attention
             kinds = [name for name, kind in ATTENTIONS.items() if f.name in kind.options]
             if kinds and self.attention not in kinds and getattr(self, f.name) != f.default:
-                takers = (
-                    " and ".join([", ".join(kinds[:-1]), kinds[-1]]) + " do" if kinds[1:] else f"{kinds[0]} does"
+                takers = " and ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
+                does, value = "do" if kinds[1:] else "does", getattr(self, f.name)
+                raise InputError(
+                    f"{self.attention} attention takes no {f.name}; {takers} {does}. Got {f.name}={value}."
                 )
-                value = f"{f.name}={getattr(self, f.name)}"
-                raise InputError(f"{self.attention} attention takes no {f.name}; {takers}. Got {value}.")
         if "k" in ATTENTIONS[self.attention].options:
             if self.k is None:
                 raise InputError(f"{self.attention} attention needs k, the number of keys kept per query.")
@@ -298,9 +280,6 @@ class TextSource(Record):
     holdout_file: str | None = None  # held-out text; None means the last tenth of the lines of the first file
     holdout_sha256: str | None = None
 
-    def __post_init__(self) -> None:
-        self.check_values()
-
     @property
     def label(self) -> str:
         """File name and six digits that distinguish texts, tokenizers and vocabularies."""
@@ -311,13 +290,23 @@ class TextSource(Record):
 
 @dataclass(frozen=True)
 class ListOpsTrees(Record):
-    """Law of trees for the task listops other than the paper's, which the task checks."""
+    """Law of trees for the task listops."""
 
     shortest: int = 501  # smallest number of tokens of a sample
     longest: int = 599
     max_depth: int = 10  # largest depth, counted from 1 at the root
     min_arity: int = 2  # smallest number of arguments of an operator
     max_arity: int = 10
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest:
+            raise InputError(f"listops needs 1 ≤ shortest ≤ longest. Got {self.shortest} and {self.longest}.")
+        if not 1 <= self.min_arity <= self.max_arity:
+            raise InputError(
+                f"listops needs 1 ≤ min_arity ≤ max_arity. Got {self.min_arity} and {self.max_arity}."
+            )
+        if self.max_depth < 1:
+            raise InputError(f"listops needs max_depth of at least 1. Got max_depth={self.max_depth}.")
 
     @property
     def label(self) -> str:
@@ -332,73 +321,62 @@ class TrainingConfig(Record):
     """Data and optimisation of one run."""
 
     task: str
-    length: int = option(
-        MISSING, DATA,
-        "Tokens per sample; 5:20 draws each sample's own length, and pads. Default: recipe; for a text, the mean "
-        "number of pieces per line.",
-        _COUNT, flags="--length --window", metavar="N or LOW:HIGH", shown="",
-    )  # fmt: skip
-    epochs: int = option(MISSING, OPTIMISATION, "Epochs to train.", _COUNT, shown="recipe")
-    seed: int = option(153476998, DATA, "Seed of data, initialisation, dropout and batch order.", _SEED)
-    train_samples: int = option(
-        5000, DATA, "Samples to train on. Default: 5000; for a text, all windows.", _COUNT, shown=""
-    )
-    holdout_samples: int = option(
-        2000, DATA, "Samples to hold out. Default: 2000; for a text, all windows.", _COUNT, shown=""
-    )
-    batch_size: int = option(25, OPTIMISATION, "Samples per step.", _COUNT, shown="recipe")
-    learning_rate: float = option(
-        0.1, OPTIMISATION, "Learning rate at the start. Default: recipe; 0.001 for adam and adamw.", "(0, inf)",
+    length: int = _data(
+        MISSING, "Tokens per sample; 5:20 draws each sample's own length, and pads. Default: recipe; for a text, "
+        "the mean number of pieces per line.", _COUNT, flags="--length --window", metavar="N or LOW:HIGH",
         shown="",
     )  # fmt: skip
-    learning_rate_decay: float = option(
-        0.9995, OPTIMISATION, "Factor on the learning rate after each epoch.", "(0, inf)", shown="recipe"
+    epochs: int = _steps(MISSING, "Epochs to train.", _COUNT, shown="recipe")
+    seed: int = _data(153476998, "Seed of data, initialisation, dropout and batch order.", _SEED)
+    train_samples: int = _data(
+        5000, "Samples to train on. Default: 5000; for a text, all windows.", _COUNT, shown=""
     )
-    gradient_clip: float = option(0.5, OPTIMISATION, "Clip gradients to this 2-norm.", "(0, inf]")
+    holdout_samples: int = _data(
+        2000, "Samples to hold out. Default: 2000; for a text, all windows.", _COUNT, shown=""
+    )
+    batch_size: int = _steps(25, "Samples per step.", _COUNT, shown="recipe")
+    learning_rate: float = _steps(
+        0.1, "Learning rate at the start. Default: recipe; 0.001 for adam and adamw.", "(0, inf)", shown=""
+    )
+    learning_rate_decay: float = _steps(
+        0.9995, "Factor on the learning rate after each epoch.", "(0, inf)", shown="recipe"
+    )
+    gradient_clip: float = _steps(0.5, "Clip gradients to this 2-norm.", "(0, inf]")
     snapshots: tuple[int, ...] = option(
-        (), "Run", "Epochs whose checkpoints are kept as files of their own, like 1,5,20.", metavar="EPOCH,EPOCH"
+        "Run", (), "Epochs whose checkpoints are kept as files of their own, like 1,5,20.", metavar="EPOCH,EPOCH"
     )
     text: TextSource | None = None  # text of the task text, and of no other task
     listops: ListOpsTrees | None = None  # trees of the task listops; None means the paper's
-    optimizer: str = option("sgd", OPTIMISATION, "sgd, adam or adamw.", known=OPTIMIZERS)
-    weight_decay: float | None = option(
-        None, OPTIMISATION, "Weight decay. Default: torch's, 0.01 for adamw and 0 for the others.", "[0, inf)"
+    optimizer: str = _steps("sgd", "sgd, adam or adamw.", known=OPTIMIZERS)
+    weight_decay: float | None = _steps(
+        None, "Weight decay. Default: torch's, 0.01 for adamw and 0 for the others.", "[0, inf)"
     )
-    until: float | None = option(
-        None,
-        OPTIMISATION,
-        "Stop after the first epoch with at least this training accuracy, like 0.999.",
-        "(0, 1]",
+    until: float | None = _steps(
+        None, "Stop after the first epoch with at least this training accuracy, like 0.999.", "(0, 1]"
     )
-    precision: str = option(
-        "float32", OPTIMISATION,
-        "Precision of training steps: float32, tf32 (CUDA only) or bf16 (linear layers only; attention stays "
-        "float32). Evaluation is in float32.",
-        known=PRECISIONS,
+    precision: str = _steps(
+        "float32", "Precision of training steps: float32, tf32 (CUDA only) or bf16 (linear layers only; "
+        "attention stays float32). Evaluation is in float32.", known=PRECISIONS,
     )  # fmt: skip
-    compiled: bool = option(
-        False, OPTIMISATION, "Compile the steps with torch.compile: for long inputs on CUDA. Refused on a CPU.",
+    compiled: bool = _steps(
+        False, "Compile the steps with torch.compile: for long inputs on CUDA. Refused on a CPU.",
         flags="--compile",
     )  # fmt: skip
-    query_key_scale: float = option(
-        1.0,
-        OPTIMISATION,
-        "Factor on W_q and W_k at the initialisation. Scores and δ change by its square.",
-        "(0, inf)",
+    query_key_scale: float = _steps(
+        1.0, "Factor on W_q and W_k at the initialisation. Scores and δ change by its square.", "(0, inf)"
     )
-    fresh_samples: bool = option(
-        False, DATA, "Draw new training samples for every epoch, so that the loss cannot fall by memorising them."
+    fresh_samples: bool = _data(
+        False, "Draw new training samples for every epoch, so that the loss cannot fall by memorising them."
     )
-    frozen: tuple[str, ...] = option(
-        (), OPTIMISATION,
-        "What stays as it was initialised: qk (W_q and W_k, with their biases). Default: nothing.",
+    frozen: tuple[str, ...] = _steps(
+        (), "What stays as it was initialised: qk (W_q and W_k, with their biases). Default: nothing.",
         known=FROZEN, metavar="PART,PART",
     )  # fmt: skip
     least_length: int | None = None  # smallest length of a sample; None means that every sample has the length
-    exact: bool = option(
-        False, OPTIMISATION,
-        "Evaluate the training samples after every epoch, as --until does. Else training loss and accuracy are "
-        "those of the epoch's steps, with dropout and changing weights; exact only after the last epoch.",
+    exact: bool = _steps(
+        False, "Evaluate the training samples after every epoch, as --until does. Else training loss and "
+        "accuracy are those of the epoch's steps, with dropout and changing weights; exact only after the last "
+        "epoch.",
     )  # fmt: skip
 
     @classmethod
@@ -428,7 +406,7 @@ class TrainingConfig(Record):
             raise InputError("A text has no fresh samples: leave out --fresh-samples.")
         for name in ("snapshots", "frozen"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        self.check_values()
+        super().__post_init__()
         if self.least_length is not None:
             if self.task in ("text", "listops"):
                 raise InputError(f"The task {self.task} draws no lengths: give it one length.")

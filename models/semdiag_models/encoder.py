@@ -86,8 +86,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        self.heads, self.head_width = config.heads, config.head_width
-        self.kind = config.attention
+        self.heads, self.head_width, self.kind = config.heads, config.head_width, config.attention
         self.draw_seed: int | None = None  # see Encoder.with_draws
         self.scale = config.inverse_temperature / math.sqrt(config.head_width)
         inner = config.heads * config.head_width

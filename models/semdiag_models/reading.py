@@ -5,8 +5,8 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from io import BufferedReader
 from pathlib import Path
@@ -22,31 +22,18 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
     """Write atomically: a temporary file in the same folder, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with _naming(path):
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    except BaseException:  # an interruption, too, leaves nothing half-written
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException as error:  # an interruption, too, leaves nothing half-written
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # it names the temporary file, or none
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
-    _sync_folder(path.parent)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an error of the system name the file that is written, not the temporary file or none."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write a folder's names to the disk, where the system can."""
     with suppress(OSError):  # some systems open no folders, some file systems sync none
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -170,43 +157,43 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file."""
-    content = read_bytes(path, LARGEST_JSON)
     try:
-        found = json.loads(content)
-        _check_depth(found)
+        return _checked(json.loads(read_bytes(path, LARGEST_JSON)))
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-        raise InputError(f"{path} cannot be read as JSON ({reason}).") from None
-    return found
+        raise InputError(f"{path} cannot be read as JSON ({_why(error).splitlines()[0]}).") from None
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     """Return a TOML file's content and text."""
-    content = read_bytes(path, LARGEST_TOML)
     try:
-        text = content.decode("utf-8")
-        found = tomllib.loads(text)
-        _check_depth(found)
+        text = read_bytes(path, LARGEST_TOML).decode("utf-8")
+        return _checked(tomllib.loads(text)), text
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:  # also for too many digits
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InputError(f"{path} cannot be read: {reason}.") from None
-    return found, text
+        raise InputError(f"{path} cannot be read: {_why(error)}.") from None
 
 
-def _check_depth(content: Any) -> None:
+def _why(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _checked(content: Any) -> Any:
     """Refuse numbers that are too large, and nesting that printing or copying could not survive."""
     layer = [content]
     for _ in range(_DEEPEST):
         if any(isinstance(entry, int) and abs(entry) > _LARGEST_NUMBER for entry in layer):
             raise ValueError("a number is too large")
-        layer = [
-            inner
+        inner = [
+            entry.values() if isinstance(entry, dict) else entry
             for entry in layer
             if isinstance(entry, dict | list)
-            for inner in (entry.values() if isinstance(entry, dict) else entry)
         ]
+        layer = [entry for entries in inner for entry in entries]
         if not layer:
-            return
+            return content
     raise RecursionError
 
 
@@ -250,18 +237,13 @@ class RunLock:
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
-            if (
-                not self._path.exists()
-            ):  # it cannot be created, as in /proc; filelock reports another holder the same way
+            if not self._path.exists():  # if it cannot be created, as in /proc, filelock says the same
                 self._path.touch()
             if file is not None:
-                raise InputError(
-                    f"{folder / file} is in use: another monitor or process writes to it. Use a file for each."
-                ) from None
-            raise InputError(
-                f"{folder} is in use: another process trains there. Wait for it, or choose another folder "
-                "with --out."
-            ) from None
+                why = "another monitor or process writes to it. Use a file for each."
+                raise InputError(f"{folder / file} is in use: {why}") from None
+            why = "another process trains there. Wait for it, or choose another folder with --out."
+            raise InputError(f"{folder} is in use: {why}") from None
 
     def release(self) -> None:
         """Release the lock and remove its file; further calls do nothing."""

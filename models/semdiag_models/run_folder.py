@@ -30,8 +30,8 @@ from semdiag_models.training import (
     restore_optimizer_state,
     restore_random_state,
     stackable,
-    train_seeds,
-)
+    train_together,
+)  # fmt: skip
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -112,34 +112,22 @@ def train_run(
 
 
 def start_run(
-    folder: Path,
-    trainer: Trainer,
-    provenance: dict[str, Any],
-    after_epoch: Callable[[Progress], None],
+    folder: Path, trainer: Trainer, provenance: dict[str, Any], after_epoch: Callable[[Progress], None]
 ) -> Callable[[Progress], None]:
     """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
     provenance = {
-        "semdiag": version("semdiag"),
-        "torch": str(torch.__version__),
-        "device": trainer.device.type,
-        "threads": torch.get_num_threads(),
-        "processor": processor(),
-        **provenance,
-    }
+        "semdiag": version("semdiag"), "torch": str(torch.__version__), "device": trainer.device.type,
+        "threads": torch.get_num_threads(), "processor": processor(), **provenance,
+    }  # fmt: skip
 
     def save(*names: str) -> None:
         for name in names:
-            resumable = name == "last"
             checkpoint = Checkpoint(
-                model=trainer.config,
-                training=trainer.training,
-                state=trainer.encoder.state_dict(),
-                epoch=trainer.epoch,
-                history=trainer.history,
-                rng=random_state(trainer.device) if resumable else {},
+                trainer.config, trainer.training, trainer.encoder.state_dict(), trainer.epoch, trainer.history,
                 provenance=provenance,
-                optimizer_state=optimizer_state(trainer) if resumable else {},
-            )
+            )  # fmt: skip
+            if name == "last":  # which a run resumes from
+                checkpoint.rng, checkpoint.optimizer_state = random_state(trainer.device), optimizer_state(trainer)
             write_checkpoint(folder / f"{name}.pt", checkpoint)
 
     def finish_epoch(progress: Progress) -> None:
@@ -168,8 +156,8 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
     free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled", "exact")}
     was = replace(saved.training, **free)
     if (saved.model, was) != (model, training):
-        pairs = [*_fields(saved.model, model), *_fields(was, training)]
-        name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
+        pairs = zip(_values(saved.model, was), _values(model, training), strict=False)
+        name, before, now = next((name, old, new) for (name, old), (_, new) in pairs if old != new)
         raise InputError(
             f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume."
         )
@@ -182,21 +170,13 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
     return saved
 
 
-def _fields(
-    before: ModelConfig | TrainingConfig, now: ModelConfig | TrainingConfig
-) -> list[tuple[str, object, object]]:
-    """Return (name, value before, value now) for every field of two records of the same class."""
-    old, new = _flat(before), _flat(now)
-    return [(name, old.get(name), new.get(name)) for name in [*old, *new]]
-
-
-def _flat(record: ModelConfig | TrainingConfig) -> dict[str, object]:
-    """Return the fields of a record and of its text, with the tokenizer as a short hash."""
-    values = record.to_dict()
-    text = values.pop("text", None)
-    if text is not None:
-        values.update(text, model=hashlib.sha256(text["model"].encode()).hexdigest()[:8])
-    return values
+def _values(model: ModelConfig, training: TrainingConfig) -> list[tuple[str, object]]:
+    """Return the fields of both records and of a text, with the tokenizer as a short hash."""
+    values = training.to_dict()
+    text = values.pop("text") or {}
+    if text:
+        text["model"] = hashlib.sha256(text["model"].encode()).hexdigest()[:8]
+    return [*model.to_dict().items(), *values.items(), *text.items()]
 
 
 def _write_history(path: Path, history: dict[str, list[float]]) -> None:
@@ -252,26 +232,24 @@ def train_seed_runs(
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
     """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
+    alone = not stackable([run.trainer for run in runs])
     diverged: dict[int, str] = {}
     try:
-        if stackable([run.trainer for run in runs]):
-            finish = {}
-            for run in runs:
-                restore_random_state(run.state)
-                tell = lambda progress, trainer=run.trainer: after_epoch(trainer, progress)  # noqa: E731
-                told = {**provenance, "seeds_at_once": len(runs)}
-                finish[id(run.trainer)] = start_run(run.folder, run.trainer, told, tell)
-            restore_random_state(runs[0].state)
-            train_seeds([run.trainer for run in runs], lambda t, progress: finish[id(t)](progress), after_batch)
-            return
+        finish = {}
         for i, run in enumerate(runs):
             restore_random_state(run.state)
-            trainer = run.trainer
-            tell = lambda progress, trainer=trainer: after_epoch(trainer, progress)  # noqa: E731
+            trainer, tell = run.trainer, partial(after_epoch, run.trainer)
             try:
-                train_run(run.folder, trainer, provenance, tell, partial(after_batch, trainer))
+                if alone:
+                    train_run(run.folder, trainer, provenance, tell, partial(after_batch, trainer))
+                else:
+                    facts = {**provenance, "seeds_at_once": len(runs)}
+                    finish[id(trainer)] = start_run(run.folder, trainer, facts, tell)
             except DivergedError as error:
                 diverged[i] = f"Seed {trainer.training.seed}: {error}"
+        if not alone:
+            restore_random_state(runs[0].state)
+            train_together([run.trainer for run in runs], lambda t, progress: finish[id(t)](progress), after_batch)
     finally:
         for run in runs:
             run.trainer.release()

@@ -4,8 +4,9 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +27,24 @@ HISTORY_COLUMNS = (
 _ENTRIES = 2**25  # largest number of elements of an activation in evaluation, 128 MB
 _WARM_UP = 3  # steps before a graph is captured: kernels are chosen and compiled in them
 
+_GENERATORS = {"cuda": torch.cuda, "mps": torch.mps}  # beside the CPU's
 RandomState = dict[str, Tensor]  # generator state by kind of device
 
 
 def random_state(device: torch.device) -> RandomState:
     """Return the states of the CPU's and the device's global generators."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    if device.type == "mps":
-        states["mps"] = torch.mps.get_rng_state()
+    if device.type in _GENERATORS:
+        states[device.type] = _GENERATORS[device.type].get_rng_state(device)
     return states
 
 
 def restore_random_state(states: RandomState) -> None:
     """Restore the global generators of the available devices."""
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "mps" in states and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(states["mps"])
+    for name, module in _GENERATORS.items():
+        if name in states and module.is_available():
+            module.set_rng_state(states[name])
 
 
 # --- steps
@@ -73,31 +72,23 @@ class Steps:
     """
 
     def __init__(self, trainers: "Sequence[Trainer]") -> None:
-        first, self._trainers = trainers[0], trainers
+        first, self.trainers, self.padded = trainers[0], trainers, any(t.padded for t in trainers)
         self._training, self._device, self._count = first.training, first.device, len(trainers)
-        self._padded = any(trainer.padded for trainer in trainers)
         self._encoder = first.encoder if self._count == 1 else Encoder.stacked([t.encoder for t in trainers])
         self._parameters: list[Tensor] = list(self._encoder.parameters())
         self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
-        self._forward: Callable[..., Tensor] = (
-            torch.compile(self._encoder) if self._training.compiled else self._encoder
-        )
-        tokens, labels = zip(*(trainer.train_split for trainer in trainers), strict=True)
-        self._tokens, self._labels = (
-            parts[0] if self._count == 1 else torch.cat(parts) for parts in (tokens, labels)
-        )
+        compiled = self._training.compiled
+        self._forward: Callable[..., Tensor] = torch.compile(self._encoder) if compiled else self._encoder
+        splits = zip(*(trainer.train_split for trainer in trainers), strict=True)
+        self._tokens, self._labels = (parts[0] if self._count == 1 else torch.cat(parts) for parts in splits)
         dtype = self._parameters[0].dtype
         self._rate = torch.zeros((), dtype=dtype, device=self._device)
         self._totals = torch.zeros(2, self._count, dtype=dtype, device=self._device)  # losses, right answers
         self._graph: torch.cuda.CUDAGraph | None = None
-        captured = (
-            ATTENTIONS[first.config.attention].keeps != "clustered"
-        )  # how many keys it keeps, only the CPU knows
-        self._captures = self._device.type == "cuda" and captured
+        clustered = ATTENTIONS[first.config.attention].keeps == "clustered"  # keys are counted on the CPU
+        self._captures = self._device.type == "cuda" and not clustered
         c = self._encoder.config
-        self._frozen: list[
-            tuple[Tensor, Any, Tensor]
-        ] = []  # parameters with their frozen rows, and what stands there
+        self._frozen: list[tuple[Tensor, Any, Tensor]] = []  # parameters, their frozen rows, what stands there
         for i in range(c.blocks if "qk" in self._training.frozen else 0):
             rows, qkv = slice(2 * c.heads * c.head_width), self._encoder.attention(i).qkv
             for parameter, at in ((qkv.weight, (..., rows, slice(None))), (qkv.bias, (..., rows))):
@@ -106,9 +97,9 @@ class Steps:
     def epoch(self, rate: float, after_batch: Callable[[], None]) -> list[tuple[float, float]]:
         """Train an epoch; return the mean loss and the accuracy of each encoder over the epoch's steps."""
         n, size = self._training.train_samples, self._training.batch_size
-        for trainer, tokens, labels in zip(
-            self._trainers, self._tokens.split(n), self._labels.split(n), strict=True
-        ):  # fresh samples take the place of the last ones, which a graph reads
+        parts = self.trainers, self._tokens.split(n), self._labels.split(n)
+        for trainer, tokens, labels in zip(*parts, strict=True):
+            # fresh samples take the place of the last ones, which a graph reads
             if trainer.train_split.tokens.data_ptr() != tokens.data_ptr():
                 tokens.copy_(trainer.train_split.tokens)
                 labels.copy_(trainer.train_split.labels)
@@ -133,12 +124,9 @@ class Steps:
     def _step(self, batch: Tensor) -> None:
         """Make one step on samples (G, b) of the data; nothing here may wait for the device."""
         tokens, labels = self._tokens[batch.flatten()], self._labels[batch.flatten()]
-        bf16 = self._training.precision == "bf16"
-        context: AbstractContextManager[Any] = nullcontext()
-        if bf16:  # its cache of converted weights would outlive the step in a graph
-            context = torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False)
-        with context:
-            logits = self._forward(tokens, self._padded)
+        bf16 = self._training.precision == "bf16"  # the cache of converted weights would outlive a step in a graph
+        with torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False) if bf16 else nullcontext():
+            logits = self._forward(tokens, self.padded)
             losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
         for parameter in self._parameters:
             parameter.grad = None
@@ -156,7 +144,7 @@ class Steps:
         clip = self._training.gradient_clip
         if self._count == 1:
             torch.nn.utils.clip_grad_norm_(self._parameters, clip, foreach=True)
-        else:
+        else:  # each model has its own norm
             norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
             factor = (clip / (norms + 1e-6)).clamp(max=1)
             for gradient in gradients:
@@ -205,7 +193,7 @@ class Steps:
         """Copy the parameters of several encoders back to their trainers."""
         if self._count > 1:
             for name, parameter in self._encoder.named_parameters():
-                for trainer, value in zip(self._trainers, parameter, strict=True):
+                for trainer, value in zip(self.trainers, parameter, strict=True):
                     trainer.encoder.get_parameter(name).copy_(value)
 
 
@@ -255,7 +243,6 @@ class Trainer:
         self.lock: RunLock | None = None  # lock of the run's folder, if it has one
         self.epoch = 0
         self.history: dict[str, list[float]] = {name: [] for name in HISTORY_COLUMNS}
-        self._steps: Steps | None = None
 
     def release(self) -> None:
         """Release the run's folder."""
@@ -280,22 +267,13 @@ class Trainer:
 
     def run(self, after_epoch: Callable[[Progress], None], after_batch: Callable[[], None] = lambda: None) -> None:
         """Train to the configured number of epochs, or to the training accuracy at which to stop."""
-        while not self.finished:
-            start = time.perf_counter()
-            self.begin_epoch()
-            if self._steps is None:
-                self._steps = Steps([self])
-            set_learning_rate(self.optimizer, self.learning_rate)
-            ((loss, accuracy),) = self._steps.epoch(self.learning_rate, after_batch)
-            after_epoch(self.close_epoch(start, loss, accuracy))
+        train_together([self], lambda _, progress: after_epoch(progress), lambda _: after_batch())
 
     def begin_epoch(self) -> None:
         """Draw the samples of the next epoch, if every epoch has its own."""
         if self.training.fresh_samples:
             split = draw_fresh(self.training, self.epoch, self.config.length, self.config.pad_id)
-            padded = self._any_pads(split, self.holdout_split)
-            if padded != self.padded:  # a step is made for one or the other
-                self.padded, self._steps = padded, None
+            self.padded = self._any_pads(split, self.holdout_split)
             self.train_split = Split(*(t.to(self.device) for t in split))
 
     def _any_pads(self, *splits: Split) -> bool:
@@ -362,40 +340,39 @@ def stackable(trainers: Sequence[Trainer]) -> bool:
     )  # fmt: skip
 
 
-def train_seeds(
+def _each(function: Callable[[Trainer], None], trainers: Sequence[Trainer]) -> None:
+    for trainer in trainers:
+        function(trainer)
+
+
+def train_together(
     trainers: Sequence[Trainer],
     after_epoch: Callable[[Trainer, Progress], None],
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
     """Train runs that can share their steps to their ends; those that end or diverge leave the others."""
     diverged: dict[int, str] = {}
-
-    def left() -> list[int]:
-        return [i for i, t in enumerate(trainers) if i not in diverged and not t.finished]
-
-    while group := left():
-        steps = Steps([trainers[i] for i in group])
-        while left() == group:
-            start = time.perf_counter()
-            for i in group:
-                trainers[i].begin_epoch()
-
-            def told(group: list[int] = group) -> None:
-                for i in group:
-                    after_batch(trainers[i])
-
-            found = steps.epoch(trainers[group[0]].learning_rate, told)
-            steps.store()
-            start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
-            for i, (loss, accuracy) in zip(group, found, strict=True):
-                began = time.perf_counter()
-                try:
-                    progress = trainers[i].close_epoch(start, loss, accuracy)
-                except DivergedError as error:
-                    diverged[i] = f"Seed {trainers[i].training.seed}: {error}"
-                    continue
-                after_epoch(trainers[i], progress)
-                start += time.perf_counter() - began
+    steps: Steps | None = None
+    while group := [t for i, t in enumerate(trainers) if i not in diverged and not t.finished]:
+        start = time.perf_counter()
+        for trainer in group:
+            trainer.begin_epoch()
+        if steps is None or steps.trainers != group or steps.padded != any(t.padded for t in group):
+            steps = Steps(group)
+        set_learning_rate(group[0].optimizer, group[0].learning_rate)
+        found = steps.epoch(group[0].learning_rate, partial(_each, after_batch, group))
+        steps.store()
+        start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
+        for trainer, (loss, accuracy) in zip(group, found, strict=True):
+            began = time.perf_counter()
+            try:
+                progress = trainer.close_epoch(start, loss, accuracy)
+            except DivergedError as error:
+                prefix = f"Seed {trainer.training.seed}: " if len(trainers) > 1 else ""
+                diverged[trainers.index(trainer)] = f"{prefix}{error}"
+                continue
+            after_epoch(trainer, progress)
+            start += time.perf_counter() - began
     if diverged:
         raise DivergedError(" ".join(diverged.values()), tuple(diverged))
 
@@ -445,12 +422,12 @@ def restore_optimizer_state(trainer: Trainer, state: OptimizerState) -> None:
     if state and state.keys() != parameters.keys():
         raise InputError("The optimiser's state does not cover all parameters of the model.")
     for name, values in state.items():
-        parameter = parameters[name]
-        trainer.optimizer.state[parameter] = {  # type: ignore[union-attr]  # checked above
-            quantity: value.to(parameter.device, copy=True) if value.ndim or trainer.device.type == "cuda"
-            else value.clone()  # elsewhere the optimiser keeps the number of steps on the CPU
+        assert trainer.optimizer is not None  # checked above
+        moved = {  # except on CUDA the optimiser keeps the number of steps on the CPU
+            quantity: value.to(trainer.device if value.ndim or trainer.device.type == "cuda" else "cpu", copy=True)
             for quantity, value in values.items()
-        }  # fmt: skip
+        }
+        trainer.optimizer.state[parameters[name]] = moved
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:

@@ -8,7 +8,7 @@ from semdiag_models import InputError, ModelConfig, TrainingConfig, find_task
 from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.encoder import Encoder
 from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.sweeps.grid import configure, identity, name_run, read_sweep
+from semdiag_models.sweep import configure, identity, name_run, read_sweep
 from semdiag_models.tasks import draw_data
 from semdiag_models.training import Trainer, random_state, restore_random_state
 

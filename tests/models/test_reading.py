@@ -11,7 +11,7 @@ from semdiag_models import reading
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, read_plain, write_checkpoint
 from semdiag_models.encoder import Encoder
 from semdiag_models.reading import InputError
-from semdiag_models.sweeps.grid import read_sweep_file
+from semdiag_models.sweep import read_settings
 from semdiag_models.tasks.text import read_lines
 
 
@@ -23,7 +23,7 @@ def path(tmp_path, tiny_model, tiny_training):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
-@pytest.mark.parametrize("read", [read_checkpoint, read_sweep_file, read_lines, reading.read_json])
+@pytest.mark.parametrize("read", [read_checkpoint, read_settings, read_lines, reading.read_json])
 def test_pipes_and_devices_are_refused_at_once(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     for odd in (tmp_path / "pipe", type(tmp_path)("/dev/zero")):
@@ -45,7 +45,7 @@ def test_what_the_system_makes_up_is_no_file_of_the_users(tmp_path, target):
 def test_a_file_that_is_too_large_is_refused_unread(tmp_path):
     with (tmp_path / "endless.toml").open("wb") as file:
         file.truncate(2**40)  # a hole: it takes no place on the disk
-    for read in (read_sweep_file, read_lines, read_checkpoint, reading.read_json):
+    for read in (read_settings, read_lines, read_checkpoint, reading.read_json):
         with pytest.raises(InputError, match="has 1,099,511,627,776 bytes; files of its kind"):
             read(tmp_path / "endless.toml")
 
@@ -133,7 +133,7 @@ def test_nesting_and_digits_of_a_toml_file_are_limited(tmp_path):
     for text in ("a = " + "[" * 5000 + "]" * 5000, "a = " + "[" * 60 + "]" * 60, "seed = " + "9" * 5000):
         file.write_text(text)
         with pytest.raises(InputError, match=r"a\.toml cannot be read"):
-            read_sweep_file(file)
+            read_settings(file)
 
 
 def test_legitimate_pickles_pass(path):

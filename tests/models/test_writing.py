@@ -7,8 +7,7 @@ import stat
 import pytest
 
 from semdiag_models.reading import InputError, write_text
-from semdiag_models.sweeps.grid import read_sweep_file
-from semdiag_models.sweeps.runs import write_results
+from semdiag_models.sweep import read_settings, write_results
 
 
 @pytest.fixture
@@ -63,8 +62,8 @@ def test_a_small_file_that_asks_for_very_many_runs_is_refused_before_they_are_ma
     file = tmp_path / "many.toml"
     file.write_text(f'task = "parity"\n[grid]\n{lists}\n')
     with pytest.raises(InputError, match="asks for more than 100,000 runs"):
-        read_sweep_file(file)
+        read_settings(file)
     nested = ", ".join(f"{key} = {list(range(1, 40))}" for key in ("k", "heads", "blocks", "width"))
     file.write_text(f'task = "parity"\n[grid]\nattention = [{{ attention = "topk", {nested} }}]\n')
     with pytest.raises(InputError, match="asks for more than 100,000 runs"):
-        read_sweep_file(file)
+        read_settings(file)

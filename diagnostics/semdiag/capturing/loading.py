@@ -5,7 +5,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing import paper_code, pretrained
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES
-from semdiag.capturing.kept_keys import TopK
+from semdiag.capturing.rules import TopK
 from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, weights_sha256
 from semdiag_models.checkpoint import FORMAT, checkpoint_of, is_checkpoint, read_hashed
 from semdiag_models.reading import LARGEST_TEXT, read_bytes, read_json, require_memory, unknown_name
@@ -110,18 +110,25 @@ def recognised(spec: str) -> bool:
     return _SPEC.fullmatch(spec) is not None and not Path(spec).exists()
 
 
-def build(spec: str) -> tuple[nn.Module, Any]:
-    """Import the user's module and call its factory. This runs the user's code."""
+def imported_function(spec: str) -> Callable[..., Any]:
+    """Import the user's module and return its function. This runs the user's code."""
     name, _, function = spec.partition(":")
     with _current_folder_first():
         try:
             module = importlib.import_module(name)
         except (Exception, SystemExit) as error:  # the user's code may do anything when imported
             raise InputError(f"{name} cannot be imported ({_described(error)}).{_hint(error, name)}") from error
-        factory = getattr(module, function, None)
-        if not callable(factory):
-            own = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
-            raise unknown_name(f"function of {name}", function, sorted(own) or ["none"])
+    found = getattr(module, function, None)
+    if not callable(found):
+        own = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
+        raise unknown_name(f"function of {name}", function, sorted(own) or ["none"])
+    return found  # type: ignore[no-any-return]
+
+
+def build(spec: str) -> tuple[nn.Module, Any]:
+    """Import the user's module and call its factory. This runs the user's code."""
+    factory = imported_function(spec)
+    with _current_folder_first():
         try:
             built = factory()
         except InputError:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, Strip, counted, integers, key_heads, products
+from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products
+from semdiag.capturing.kept_keys import Choice
 from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of

@@ -1,5 +1,6 @@
 """Real masks in any model: in all attention that capture sees, queries keep only the keys that a rule selects."""
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,21 +16,9 @@ from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped
-from semdiag.capturing.kept_keys import (
-    Choice,
-    Keep,
-    RandomK,
-    SharedChoices,
-    TopK,
-    TopP,
-    Window,
-    all_kept,
-    check_keep,
-    counted,
-    narrowed,
-    number_of_keys,
-    rule_for,
-)
+from semdiag.capturing.call_strips import counted, narrowed, number_of_keys
+from semdiag.capturing.kept_keys import Choice, SharedChoices, all_kept
+from semdiag.capturing.loading import imported_function, recognised
 from semdiag.capturing.masked_attention import (
     FAILED,
     as_computed,
@@ -42,6 +31,7 @@ from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
 from semdiag.capturing.recording import Inputs, Mixed, is_followed, outside_all_modes, undone
+from semdiag.capturing.rules import Keep, RandomK, SkipTiles, TopK, TopP, Window, check_keep, rule_for
 from semdiag_models import InputError
 
 _ELSEWHERE = "the forward pass runs it in another thread, where no mask can reach it"
@@ -155,6 +145,23 @@ def _counts_of(call: AttentionCall, kept: Tensor, keys: Tensor) -> _Counts:
     return _Counts(call.layer, 1, some.sum(1), kept.sum(1), keys.sum(1), least, kept.amax(1))
 
 
+_TILE = re.compile(r"tile-(\d+)x(\d+)(?:-(.+))?")
+_SKIP = re.compile(r"skip-(\d+(?:\.\d+)?|nan)(?:-(\d+)x(\d+))?")
+ENGINE_KINDS = "tile-64x64, tile-128x64-quest (or -mean, -antidiagonal, -last, -module:function), skip-8"
+
+
+def engine_rule(kind: str, k: int) -> TopK | SkipTiles | None:
+    """Return the rule of a kind of engines; None if k is less than a block. ``module:function`` is imported."""
+    if skip := _SKIP.fullmatch(kind):
+        return SkipTiles(float(skip[1]), int(skip[2] or 64), int(skip[3] or 64))
+    tile = _TILE.fullmatch(kind)
+    if tile is None or min(int(tile[1]), int(tile[2])) < 1:
+        raise InputError(f"There is no kind of sparse attention {kind!r}. Kinds of engines: {ENGINE_KINDS}.")
+    query_block, block, name = int(tile[1]), int(tile[2]), tile[3]
+    estimate = imported_function(name) if name and recognised(name) else name
+    return TopK(k // block, block=block, query_block=query_block, estimate=estimate) if k >= block else None
+
+
 @contextmanager
 def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator[Masked]:
     """Run a model with real masks: in all its attention, each query attends only to the keys that a rule keeps.
@@ -203,7 +210,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
     """
     check_keep(keep)
-    masked, own, padding, choices = Masked(), threading.get_ident(), Padding(model), SharedChoices()
+    masked, own, padding, choices = Masked(), threading.get_ident(), Padding(model), SharedChoices(keep)
     parts = {id(module): name for name, module in model.named_modules()}
 
     def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:

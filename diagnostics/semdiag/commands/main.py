@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from semdiag.commands.check import CHECK, info, list_names, monitor
-from semdiag.commands.measuring import adapted, command_line, figure_formats, output_folder, with_options
+from semdiag.commands.measuring import command_line, figure_formats, output_folder, with_options
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
@@ -138,8 +138,41 @@ def _check_redrawing(models: object, typed: frozenset[str]) -> None:
         raise InputError(f"--from draws saved measurements as they are: leave out {options}.")
 
 
+# Options that --help leaves to --help-all: what few people change.
+_RARE = (
+    "max_length tokenizer labels batch_size dtype seed min_keys queries max_queries config head jobs ray "
+    "per_query figures quiet max_k every thorough keep_queries redraw show junit exit_zero every_layer layout "
+    "keys draws absolute block dtype_b mlp_width head_width activation dropout inverse_temperature "
+    "pad_as_token norm pooling hash_rounds hash_bits hashes clusters centroid_decay score_gradient "
+    "holdout_samples fresh_samples seeds learning_rate_decay gradient_clip optimizer weight_decay precision "
+    "compiled query_key_scale frozen exact snapshots overwrite threads text holdout_text vocabulary heads "
+    "width blocks global_tokens train_samples holdout gpus_per_run in_a_step retries records planes radius "
+    "radii grid lines points "
+)
+_PLACEHOLDERS = {"<int": "N", "<float": "X", "<path": "PATH", "<str": "TEXT", "<bool": ""}  # by Typer's own
+
+
 class RepeatedOptions(TyperCommand):
-    """A command whose options are lists where their placeholder has a comma: ``--k 8 --k 32`` is ``--k 8,32``."""
+    """A command with a short and a whole help, and options that are lists where their placeholder has a comma.
+
+    ``--k 8 --k 32`` is ``--k 8,32``; ``--help`` leaves out what few people change, ``--help-all`` does not.
+    """
+
+    whole = False  # whether the help shows every option
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help; without the rare options unless all were asked for."""
+        rare = [p for p in self.params if p.name in _RARE.split() and (p.name, self.name) != ("seed", "train")]
+        for param in self.params:
+            param.hidden = param in rare and not self.whole  # type: ignore[attr-defined]
+            own = param.display_type(ctx) if hasattr(param, "display_type") else ""  # since Typer 0.26
+            if param.param_type_name == "argument":
+                param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+            elif getattr(param, "metavar", None) is None:
+                param.metavar = _PLACEHOLDERS.get(own.split()[0].rstrip(">")) if own else None
+        if rare and not self.whole:
+            self.epilog = f"{len(rare)} more options: {ctx.command_path} --help-all"
+        super().format_help(ctx, formatter)
 
     def make_parser(self, ctx: Any) -> Any:
         """Return a parser that keeps every value."""
@@ -221,7 +254,6 @@ _PANELS = {
     "Checkpoints": ("info", "check", "list"),
 }  # fmt: skip
 _commands = {name: with_options(each) for name, each in QUESTIONS.items() if each.help or each.ask}
-_commands |= {"k-sweep": with_options(adapted(QUESTIONS["k-sweep"]))}
 _commands |= {"report": with_options(REPORT), "check": with_options(CHECK), "train": train, "sweep": sweep}
 _commands |= {"info": info, "monitor": monitor, "list": list_names}
 _named = {name for names in _PANELS.values() for name in names}
@@ -253,6 +285,8 @@ def main() -> None:
     speak_any_language()
     debug = "--debug" in sys.argv[1:]
     sys.argv = [word for word in sys.argv if word != "--debug"]  # it may stand anywhere; no command takes it
+    RepeatedOptions.whole = "--help-all" in sys.argv[1:]
+    sys.argv = ["--help" if word == "--help-all" else word for word in sys.argv]
     warnings.filterwarnings("default", category=UserWarning, module="semdiag")  # said, never raised
     warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
     if not all(map(str.strip, sys.argv[1:])):  # as a path, an empty word would be the working folder

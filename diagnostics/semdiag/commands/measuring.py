@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
-    from semdiag_models.sweeps.workers import Workers
+    from semdiag_models.workers import Workers
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -245,7 +245,7 @@ class Asked:
         measurements.provenance["date"] = _today()
         return findings, loaded
 
-    def deliver(self, findings: "Findings", sections: Sequence[str] | None = None, show_old: Any = None) -> None:
+    def deliver(self, findings: "Findings", sections: Sequence[str] | None = None) -> None:
         """Write the page with its figures; print answer and tables, or one JSON object."""
         from semdiag.measuring.findings.estimates import partial_sentences
         from semdiag.presenting.answer import opening_of, show
@@ -271,12 +271,9 @@ class Asked:
             typer.echo(json.dumps(findings(question.json), allow_nan=False))
         if not quiet:
             with beside_json(as_json):
-                if show_old:  # of k_sweep, until it is converted
-                    show_old(findings)
-                else:
-                    say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
-                    show(question.answered(findings), values.get("every", False))
-                say(f"Figures and tables: {page}")
+                say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
+                show(question.answered(findings), values.get("every", False))
+                say(f"Page: {page}")
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:
@@ -320,6 +317,7 @@ def with_options(question: Question) -> Callable[..., None]:
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     for name in shared_names:
         annotation, default = _SHARED[name]
+        default = "none" if name == "figures" and question.name not in _PICTURED else default
         default = question.defaults.get(name, default)
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -329,6 +327,7 @@ def with_options(question: Question) -> Callable[..., None]:
 
 
 _KIND = inspect.Parameter.KEYWORD_ONLY
+_PICTURED = ("report", "k-sweep", "compare", "selections")  # others draw figures only when asked
 _GIVEN = ("plan", "shared")  # arguments of a command that are no options
 
 
@@ -337,7 +336,7 @@ def _is_taken(name: str, question: Question) -> bool:
     if name == "models" and question.ask is None:
         return True
     if name in _OF_TEXTS and "inputs" in question.leave_out:
-        return False
+        return name in question.takes
     return name in question.takes if name in _OF_SOME else name not in question.leave_out
 
 
@@ -401,7 +400,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
                 announce(path, 0)
             after_batch(0)
 
-        reruns = [getattr(plan, "rerun", False) for plan in conditions.plans]
+        reruns = [hasattr(plan, "reruns") and plan.reruns(loaded[0].external) for plan in conditions.plans]
         alone = len(loaded) == 1 and find_device(conditions.device).type == "cpu"
         if alone and jobs and jobs > 1 and not ray and any(reruns):  # their masks are divided, not models
             pairs = zip(conditions.plans, reruns, strict=True)
@@ -421,33 +420,6 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
 def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
     from semdiag.measuring.survey import run_order
-    from semdiag_models.sweeps.workers import LocalWorkers, RayWorkers
+    from semdiag_models.workers import LocalWorkers, RayWorkers
 
     return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)
-
-
-def adapted(question: Question) -> Question:
-    """Return k_sweep with its old command as one that asks, until it is converted."""
-    old = question.old(question.asked_by)
-
-    class Shared:
-        def __init__(self, asked: Asked) -> None:
-            self.values, self.typed, self.conditions, self._asked = (
-                asked.values,
-                asked.typed,
-                asked.conditions,
-                asked,
-            )
-
-        def measured(self, models: Any, conditions: "Conditions") -> "Findings":
-            return self._asked.measured(models, conditions)[0]
-
-        def deliver(self, command: str, findings: "Findings", show: Any, answered: bool) -> None:
-            self._asked.deliver(findings, show_old=show)
-
-    def ask(shared: Asked, **given: Any) -> None:
-        old.run(**given, shared=Shared(shared))
-
-    parameters = [p for p in inspect.signature(old.run).parameters.values() if p.name != "shared"]
-    ask.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return replace(question, ask=ask, takes=old.takes, help=old.run.__doc__ or "")

@@ -16,8 +16,7 @@ from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
 from semdiag.reporting.gate import LayerGate, Verification
 
 if TYPE_CHECKING:
-    from semdiag_models.sweeps.grid import SweepRun
-    from semdiag_models.sweeps.runs import RunResult
+    from semdiag_models.sweep import RunResult, SweepRun
 
 _ROWS = 100  # printed; the files hold all
 _PLAN = (
@@ -34,7 +33,7 @@ _RESULTS = (
 
 def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_json: bool, quiet: bool) -> None:
     """Print runs and the epochs that are left by task and attention, and all runs in JSON."""
-    from semdiag_models.sweeps.runs import epochs_left
+    from semdiag_models.sweep import epochs_left
 
     left = [epochs_left(folder / run.name, run, records) for run in runs]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -73,7 +72,7 @@ def _echo_json(content: dict[str, Any]) -> None:
 
 def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json: bool, quiet: bool) -> None:
     """Print the table of results; of very many runs only those that are not done."""
-    from semdiag_models.sweeps.runs import results_document
+    from semdiag_models.sweep import results_document
 
     if as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
@@ -123,7 +122,7 @@ class SweepProgress(TimedBar):
 
     def tick(self) -> None:
         """Update the bar from the running runs."""
-        from semdiag_models.sweeps.runs import epochs_so_far
+        from semdiag_models.sweep import epochs_so_far
 
         so_far = sum(epochs_so_far(self._folder / name) for name in self.open)
         self._bar.update(self._task, completed=self._closed + so_far)
@@ -146,6 +145,9 @@ class SweepProgress(TimedBar):
             self._bar.console.print(line, soft_wrap=True)
 
 
+_COLORS = {"holds": "green", "FAILS": "red", "cannot tell": "yellow"}
+
+
 def print_check(result: Verification) -> None:
     """Print pairs, layers, invariants, rules, and what was not compared with the baseline."""
     console = wide_console()
@@ -153,11 +155,12 @@ def print_check(result: Verification) -> None:
         console.print(_pair(pair))
         console.print(_layers(gate))
     for invariant in result.invariants:
-        console.print(f"{'holds' if invariant.passed else 'FAILS'}: {invariant.words}")
+        word = "holds" if invariant.passed else "FAILS"
+        console.print(f"{word}: {invariant.words}", style=_COLORS[word])
     for rule in result.rules:
         word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
         value = four_digits(rule.value) if rule.known else "undefined"
-        console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}")
+        console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}", style=_COLORS[word])
     for words in result.compared.words if result.compared else ():
         console.print(f"not compared: {words}")
 

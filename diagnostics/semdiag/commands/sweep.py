@@ -13,9 +13,8 @@ from semdiag.presenting import options
 from semdiag.presenting.terminal import beside_json, tell
 
 if TYPE_CHECKING:
-    from semdiag_models.sweeps.grid import SweepRun
-    from semdiag_models.sweeps.runs import Outcome, RunResult
-    from semdiag_models.sweeps.workers import Workers
+    from semdiag_models.sweep import Outcome, RunResult, SweepRun
+    from semdiag_models.workers import Workers
 
 
 def sweep(
@@ -90,13 +89,13 @@ def sweep(
 
     To continue a sweep, run the same command again. Finished runs (recognised by a hash of their configuration)
     are skipped, interrupted ones continue after their last epoch, failed ones are tried again. More:
-    docs/commands/sweep.md.
+    docs/commands/training.md.
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """
     from semdiag.commands.printing import print_plan, print_results
     from semdiag_models import InputError
-    from semdiag_models.sweeps.grid import SweepError, read_sweep
+    from semdiag_models.sweep import SweepError, read_sweep
     from semdiag_models.training import find_device
 
     if jobs is not None and jobs < 1:
@@ -136,16 +135,18 @@ def _workers(
     ray: str, gpus_per_run: float, jobs: int | None, groups: "Sequence[Sequence[SweepRun]]", device: str
 ) -> "Workers":
     """Return the processes that train groups of runs."""
-    if ray:
-        from semdiag_models.sweeps.workers import RayWorkers
+    from semdiag_models.sweep import train_order
 
-        return RayWorkers(ray, gpus_per_run, jobs)
-    from semdiag_models.sweeps.workers import LocalWorkers
+    if ray:
+        from semdiag_models.workers import RayWorkers
+
+        return RayWorkers(ray, gpus_per_run, jobs, train_order)
     from semdiag_models.training import find_device, training_memory
+    from semdiag_models.workers import LocalWorkers
 
     on_cpu = find_device(device).type == "cpu"
     sizes = [sum(training_memory(run.model, run.training, on_cpu) for run in group) for group in groups]
-    return LocalWorkers(jobs, tasks=len(groups), size=max(sizes))
+    return LocalWorkers(jobs, train_order, len(groups), max(sizes))
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,7 @@ def _train(
     """Train the unfinished runs; return the rows of all runs, which are also saved after every run."""
     from semdiag.commands.printing import SweepProgress
     from semdiag_models.reading import RunLock
-    from semdiag_models.sweeps.runs import Order, result, write_results
-    from semdiag_models.sweeps.workers import together, train_all
+    from semdiag_models.sweep import Order, result, together, train_all, write_results
 
     provenance = {"command": command_line(), "target": ways.target}
 

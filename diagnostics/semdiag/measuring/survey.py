@@ -29,7 +29,7 @@ from semdiag_models import Encoder, InputError
 from semdiag_models.training import find_device, with_float64
 
 if TYPE_CHECKING:
-    from semdiag_models.sweeps.workers import Workers
+    from semdiag_models.workers import Workers
 
 
 class Inputs(NamedTuple):
@@ -350,7 +350,7 @@ def run_in_parallel(
     orders: Sequence[tuple[str, Any]], workers: "Workers", ended: Callable[[str], None] = lambda path: None
 ) -> list[Any]:
     """Run several orders at once; the results do not depend on which worker runs which."""
-    from semdiag_models.sweeps.workers import TICK
+    from semdiag_models.workers import TICK
 
     waiting, results = deque(enumerate(orders)), dict[int, Any]()
     running: dict[Any, tuple[int, str]] = {}

@@ -35,7 +35,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # ranges of columns with the same m
         ("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws", "drawn"), _COUNT
     ),
     **dict.fromkeys(("layer", "head"), (-1, 2**31 - 1)),
-    **dict.fromkeys(("blocks", "heads", "length", "samples", "width"), (1, 2**31 - 1)),
+    **dict.fromkeys(("blocks", "heads", "samples", "width"), (1, 2**31 - 1)),
+    "length": _COUNT,  # 0: inputs that --lengths did not cut
     **dict.fromkeys(("attention_found", "attention_captured"), _COUNT),
     **dict.fromkeys(("dispersion", "residual", "residual_over_rounding", "rounding"), (0, float("inf"))),
     **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),

@@ -33,7 +33,13 @@ def number(value: Value, digits: int = 3) -> str:
     value = number_from_json(value)
     if math.isnan(value):
         return UNKNOWN
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.{digits}g}"
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else significant(value, digits)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return a number to so many digits; thousands and millions as ``1,050``, not ``1.05e+03``."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text and abs(value) < 1e9 else text
 
 
 def number_words(value: float, form: Callable[[float], str] = "{:.3g}".format) -> str:

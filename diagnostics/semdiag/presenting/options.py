@@ -1,7 +1,7 @@
 """The options that commands share, their values and their completion."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -52,7 +52,7 @@ def option(help: str, *names: str, panel: str = MEASURE, **more: Any) -> Any:
 Models = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[MODEL]...",
+        metavar="MODEL",
         help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:DIRECTORY (a Hugging "
         "Face model on disk), or package.module:function (a function of yours that returns a model, or a model "
         "and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
@@ -94,7 +94,9 @@ Labels = Annotated[
         metavar="FILE",
     ),
 ]
-Every = Annotated[bool, option("Show every head, also of large models.", "--all", panel=OUTPUT)]
+Every = Annotated[
+    bool, option("Show every row: all heads of large models, every k of a k-sweep.", "--all", panel=OUTPUT)
+]
 Samples = Annotated[
     int,
     option(
@@ -262,26 +264,19 @@ def positive_numbers(text: str, option: str) -> tuple[float, ...]:
     return numbers
 
 
-def targets(texts: Sequence[str]) -> dict[str, Any]:
-    """Read ``["0.95", "listops=0.35"]``: a value for all tasks, and values for single tasks."""
+def targets(text: str, option: str) -> tuple[tuple[str, float], ...]:
+    """Read ``"0.95,listops=0.35"``: a value for all tasks, of an empty name, and values for single tasks."""
     from semdiag_models import InputError
 
-    values: dict[str, Any] = {"targets": {}}
-    for text in texts:
-        task, _, number = text.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            usage = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
-            raise InputError(f"{usage}. Got {text!r}.") from None
-        if task:
-            values["targets"][task] = value
-        else:
-            values["target"] = value
-    return values
+    pairs = [part.strip().rpartition("=") for part in text.split(",") if part.strip()]
+    try:
+        return tuple((task, float(number)) for task, _, number in pairs)
+    except ValueError:
+        usage = f"{option} takes an accuracy like 0.95, or TASK=0.35 for one task"
+        raise InputError(f"{usage}. Got {text!r}.") from None
 
 
-def listed_names(text: str) -> tuple[str, ...]:
+def listed_names(text: str, option: str = "") -> tuple[str, ...]:
     """Read ``"bf16,fp16"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 

@@ -61,23 +61,8 @@ class Question:
     needs: tuple[str, ...] = ()  # tables of which one must have rows for an answer
     external: bool = True  # whether it is asked of external models, of which only the attention is known
     glanced: str = ""  # the anchor of the heading that the glance answers; empty: the first
-    # Until k_sweep is converted: where its parts stand.
-    measured_by: str = ""
-    summarised_by: str = ""
-    shown_by: str = ""
-    asked_by: str = ""
-
-    def old(self, where: str) -> Any:
-        """Return a part of k_sweep."""
-        module, _, attribute = where.partition(":")
-        return getattr(import_module(f"{self.package}.{module}".rstrip(".")), attribute)
 
     def _part(self, file: str, name: str) -> Any:
-        if self.measured_by:
-            if name == "PROBE":
-                return self.old(self.measured_by)
-            section = self.old(self.shown_by)
-            return section.answer if name == "answer" else section.headings
         home = import_module(self.package)
         if hasattr(home, "__path__"):
             place = f"{self.package}.{file}"
@@ -132,29 +117,4 @@ class Question:
         """Return the object that its command prints with ``--json``."""
         from semdiag.presenting.answer import as_json
 
-        if self.summarised_by:
-            return findings(self.old(self.summarised_by))
         return as_json(self.name, findings, self.answered(findings))
-
-
-# Until k_sweep is converted.
-Shared = Any
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command and its shared options."""
-
-    run: Callable[..., None]
-    takes: tuple[str, ...]
-
-
-def command(sampling: bool) -> Callable[[Callable[..., None]], Command]:
-    """Turn a function into a command."""
-    return lambda run: Command(run, SAMPLING if sampling else ())
-
-
-def title(result: dict[str, Any]) -> str:
-    """Return a model's title: its path, its task if it has one, its attention."""
-    task = f"{result['task']} " if result["task"] else ""
-    return f"{result['model']}  {task}{result['attention']}"

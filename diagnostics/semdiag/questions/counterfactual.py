@@ -25,9 +25,7 @@ from semdiag.presenting.drawing.panels import (
     NothingToDrawError,
     Panel,
     layer_boxes,
-    logarithmic_limits,
     panels_of,
-    positive_range,
 )
 from semdiag.presenting.drawing.style import (
     AttentionStyle,
@@ -218,49 +216,11 @@ def mass_kept(findings: Findings) -> Figure:
     )  # fmt: skip
 
 
-@drawing(
-    "Within full-attention models: dispersion over all keys beside the dispersion over the k largest "
-    "scores of the same rows, per layer: {shown}.",
-    "Within one and the same model: the spread of all its scores beside the spread of its k "
-    "largest only. It shows what a top-k mask would leave of this model's dispersion without training "
-    "it anew; it does not compare trained models.",
-)
-def dispersion_counterfactual(findings: Findings) -> Figure:
-    """Draw δ_s and δ_h(k) = z(1) − z(k) of the same rows of scores, per layer of each full model."""
-    panels, ks = dense_panels(findings)
-    columns = {"dispersion": ("δₛ, all keys", attention_style("full"))}
-    columns |= {f"dispersion_k{k}": (f"δₕ({k}), largest scores only", k_style(ks, k)) for k in ks}
-    tables = layer_tables(findings, panels, list(columns))
-    low, high = positive_range(pd.concat(tables.values()), "p1", "p100")
-    return within_boxes(
-        panels, columns, tables, lambda ax: logarithmic_limits(ax, low, high), "dispersion (nats)",
-        "marker: maximum.",
-    )  # fmt: skip
-
-
-@drawing(
-    "Within full-attention models: gap in nats between the k-th and the next largest score, per "
-    "layer, logarithmic axis: {shown}.",
-    "The gap between the last score that a top-k mask would keep and the first it would drop. Small "
-    "gaps mean that a small change of the input would swap keys in and out of the mask.",
-)
-def separation_counterfactual(findings: Findings) -> Figure:
-    """Draw Δ_h(k) = z(k) − z(k+1) of each query's scores, per layer of each full model."""
-    panels, ks = dense_panels(findings)
-    columns = {f"separation_k{k}": (f"Δₕ({k})", k_style(ks, k)) for k in ks}
-    tables = layer_tables(findings, panels, list(columns))
-    low, high = positive_range(pd.concat(tables.values()), "p1", "p100")
-    return within_boxes(
-        panels, columns, tables, lambda ax: logarithmic_limits(ax, low, high), "separation Δₕ(k) (nats)",
-        "marker: maximum.\nQueries with at most k keys drop none: they have no separation.", height=3.0,
-    )  # fmt: skip
-
-
 HEADINGS = (
     Heading(
         "within",
         "How much attention would a top-k mask keep?",
-        (dispersion_counterfactual, mass_kept, separation_counterfactual, key_load_counterfactual),
+        (mass_kept, key_load_counterfactual),
         (
             "A counterfactual within one model, on its own scores. Training with such a mask "
             "would move its scores; how far, only training can tell.",

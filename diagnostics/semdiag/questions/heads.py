@@ -1,5 +1,8 @@
 """What does each head do? Dispersion, entropy and weight on the first key of every head."""
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -63,6 +66,50 @@ def answer(findings: Findings) -> Answer:
     return Answer(heads_glance(findings), tables={"heads": with_facts(findings, findings(head_table))})
 
 
+_MOST_CELLS = 4000  # heads of a map in the page: about 150 bytes each
+_MAPPED = {"first_weight": "weight on the first key", "entropy": "entropy", "dispersion": "dispersion δ"}
+
+
+class HeadMap(NamedTuple):
+    """A map of heads in a page: a row for each head number, a column for each layer."""
+
+    title: str  # what colour says
+    low: str  # what the lightest cell stands for
+    high: str  # what the darkest cell stands for
+    layers: list[int]
+    rows: list[tuple[int, list[tuple[int, float | None, str]]]]  # head; by layer the colour's share, and words
+
+
+def head_cells(findings: Findings) -> HeadMap | None:
+    """Return the map of one model's heads; None for several models, one head, or too many for a page."""
+    table = findings(head_table)
+    quantity = next((name for name in _MAPPED if name in table and table[name].notna().any()), None)
+    if len(findings.measurements.models) != 1 or quantity is None or not 1 < len(table) <= _MOST_CELLS:
+        return None
+    share = quantity == "first_weight"
+    top = 1.0 if share else float(table[quantity].max()) or 1.0
+    layers = sorted(int(layer) for layer in table["layer"].unique())
+    names = {layer: layer_name(layer, findings(modules_by_layer, table["model"].iloc[0])) for layer in layers}
+    cells = {(row["head"], row["layer"]): row for row in records(table)}
+    rows = []
+    for head in sorted(int(head) for head in table["head"].unique()):
+        line = []
+        for layer in layers:
+            row = cells.get((head, layer), {})
+            value = row.get(quantity, math.nan)
+            said = [
+                f"{words} {row[name]:.0%}" if name == "first_weight" else f"{words} {row[name]:.3g} nats"
+                for name, words in _MAPPED.items() if not math.isnan(row.get(name, math.nan))
+            ]  # fmt: skip
+            words = f"Layer {names[layer]}, head {head}: {', '.join(said) or 'not measured'}"
+            line.append((layer, None if math.isnan(value) else value / top, words))
+        rows.append((head, line))
+    high = "100%" if share else f"{top:.3g} nats"
+    name = _MAPPED[quantity]
+    title = f"Share of each head's {name}" if share else f"{name.capitalize()} of each head"
+    return HeadMap(title, "0", high, layers, rows)
+
+
 def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
     """Return the heads with extreme δ, weight on the first key and entropy; none for several models."""
     table = findings(head_table)
@@ -84,7 +131,7 @@ def first_k(findings: Findings) -> int | None:
 
 _FAR = 10  # ratio of the largest to the smallest δ above which colours are logarithmic
 _TALL = 60  # with more heads of all models together, their rows get lower
-_WRITTEN = 16  # with more layers, numbers in the cells would be illegible
+_WRITTEN = 8  # with more layers, numbers in the cells would be illegible
 _NATS = ("dispersion", "entropy")
 _OLDER = {"largest_weight": "largest weight of a query"}
 
@@ -120,7 +167,7 @@ def heads_map(findings: Findings) -> Figure:
     edges = np.cumsum([0, *map(len, heads)])
     for place, (ax, name) in enumerate(zip(axes, shown, strict=True)):
         _draw(ax, _cells(table, name, models, heads, layers), name)
-        ax.set_title(titles[name], fontsize=8)
+        ax.set_title(titles[name], fontsize=9)
         ax.set_xlabel("layer")
         name_cells(ax.xaxis, layers)
         for edge in edges[1:-1]:
@@ -132,13 +179,13 @@ def heads_map(findings: Findings) -> Figure:
             names = [
                 labels[model].replace(", ", "\n", 1) if page_width() < 5 else labels[model] for model in models
             ]
-            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=6.5)
+            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=9)
         else:
             ax.set_yticks([])
     means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
     note_below(
         figure,
-        f"A cell is a head of a layer: the median over its queries{means}. Grey: not measured or undefined.",
+        f"A cell is a head of a layer: the median over its queries{means}. Hatched: not measured or undefined.",
     )
     return figure
 

@@ -18,7 +18,7 @@ from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject, probes
 from semdiag.questions.compare import ComparePlan
-from semdiag.questions.k_sweep.measure import KSweepPlan
+from semdiag.questions.k_sweep import KSweepPlan
 from semdiag.questions.landscape import LandscapePlan
 from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
@@ -34,19 +34,29 @@ def k_sweep(
 ) -> Measurements:
     """Ask of one model's scores, for many k at once, what top-k attention would make of them.
 
-    Source: docs/theory.md#k-sweep. Deviation: not in the paper.
+    A comparison within the model: nothing is trained anew, and the model is not changed. Where it is run again,
+    masks keep some of the keys that its own mask keeps, and everything is over these; else over all its scores.
+
+    Source: docs/theory.md#k-sweep. Deviation: not in the paper, which compares trained models.
 
     Args:
-        model: A model from :func:`semdiag.load`, or any module.
+        model: A model from :func:`semdiag.load`, or any module; an encoder needs full or top-k attention.
         batches: what the model is called with, as of :func:`~semdiag.measuring.measure.measure`.
-        labels: (N,) classes, for the accuracy of reruns; None if unknown.
-        plan: the largest k; whether the model is run again with every k.
+        labels: (N,) classes, for the loss of reruns; None: what the batches say (``labels``), else the next token
+            of a causal language model.
+        plan: the largest k; whether the model is run again with real masks.
         how: fields of the plan, in its place, as ``rerun=True, ks=[8, 16]``; and ``batch_size`` (100), ``device``
             (the model's), ``dtype`` (float64 of encoders of semdiag_models, as the commands; of others the
             model's), ``seed`` (0), ``queries`` (None: all; else how many are drawn per sample and head).
 
     Returns:
-        Measurements with the table ``sweep``.
+        Measurements with the table ``sweep``, and those of reruns. A row of ``sweep`` per k (0: all keys), layer
+        and head (ALL, -1: pooled) and quantity: dispersion δ_h(k), ratio δ_h(k)/δ_s, separation Δ_h(k), mass
+        (attention weight of the k largest scores; all of queries with more than k keys, the others are counted as
+        undefined), mass_without_first (without the first key on both sides), head_change and, of our encoders,
+        stream_change (docs/theory.md#truncation; at some k), load, ln_sound and ln_paper (ξ of the mask),
+        sound_better (share of queries whose sound ξ is below that of full attention), evenness (entropy of the
+        weights in that of uniform ones); after a rerun accuracy and same_prediction (percentiles of samples).
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -118,7 +128,7 @@ def compare(
 ) -> Measurements:
     """Run two models on the same inputs and compare their attention, head by head, and their outputs.
 
-    Source: docs/commands/compare.md. Deviation: not in the paper.
+    Source: docs/commands/models.md. Deviation: not in the paper.
 
     Args:
         base: A model from :func:`semdiag.load`, or any module.
@@ -239,7 +249,7 @@ def _asked(
     place = torch.device(device) if device is not None else home
     if dtype is None and not loaded.external:
         dtype = DTYPES[Conditions().decided([loaded], place).dtype]
-    compared = isinstance(plan, KSweepPlan) and plan.rerun
+    compared = isinstance(plan, KSweepPlan) and plan.reruns(loaded.external)
     if labels is not None and loaded.external and not compared:
         how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
         raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.{how}")

@@ -198,7 +198,7 @@ def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
         last = epoch
         ax.plot(epoch, TARGET, marker=style.marker, color=style.color, markersize=6)
         ax.annotate(
-            f"{epoch}", (epoch, TARGET), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=7,
+            f"{epoch}", (epoch, TARGET), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=9,
             color=style.color, va="top", path_effects=[withStroke(linewidth=2, foreground="white")],
         )  # fmt: skip
 

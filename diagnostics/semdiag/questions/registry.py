@@ -1,7 +1,6 @@
 """All questions, in the order of a report. A new one is a folder or a file beside this file, and a line here."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ _PLACES: tuple[str | Question, ...] = (
     "mask_stability",
     "mask_precision",
     "k_sweep",
+    "retrieval",
     "overlap",
     "look",
     "selections",
@@ -39,7 +39,6 @@ _EACH = [
     place if isinstance(place, Question) else import_module(f"{__package__}.{place}").QUESTION for place in _PLACES
 ]
 QUESTIONS: dict[str, Question] = {question.name: question for question in _EACH}
-QUESTIONS["k-sweep"] = replace(QUESTIONS["k-sweep"], needs=("sweep",))  # until it is converted
 
 
 def probes() -> "list[Probe]":

@@ -1,18 +1,20 @@
 """Render the page of a report from its template."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypedDict
 
 import pandas as pd
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
 from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
 from semdiag.measuring.words import count, layer_name, number_words, percent, plain, text
 from semdiag.presenting.answer import Heading, page_environment, page_style
 from semdiag.presenting.tables import Column
+from semdiag.questions.heads import HeadMap
 from semdiag.questions.registry import QUESTIONS
 
 
@@ -85,6 +87,15 @@ def weights_sentences(findings: Findings) -> list[str]:
     return [f"Warning: of {row['model']}, {row['text']}." for row in records(lost)]
 
 
+def short_text_sentences(findings: Findings) -> list[str]:
+    """Return a caution for each model that was measured on texts far shorter than it takes."""
+    remarks = findings.measurements.remarks
+    short = records(remarks[remarks["code"] == "short-texts"])
+    if len(findings.measurements.models) > 1:
+        return [f"{row['model']}: {row['text']}." for row in short]
+    return [f"{row['text'][:1].upper()}{row['text'][1:]}." for row in short]
+
+
 def _known(*names: str | None) -> str:
     """Return the first name that is known."""
     return next(name for name in names if name)
@@ -135,6 +146,44 @@ class Picture(TypedDict):
     missing: str | None
     narrow: str | None
     shows: str
+    note: str
+    finding: str
+    inline: list[Markup]
+
+
+_PART = re.compile(r'<g id="(?:\w+?)-([\w-]+?)--(\w+?)(-\d+)?">')
+
+
+def inline_picture(svg: str, said: Mapping[str, str]) -> Markup:
+    """Return an SVG for a page: its lines named by kind, values as tooltips, and no identifiers of its own."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], count=1, flags=re.S)
+
+    def part(found: re.Match[str]) -> str:
+        words = said.get(found[0][7:-2])
+        title = f"<title>{escape(words)}</title>" if words else ""
+        return f'<g class="{found[2]}" data-kind="{found[1]}">{title}'
+
+    svg = _PART.sub(part, svg)
+    used = set(re.findall(r"#([\w-]+)", svg))
+    return Markup(re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", svg))
+
+
+_SCREENS = {
+    "k-sweep", "retrieval", "heads", "dispersion", "separation", "learning", "convergence", "mask-stability",
+}  # fmt: skip
+_THEORY = {"stability", "bounds", "lipschitz"}
+
+
+def unsaid(sentences: Sequence[str], said: Sequence[str]) -> list[str]:
+    """Return sentences without what was said already."""
+    left = []
+    for sentence in sentences:
+        for other in said:
+            place = sentence.find(other[1:])
+            if place > 0:
+                sentence = sentence[: place - 1] + sentence[place + len(other) :].lstrip()
+        left.append(sentence.strip())
+    return [sentence for sentence in left if sentence and not sentence.endswith(":")]
 
 
 def render_page(
@@ -145,14 +194,35 @@ def render_page(
     keep_queries: bool,
     theory: Sequence[str] = (),
     outliers: Sequence[tuple[str, str | None, str]] = (),
+    headlines: Mapping[str, list[str]] | None = None,
+    head_map: HeadMap | None = None,
+    look: str | None = None,
 ) -> str:
     """Fill the template; every value is escaped, and control characters are made visible."""
     source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = content["results"]
-    glances = content["glances"]
-    places = [(name, heading) for name, headings in parts for heading in headings]
-    best = next((s for _, heading in places for s in heading.figures if not pictures[s.name]["missing"]), None)
-    tiles = [(_glanced(name, headings), glances[name]) for name, headings in parts if headings and name in glances]
+    lead, glances, headlines = content["verdict"][0], content["glances"], headlines or {}
+    sections = []
+    for name, headings in parts:
+        number = glances[name]["number"] if name in glances and len(rows) == 1 else ""  # it stands in the heading
+        own = [s for s in headlines.get(name, []) if s == lead or not number or number not in s]
+        above = unsaid(own, [lead])
+        more = unsaid(content["details"].get(name, []), [lead, *above])
+        for heading in headings:
+            first = heading is _glanced(name, headings)
+            glance = glances.get(name) if first else None
+            repeated = glance and glance["words"] in " ".join([lead, *above])
+            answer = glance and not repeated and " ".join(filter(None, (glance["number"], glance["words"])))
+            sections.append(
+                {
+                    "name": name, "heading": heading, "answer": answer and answer[:1].upper() + answer[1:] + ".",
+                    "headline": above if first else [], "more": more if first else [], "place": _place(name),
+                }
+            )  # fmt: skip
+    said = {*content["cautions"], *(sentence for own in headlines.values() for sentence in own)}
+    rest = [sentence for sentence in content["verdict"][1:] if sentence not in said]
+    if len(parts) < 3 or not any(section["place"] == "screen" for section in sections):
+        sections = [{**section, "place": "screen"} for section in sections]
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
@@ -164,21 +234,20 @@ def render_page(
         .render(
             page_style=Markup(page_style()),
             report=content,
-            parts=parts,
+            parts=sections,
             pictures=pictures,
             missing={name for name, picture in pictures.items() if picture["missing"]},
             models=", ".join(sorted(named)),
             title=_title(rows),
-            tiles=[tile for tile in tiles if not tile[1]["claim"]],
-            claims=[tile for tile in tiles if tile[1]["claim"]],
             about=_about(content),
             made_with=_settings(
                 {name: value for name, value in content["provenance"].items() if name != "command"}
             ),
-            lead=content["verdict"][0],
-            eyebrow=_eyebrow(parts),
-            best=best,
+            lead=lead,
+            rest=rest,
             external=all(others),
+            head_map=head_map,
+            look=look,
             tables={
                 "encoders": ENCODERS,
                 "external": EXTERNAL,
@@ -205,13 +274,8 @@ def _title(rows: Sequence[dict[str, Any]]) -> str:
     return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
 
 
-def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
-    """Return the question above the page's answer: for runs how fast they learn, else the first section's."""
-    names = [name for name, _ in parts]
-    if "convergence" in names:
-        return "How fast does it learn?"
-    first = next((headings[0].title for _, headings in parts if headings), "")
-    return first if names[:1] != ["dispersion"] else "How focused is the attention?"
+def _place(name: str) -> str:
+    return "screen" if name in _SCREENS else "theory" if name in _THEORY else "details"
 
 
 def _about(content: dict[str, Any]) -> str:

@@ -36,12 +36,20 @@ from semdiag.presenting.drawing.panels import NothingToDrawError, attention_labe
 from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
 from semdiag.presenting.progress import Stages
 from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
-from semdiag.questions.heads import outlying_heads
+from semdiag.questions.heads import head_cells, outlying_heads
 from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.questions.registry import figures, reported
 from semdiag.questions.separation.answer import separation_results
-from semdiag.reporting.page import Picture, capture_sentences, diverged_sentences, render_page, weights_sentences
+from semdiag.reporting.page import (
+    Picture,
+    capture_sentences,
+    diverged_sentences,
+    inline_picture,
+    render_page,
+    short_text_sentences,
+    weights_sentences,
+)
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json, unknown_name, visible_json
 
@@ -242,8 +250,8 @@ def write_report(
 def measured_questions(findings: Findings) -> list[str]:
     """Return the questions to which the measurements give an answer, as a report has them."""
     names = [name for name, question in reported().items() if question.applies(findings)]
-    first = "k-sweep" if external(findings.measurements.models).all() else None  # about a user's own model
-    return sorted(names, key=lambda name: name != first)
+    first = ["k-sweep", "retrieval", "heads"] if external(findings.measurements.models).all() else []
+    return sorted(names, key=lambda name: first.index(name) if name in first else len(first))  # a user's own model
 
 
 def _write(
@@ -275,7 +283,7 @@ def _write(
     content = report_content(findings, command, in_short(findings, answers), answers, paths)
     content["cautions"] = [
         *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
-        *diverged_sentences(findings),
+        *diverged_sentences(findings), *short_text_sentences(findings),
     ]  # fmt: skip
     _write_page(
         folder / "summary.json", visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
@@ -288,7 +296,12 @@ def _write(
         for layer, head, words in findings(outlying_heads)
     ]
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
-    page = render_page(content, parts, pictures, measurements.non_finite, keep_queries, others, heads)
+    headlines = {name: list(answer.headline) for name, answer in answers.items()}
+    living = findings(head_cells) if "heads" in answers else None
+    page = render_page(
+        content, parts, pictures, measurements.non_finite, keep_queries, others, heads, headlines, living,
+        LOOK if look else None,
+    )  # fmt: skip
     _write_page(folder / "index.html", page)
     return content
 
@@ -340,6 +353,11 @@ def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequen
     except NothingToDrawError as reason:
         return _missing(str(reason))
     files = folder / "figures"
+    note = " ".join(figure.get_supxlabel().split()).rstrip(".")  # it stands in the caption
+    note = note and f"{note[0].upper()}{note[1:]}."
+    for drawn in (figure, narrow):
+        if drawn is not None:
+            drawn.supxlabel("")
     saved = save_figure(figure, files / drawing.name, formats)
     paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
     telephone = None
@@ -347,15 +365,23 @@ def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequen
         kind = "svg" if "svg" in formats else "png"
         (file,) = save_figure(narrow, files / f"{drawing.name}-narrow", [kind])
         telephone = file.relative_to(folder).as_posix()
+    said = getattr(figure, "said", {})
+    living = [
+        inline_picture((folder / name).read_text(encoding="utf-8"), said)
+        for name in (paths.get("svg"), telephone) if said and name and name.endswith(".svg")
+    ]  # fmt: skip
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
     return {
         "files": paths, "width": width, "height": height, "missing": None, "narrow": telephone,
-        "shows": _shows(figure),
+        "shows": _shows(figure), "note": note, "finding": getattr(figure, "finding", ""), "inline": living,
     }  # fmt: skip
 
 
 def _missing(reason: str) -> Picture:
-    return {"files": {}, "width": 0, "height": 0, "missing": reason, "narrow": None, "shows": ""}
+    return {
+        "files": {}, "width": 0, "height": 0, "missing": reason, "narrow": None, "shows": "", "note": "",
+        "finding": "", "inline": [],
+    }  # fmt: skip
 
 
 def _shows(figure: Figure) -> str:

@@ -1,53 +1,132 @@
-"""The tasks, by name, and the samples of a run."""
+"""The tasks in one table, and the samples and the configuration of a run."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
-from semdiag_models.config import TrainingConfig
+from semdiag_models.attention import DRAWN
+from semdiag_models.config import ListOpsTrees, ModelConfig, Recipe, TrainingConfig
 from semdiag_models.reading import InputError, unknown_name
-from semdiag_models.tasks.language_tasks import (
-    CycleNavigation,
-    EvenPairs,
-    ListOps,
-    MissingDuplicate,
-    ModularArithmetic,
-    Parity,
-    SolveEquation,
-    StackManipulation,
-)
-from semdiag_models.tasks.task import Classification, Recipe, Task
+from semdiag_models.tasks import sampling
+from semdiag_models.tasks.sampling import Samples
 from semdiag_models.tasks.text import Text, open_text, perplexity
 
 __all__ = [
-    "TASKS",
-    "Classification",
-    "ListOps",
-    "Recipe",
-    "Split",
-    "Task",
-    "Text",
-    "draw_data",
-    "draw_fresh",
-    "find_task",
-    "open_text",
-    "perplexity",
-    "task_of",
-]
+    "TASKS", "Classification", "Recipe", "Split", "Task", "Text", "configure", "draw_data", "draw_fresh",
+    "find_task", "listops", "open_text", "padded_length", "perplexity", "task_of",
+]  # fmt: skip
 
-TASKS: dict[str, Task] = {
-    "parity": Parity(),
-    "even-pairs": EvenPairs(),
-    "missing-duplicate": MissingDuplicate(),
-    "stack-manipulation": StackManipulation(),
-    "cycle-navigation": CycleNavigation(),
-    "modular-arithmetic": ModularArithmetic(),
-    "solve-equation": SolveEquation(),
-    "listops": ListOps(),
-}
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A single-label sequence-classification task over a small vocabulary."""
+
+    name: str  # name on the command line and in JSON
+    aliases: tuple[str, ...]  # names in the benchmark's source and in the paper's released code
+    summary: str  # one line for ``semdiag list tasks``
+    symbols: tuple[str, ...]  # printable form of each token id
+    classes: int  # number of labels
+    majority: float  # accuracy of the commonest label as the only answer, at the recipe's length
+    shortcut: tuple[float, str]  # accuracy of the best rule that ignores almost all of the input, and that rule
+    recipe: Recipe
+    strings: Callable[[int, int, Generator], Samples]  # draws n labelled strings of a length
+    shortest: int = 1  # smallest length of a string
+
+    @property
+    def pad_id(self) -> int:
+        """Token id of PAD, one past the last symbol."""
+        return len(self.symbols)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids, PAD included."""
+        return len(self.symbols) + 1
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a uniform guess."""
+        return 1 / self.classes
+
+    def draw(self, train: int, holdout: int, length: int, generator: Generator) -> tuple[Samples, Samples]:
+        """Draw training samples, then held-out ones, from one law."""
+        return self.sample(train, length, generator), self.sample(holdout, length, generator)
+
+    def sample(self, n: int, length: int, generator: Generator) -> Samples:
+        """Draw n labelled strings."""
+        if length < self.shortest:
+            raise InputError(f"{self.name} needs a length of at least {self.shortest}. Got length={length}.")
+        return self.strings(n, length, generator)
+
+    def parse(self, text: str) -> list[int]:
+        """Return the token ids of a string written with the task's symbols."""
+        words = text.split()
+        parts = words if max(map(len, self.symbols)) > 1 else list("".join(words))
+        if unknown := [part for part in parts if part not in self.symbols]:
+            known = " ".join(self.symbols)
+            raise InputError(f"{unknown[0]!r} is not a symbol of {self.name}. Its symbols are: {known}.")
+        return [self.symbols.index(part) for part in parts]
+
+
+Classification = Task | Text  # what the trainer can learn
+
+
+def listops(trees: ListOpsTrees) -> Task:
+    """Return the task listops with trees of a law."""
+    return Task(
+        "listops", (), "the value of nested list operations on digits", sampling.SYMBOLS, 10, 0.16,
+        (0.342, "the first token alone: MIN is mostly 0, MAX 9, MED 4, SM anything"),
+        Recipe(599, 200, blocks=10, learning_rate=1.0, learning_rate_decay=0.99),
+        partial(sampling.list_operations, trees), trees.longest,
+    )  # fmt: skip
+
+
+TASKS = {task.name: task for task in (
+    Task(
+        "parity", ("parity_check",), "is the number of ones odd?", ("0", "1"), 2, 0.5,
+        (0.5, "none: every proper part of the string is independent of the label"),
+        Recipe(40, 1000), sampling.parity,
+    ),
+    Task(
+        "even-pairs", ("even_pairs", "ueqpairs"), "is the number of neighbouring unequal bits odd?",
+        ("0", "1"), 2, 0.5, (0.5, "none with a single token; first and last together decide it"),
+        Recipe(40, 100), sampling.even_pairs,
+    ),
+    Task(
+        "missing-duplicate", ("missing_duplicate_string", "missdup"),
+        "which bit was removed from a string written twice?", ("0", "1", "2"), 2, 0.5,
+        (0.5125, "the first token alone: once in 40 strings it is the twin of the placeholder"),
+        Recipe(40, 250), sampling.missing_duplicate, 2,
+    ),
+    Task(
+        "stack-manipulation", ("stack_manipulation", "stackman"),
+        "what lies on top of a stack after some pushes and pops?", tuple("01234"), 3, 0.499865,
+        (0.8333, "the last token alone: a push, two times in three, gives the label"),
+        Recipe(40, 200), sampling.stack_manipulation,
+    ),
+    Task(
+        "cycle-navigation", ("cycle_navigation", "cycnav"), "where on a cycle of five does a walk end?",
+        ("0", "1", "2"), 5, 0.2, (0.2, "none: one token leaves the sum of the others uniform"),
+        Recipe(40, 750), sampling.cycle_navigation,
+    ),
+    Task(
+        "modular-arithmetic", ("modular_arithmetic_brackets", "mab"),
+        "the value of a bracketed expression modulo 5", tuple(sampling.BRACKETS), 5, 0.29159,
+        (0.29159, "always 0, since a product with a factor 0 is 0; the outermost operator adds nothing"),
+        Recipe(40, 600), sampling.modular_arithmetic,
+    ),
+    Task(
+        "solve-equation", ("solve_equation", "soleq"), "the value of x in a bracketed equation modulo 5",
+        tuple(sampling.EQUATION), 5, 0.2, (0.2, "none: no single token tells anything of x"),
+        Recipe(40, 600), sampling.solve_equation, 3,
+    ),
+    listops(ListOpsTrees()),
+)}  # fmt: skip
 
 
 def find_task(name: str) -> Task:
@@ -64,9 +143,40 @@ def task_of(training: TrainingConfig) -> Classification:
     """Return the task or text of a run."""
     if training.text is not None:
         return Text(training.text)
-    if training.listops is not None:
-        return ListOps(**training.listops.to_dict())
-    return find_task(training.task)
+    return find_task(training.task) if training.listops is None else listops(training.listops)
+
+
+# --- the configuration of a run
+
+
+ADAM_RATE = 0.001  # learning rate of Adam; the recipes' rates are for plain SGD
+
+
+def configure(
+    task: Classification, chosen: Mapping[str, Any], trees: ListOpsTrees | None = None
+) -> tuple[ModelConfig, TrainingConfig]:
+    """Complete a user's choices with the recipe of the task."""
+    values = {**vars(task.recipe), **{name: value for name, value in chosen.items() if value is not None}}
+    if values.get("optimizer", "sgd") != "sgd" and chosen.get("learning_rate") is None:
+        values["learning_rate"] = ADAM_RATE
+    if values.get("attention") in DRAWN:  # every seed keeps different keys
+        values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
+    positions = padded_length(values["length"], values.get("k"), values.get("pad_as_token", False))
+    facts = {"vocabulary_size": task.vocabulary_size, "classes": task.classes, "task": task.name, "listops": trees}
+    facts["text"] = task.source if isinstance(task, Text) else None
+    model, training = (
+        {f.name: v for f in fields(record) if (v := (values | facts).get(f.name)) is not None}
+        for record in (ModelConfig, TrainingConfig)
+    )
+    return ModelConfig(**{**model, "length": positions}), TrainingConfig(**training)
+
+
+def padded_length(length: int, k: int | None, pad_as_token: bool) -> int:
+    """Return a model's number of positions for samples of a length: with ``pad_as_token`` a multiple of k."""
+    return -(-length // k) * k if pad_as_token and k is not None and k > 0 else length
+
+
+# --- samples
 
 
 class Split(NamedTuple):
@@ -76,40 +186,35 @@ class Split(NamedTuple):
     labels: Tensor
 
 
-def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[Split, Split]:
-    """Regenerate a run's training and held-out samples from its seed."""
+def draw_data(config: TrainingConfig, positions: int, pad_id: int) -> tuple[Split, Split]:
+    """Regenerate a run's training and held-out samples from its seed, padded to a number of positions."""
     generator = torch.Generator().manual_seed(config.seed)
-    train, holdout = _draw(config, config.holdout_samples, generator, pad_id)
-    return _padded(*train, padded_length, pad_id), _padded(*holdout, padded_length, pad_id)
+    train, holdout = _draw(config, config.holdout_samples, generator, positions, pad_id)
+    return train, holdout
 
 
-def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: int) -> Split:
+def draw_fresh(config: TrainingConfig, epoch: int, positions: int, pad_id: int) -> Split:
     """Draw an epoch's training samples from seed and epoch alone, so that a resumed run sees the same ones."""
     if epoch == 0:
-        return draw_data(config, padded_length, pad_id)[0]
+        return draw_data(config, positions, pad_id)[0]
     words = np.random.SeedSequence([config.seed, epoch]).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
-    train, _ = _draw(config, 1, generator, pad_id)
-    return _padded(*train, padded_length, pad_id)
+    return _draw(config, 1, generator, positions, pad_id)[0]
 
 
-def _draw(config: TrainingConfig, holdout: int, generator: torch.Generator, pad_id: int) -> tuple[Split, Split]:
-    """Draw training samples and this many held-out ones, padded to the longest if lengths are drawn."""
-    task = task_of(config)
+def _draw(
+    config: TrainingConfig, holdout: int, generator: Generator, positions: int, pad_id: int
+) -> tuple[Split, Split]:
+    """Draw training samples and this many held-out ones, all of one length or each of its own."""
+    task, n = task_of(config), config.train_samples
     if config.least_length is None:
-        first, second = task.draw(config.train_samples, holdout, config.length, generator)
-        return Split(*first), Split(*second)
-    total = config.train_samples + holdout
-    lengths = torch.randint(config.least_length, config.length + 1, (total,), generator=generator)
-    tokens = torch.full((total, config.length), pad_id)
-    labels = torch.empty(total, dtype=torch.int64)
-    for length in sorted(set(lengths.tolist())):
-        rows = (lengths == length).nonzero().flatten()
-        (drawn, theirs), _ = task.draw(len(rows), 1, length, generator)
-        tokens[rows, :length], labels[rows] = drawn, theirs
-    n = config.train_samples
-    return Split(tokens[:n], labels[:n]), Split(tokens[n:], labels[n:])
-
-
-def _padded(tokens: Tensor, labels: Tensor, length: int, pad_id: int) -> Split:
-    return Split(F.pad(tokens, (0, length - tokens.shape[1]), value=pad_id), labels)
+        both = task.draw(n, holdout, config.length, generator)
+    else:
+        lengths = torch.randint(config.least_length, config.length + 1, (n + holdout,), generator=generator)
+        tokens, labels = torch.full((n + holdout, config.length), pad_id), torch.empty(n + holdout).long()
+        for length in sorted(set(lengths.tolist())):
+            rows = (lengths == length).nonzero().flatten()
+            (tokens[rows, :length], labels[rows]), _ = task.draw(len(rows), 1, length, generator)
+        both = (tokens[:n], labels[:n]), (tokens[n:], labels[n:])
+    first, second = (Split(F.pad(t, (0, positions - t.shape[1]), value=pad_id), labels) for t, labels in both)
+    return first, second

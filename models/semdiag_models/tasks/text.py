@@ -5,20 +5,130 @@ import binascii
 import hashlib
 import io
 import math
+import re
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from semdiag_models.config import TextSource
-from semdiag_models.reading import LARGEST_TEXT, InputError, read_bytes
-from semdiag_models.tasks.expressions import Pieces, encode, train_tokenizer
-from semdiag_models.tasks.task import Recipe, Samples
+from semdiag_models.config import Recipe, TextSource
+from semdiag_models.reading import LARGEST_TEXT, InputError, read_bytes, unknown_name
+from semdiag_models.tasks.sampling import Samples
+
+
+class Pieces(NamedTuple):
+    """Lines as piece ids, one after the other."""
+
+    ids: Tensor  # (sum of lengths,) int32
+    lengths: Tensor  # (lines,) int64, pieces per line
+
+
+class Text:
+    """The task of naming the piece after C consecutive pieces of a line."""
+
+    name = "text"
+    summary = "the next piece of any UTF-8 text file"
+
+    def __init__(self, source: TextSource, window: int | None = None) -> None:
+        self.source, self._window = source, window
+        self.classes = source.vocabulary  # each piece may come next
+        self.vocabulary_size = source.vocabulary + 1
+        self._names = source.file, source.holdout_file or "the held-out lines"
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The paper's smallest model of Penn Treebank, on all windows of the text."""
+        pieces = self._pieces()
+        window = self._window if self._window is not None else int(pieces[0].lengths.double().mean())
+        if window < 1:
+            raise InputError(f"The lines of {self.source.file} are too short: fewer than one piece on average.")
+        counts = [_count(part, window, name) for part, name in zip(pieces, self._names, strict=True)]
+        return Recipe(window, 50, 8, 1.0, 0.99, 32, 128, 32, 128, *counts)
+
+    def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
+        """Draw windows without replacement, in random order: training samples, then held-out ones."""
+        drawn = []
+        for pieces, n, name in zip(self._pieces(), (train, holdout), self._names, strict=True):
+            total = _count(pieces, length, name)
+            if n > total:
+                raise InputError(f"{name} has {total} windows of {length} pieces; {n} were asked for.")
+            drawn.append(windows(pieces, length, torch.randperm(total, generator=generator)[:n]))
+        return drawn[0], drawn[1]
+
+    def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
+        """Draw windows of another text, which this text's tokenizer cuts into pieces."""
+        pieces = self._encode(read_lines(path)[0])
+        total = _count(pieces, length, str(path))
+        return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
+
+    def _pieces(self) -> tuple[Pieces, Pieces]:
+        """Return training and held-out lines in pieces, from unchanged files."""
+        source = self.source
+        lines = _unchanged(source.file, source.sha256)
+        if source.holdout_file is None:
+            train, holdout = split_lines(Path(source.file), lines)
+        else:
+            train, holdout = lines, _unchanged(source.holdout_file, source.holdout_sha256)
+        return self._encode(train), self._encode(holdout)
+
+    def _encode(self, lines: list[str]) -> Pieces:
+        try:
+            model = base64.b64decode(self.source.model, validate=True)
+        except binascii.Error:
+            raise InputError("The stored tokenizer is damaged: it is not base64.") from None
+        return encode(model, self.source.vocabulary, lines)
+
+
+def _count(pieces: Pieces, window: int, name: str) -> int:
+    total = int((pieces.lengths - window).clamp(min=0).sum())
+    if not total:
+        raise InputError(
+            f"No line of {name} has more than {window} pieces: there is no window with a next piece. "
+            "Longer lines, or training with a smaller --window, would give some."
+        )
+    return total
+
+
+def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
+    """Cut windows out of lines."""
+    per_line = (pieces.lengths - length).clamp(min=0)
+    # Before the first window of a line lie the pieces of earlier lines, of which some begin no window.
+    without = (pieces.lengths - per_line).cumsum(0) - (pieces.lengths - per_line)
+    start = chosen + without[torch.searchsorted(per_line.cumsum(0), chosen, right=True)]
+    return pieces.ids.unfold(0, length, 1)[start].long(), pieces.ids[start + length].long()
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(mean cross-entropy), the number of equally likely pieces between which the model hesitates."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: int) -> float:
+    """Return the held-out perplexity of the training labels' frequencies, each counted once more: the baseline."""
+    counts = torch.bincount(train_labels.cpu(), minlength=classes).double() + 1
+    return perplexity(-float((counts / counts.sum()).log()[holdout_labels.cpu()].mean()))
+
+
+# --- files of text
+
+
+def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary: int) -> TextSource:
+    """Read a text and train a tokenizer on its training lines."""
+    lines, sha256 = read_lines(file)
+    held = read_lines(holdout_file) if holdout_file is not None else None
+    model = train_tokenizer(split_lines(file, lines)[0] if held is None else lines, tokenizer, vocabulary)
+    encoded = base64.b64encode(model).decode("ascii")
+    holdout = (None, None) if held is None else (str(holdout_file), held[1])
+    return TextSource(str(file), sha256, tokenizer, vocabulary, encoded, *holdout)
 
 
 def read_lines(path: Path) -> tuple[list[str], str]:
-    """Read the lines of a UTF-8 file, stripped, without the blank ones."""
+    """Read the lines of a UTF-8 file, stripped, without the blank ones, and the file's hash."""
     content = read_bytes(path, LARGEST_TEXT)
     if b"\0" in content:
         raise InputError(f"{path} is not a text: it holds zero bytes. Name a UTF-8 text file.")
@@ -48,135 +158,6 @@ def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
     return lines[:-held_out], lines[-held_out:]
 
 
-class Text:
-    """The task of naming the piece after C consecutive pieces of a line."""
-
-    name = "text"
-    summary = "the next piece of any UTF-8 text file"
-
-    def __init__(self, source: TextSource, window: int | None = None) -> None:
-        self.source = source
-        self._window = window
-
-    @property
-    def classes(self) -> int:
-        """Number of pieces, each of which may come next."""
-        return self.source.vocabulary
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids, PAD included."""
-        return self.source.vocabulary + 1
-
-    @cached_property
-    def recipe(self) -> Recipe:
-        """The paper's smallest model of Penn Treebank, on all windows of the text."""
-        train, holdout = self._pieces()
-        window = self._window if self._window is not None else int(train.lengths.double().mean())
-        if window < 1:
-            raise InputError(f"The lines of {self.source.file} are too short: fewer than one piece on average.")
-        return Recipe(
-            length=window,
-            epochs=50,
-            blocks=8,
-            learning_rate=1.0,
-            learning_rate_decay=0.99,
-            width=32,
-            mlp_width=128,
-            head_width=32,
-            batch_size=128,
-            train_samples=self._count(train, window, self.source.file),
-            holdout_samples=self._count(holdout, window, self.source.holdout_file or "the held-out lines"),
-        )
-
-    def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
-        """Draw windows without replacement, in random order; see :meth:`Classification.draw`."""
-        there = self._pieces()
-        names = self.source.file, self.source.holdout_file or "the held-out lines"
-        drawn = []
-        for pieces, n, name in zip(there, (train, holdout), names, strict=True):
-            total = self._count(pieces, length, name)
-            if n > total:
-                raise InputError(f"{name} has {total} windows of {length} pieces; {n} were asked for.")
-            drawn.append(windows(pieces, length, torch.randperm(total, generator=generator)[:n]))
-        return drawn[0], drawn[1]
-
-    def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
-        """Draw windows of another text, which this text's tokenizer cuts into pieces."""
-        pieces = self._encode(read_lines(path)[0])
-        total = self._count(pieces, length, str(path))
-        return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
-
-    def _pieces(self) -> tuple[Pieces, Pieces]:
-        """Training and held-out lines in pieces, from unchanged files."""
-        source = self.source
-        lines = _unchanged(source.file, source.sha256)
-        if source.holdout_file is None:
-            train, holdout = split_lines(Path(source.file), lines)
-        else:
-            train, holdout = lines, _unchanged(source.holdout_file, source.holdout_sha256)
-        return self._encode(train), self._encode(holdout)
-
-    def _encode(self, lines: list[str]) -> Pieces:
-        try:
-            model = base64.b64decode(self.source.model, validate=True)
-        except binascii.Error:
-            raise InputError("The stored tokenizer is damaged: it is not base64.") from None
-        return encode(model, self.source.vocabulary, lines)
-
-    @staticmethod
-    def _count(pieces: Pieces, window: int, name: str) -> int:
-        total = int((pieces.lengths - window).clamp(min=0).sum())
-        if not total:
-            raise InputError(
-                f"No line of {name} has more than {window} pieces: there is no window with a next piece. "
-                "Longer lines, or training with a smaller --window, would give some."
-            )
-        return total
-
-
-def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary: int) -> TextSource:
-    """Read a text and train a tokenizer on its training lines."""
-    lines, sha256 = read_lines(file)
-    held = read_lines(holdout_file) if holdout_file is not None else None
-    train = lines if held is not None else split_lines(file, lines)[0]
-    model = train_tokenizer(train, tokenizer, vocabulary)
-    return TextSource(
-        file=str(file),
-        sha256=sha256,
-        tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        model=base64.b64encode(model).decode("ascii"),
-        holdout_file=None if holdout_file is None else str(holdout_file),
-        holdout_sha256=None if held is None else held[1],
-    )
-
-
-def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
-    """Cut windows out of lines."""
-    per_line = (pieces.lengths - length).clamp(min=0)
-    # Before the first window of a line lie the pieces of earlier lines, of which some begin no window.
-    without = (pieces.lengths - per_line).cumsum(0) - (pieces.lengths - per_line)
-    line = torch.searchsorted(per_line.cumsum(0), chosen, right=True)
-    start = chosen + without[line]
-    tokens = pieces.ids.unfold(0, length, 1)[start]
-    return tokens.long(), pieces.ids[start + length].long()
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(mean cross-entropy), the number of equally likely pieces between which the model hesitates."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: int) -> float:
-    """Return the held-out perplexity of the training labels' frequencies, each counted once more: the baseline."""
-    counts = torch.bincount(train_labels.cpu(), minlength=classes).double() + 1
-    return perplexity(-float((counts / counts.sum()).log()[holdout_labels.cpu()].mean()))
-
-
 def _unchanged(file: str, sha256: str | None) -> list[str]:
     """Return the lines of a run's text; refuse a file that is gone or changed."""
     path = Path(file)
@@ -189,3 +170,71 @@ def _unchanged(file: str, sha256: str | None) -> list[str]:
             "It works with --inputs FILE.txt, as a new text."
         )
     return lines
+
+
+# --- tokenizers
+
+
+TOKENIZERS = "unigram", "bpe"  # the likeliest cut under a unigram model; merges of the commonest neighbours
+_LARGEST_VOCABULARY = 99_999  # largest vocabulary of a model, without PAD
+_LONGEST_LINE = 4192  # bytes; SentencePiece's default, below which a limit changes nothing
+_LINES_AT_ONCE = 10_000  # Python's lists of numbers are ten times the size of tensors
+
+
+def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
+    """Train a SentencePiece model with the library's settings, except for kind, size and one thread."""
+    if kind not in TOKENIZERS:
+        raise unknown_name("tokenizer", kind, TOKENIZERS)
+    if not 3 <= vocabulary <= _LARGEST_VOCABULARY:
+        raise InputError(f"--vocabulary must lie in 3 … {_LARGEST_VOCABULARY}. Got {vocabulary}.")
+    model, longest = io.BytesIO(), max(len(line.encode()) for line in lines)
+    try:
+        _sentencepiece().SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, model_type=kind, vocab_size=vocabulary,
+            max_sentence_length=max(_LONGEST_LINE, longest + 1),  # longer lines would be left out
+            num_threads=1, minloglevel=3,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise InputError(_refusal(str(error), vocabulary)) from None
+    return model.getvalue()
+
+
+def encode(model: bytes, vocabulary: int, lines: list[str]) -> Pieces:
+    """Cut lines into pieces, without begin and end marks."""
+    library = _sentencepiece()
+    try:
+        processor = library.SentencePieceProcessor(model_proto=model)
+        found = processor.vocab_size()
+    except RuntimeError:
+        raise InputError("The stored tokenizer is damaged: SentencePiece cannot read it.") from None
+    if found != vocabulary:
+        raise InputError(f"The stored tokenizer is damaged: it has {found} pieces, not {vocabulary}.")
+    ids: list[Tensor] = []
+    lengths: list[int] = []
+    for first in range(0, len(lines), _LINES_AT_ONCE):
+        encoded = processor.encode(lines[first : first + _LINES_AT_ONCE], out_type=int, num_threads=1)
+        lengths += map(len, encoded)
+        ids.append(torch.tensor([i for line in encoded for i in line], dtype=torch.int32))
+    return Pieces(torch.cat(ids), torch.tensor(lengths, dtype=torch.int64))
+
+
+def _sentencepiece() -> Any:
+    try:
+        import sentencepiece
+    except ImportError:
+        raise InputError(
+            "Text needs the package sentencepiece, which is not installed: pip install sentencepiece"
+        ) from None
+    return sentencepiece
+
+
+def _refusal(message: str, vocabulary: int) -> str:
+    """Return SentencePiece's refusal of a vocabulary in our words."""
+    if most := re.search(r"to a value <= (\d+)", message):
+        return f"--vocabulary {vocabulary} is more than this text supports. Use --vocabulary {most[1]} or less."
+    if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
+        return (
+            f"--vocabulary {vocabulary} is less than the {least[1]} this text needs for its characters alone. "
+            f"Use --vocabulary {least[1]} or more."
+        )
+    return f"SentencePiece cannot learn pieces from this text ({message.splitlines()[0]})."

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semdiag.capturing import call_strips
 from semdiag.capturing import kept_keys as module
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import RandomK, TopK, TopP, Window, kept_keys
+from semdiag.capturing.kept_keys import kept_keys
+from semdiag.capturing.rules import RandomK, TopK, TopP, Window
 from semdiag.questions.k_sweep.budgets import rule_of
 
 SCORES = st.sampled_from([-math.inf, -3e38, -1.0, -0.0, 0.0, 0.5, 1.0, 1.0 + 2**-23, 3e38])
@@ -26,26 +28,26 @@ def largest(row, k):
 @given(rows=st.lists(st.lists(SCORES, min_size=7, max_size=7), min_size=2, max_size=6), k=st.integers(0, 9))
 def test_the_largest_scores_are_those_of_a_loop(sorted_up_to, rows, k):
     values = torch.tensor(rows)[None, None]
-    before = module._SORTED
-    module._SORTED = sorted_up_to
+    before = call_strips._SORTED
+    call_strips._SORTED = sorted_up_to
     try:
-        kept = module._largest(values, torch.tensor([[[k]]]))[0, 0]
+        kept = call_strips.largest(values, torch.tensor([[[k]]]))[0, 0]
     finally:
-        module._SORTED = before
+        call_strips._SORTED = before
     for row, found in zip(values[0, 0].tolist(), kept, strict=True):
         assert set(found.nonzero().flatten().tolist()) == largest(row, k)
 
 
 def test_each_head_keeps_its_own_number():
     values = torch.tensor([3.0, 1.0, 2.0, 2.0]).expand(1, 3, 1, 4)
-    kept = module._largest(values, torch.tensor([0, 2, 9])[:, None, None])[0, :, 0]
+    kept = call_strips.largest(values, torch.tensor([0, 2, 9])[:, None, None])[0, :, 0]
     assert kept.int().tolist() == [[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
 
 
 def test_a_score_that_is_no_number_counts_as_the_largest():
     values = torch.tensor([[[[0.0, torch.nan, 2.0], [torch.nan, torch.nan, 1.0]]]])
     for k in (1, 2):
-        kept = module._largest(values, torch.tensor([[[k]]]))
+        kept = call_strips.largest(values, torch.tensor([[[k]]]))
         assert kept[..., 0, 1].all()
         assert kept.sum(-1).eq(k).all()
 

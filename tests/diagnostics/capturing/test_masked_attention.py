@@ -13,8 +13,9 @@ import semdiag
 from semdiag.capturing import kept_keys, masked_attention
 from semdiag.capturing.adapters.fused import _over_all, _places
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, RandomK, SharedChoices, TopK, TopP, Window, all_kept
+from semdiag.capturing.kept_keys import Choice, SharedChoices, all_kept
 from semdiag.capturing.masked_attention import flexible, in_strips, row_thresholds
+from semdiag.capturing.rules import RandomK, TopK, TopP, Window
 from semdiag.capturing.sparsify import sparsify
 from semdiag_models import InputError
 
@@ -292,7 +293,8 @@ def test_a_kernel_that_does_not_compile_leaves_strips(monkeypatch):
 
 MEMORY = """
 import resource, sys, torch
-from semdiag.capturing.kept_keys import Choice, TopK, Window
+from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.rules import TopK, Window
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.masked_attention import in_strips
 torch.set_num_threads(1)

@@ -98,6 +98,19 @@ def test_every_measuring_command_measures_them(command, measured, run_semdiag):
         measured(command, "theirs:full", figures=True)
 
 
+def test_a_k_sweep_runs_them_with_masks_unless_told_otherwise(run_semdiag, tiny_runs):
+    """Of runs of semdiag train it does so on request, which an option about such runs is."""
+
+    def masks(*words):
+        outcome = run_semdiag("k-sweep", *words, "--figures", "none", "--out", "page", "--json", "--quiet")
+        (result,) = json.loads(outcome.out)["results"]
+        return {row["mask"] for row in result["rerun"]}
+
+    assert masks("theirs:full") >= {"none", "topk", "topk-layer"}
+    assert masks("theirs:full", "--no-rerun") == masks(tiny_runs.full, "--samples", 4) == set()
+    assert masks(tiny_runs.full, "--samples", 4, "--kinds", "topk") == {"none", "topk"}
+
+
 @pytest.mark.parametrize("command", OF_ENCODERS)
 def test_what_needs_an_encoder_is_refused(command, refusal):
     refusal(command, "theirs:full")
@@ -130,7 +143,7 @@ def test_the_page_of_separation_shows_what_k_would_leave(measured, here):
     measured("separation", "theirs:full")
     assert 'id="within"' not in (here / "page" / "index.html").read_text("utf-8")
     measured("separation --k 3", "theirs:full", figures=True)
-    assert "figures/separation_counterfactual.svg" in (here / "page" / "index.html").read_text("utf-8")
+    assert "figures/mass_kept.svg" in (here / "page" / "index.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

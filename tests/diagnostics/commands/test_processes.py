@@ -63,7 +63,7 @@ def test_a_report_is_the_same_to_the_last_byte(here, run_semdiag, tiny_runs, whe
 @pytest.mark.slow
 def test_the_masks_of_one_model_are_divided_and_not_a_byte_is_another(here, run_semdiag, tiny_runs, monkeypatch):
     """This process has one thread, as the others have."""
-    monkeypatch.setattr("semdiag_models.sweeps.workers.cores", lambda: 3)  # fewer would be said, and cut --jobs
+    monkeypatch.setattr("semdiag_models.workers.cores", lambda: 3)  # fewer would be said, and cut --jobs
     words = "k-sweep", tiny_runs.full, "--samples", 20, "--rerun", "--kinds", "topk,window,random"
     written = []
     for out, more in (("one", []), ("two", ["--jobs", "2"]), ("three", ["--jobs", "3"])):

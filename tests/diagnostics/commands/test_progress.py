@@ -12,8 +12,7 @@ from semdiag.presenting import terminal as minutes
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.terminal import Minutes
 from semdiag_models import ModelConfig, TrainingConfig, open_run
-from semdiag_models.sweeps.grid import SweepRun
-from semdiag_models.sweeps.runs import result
+from semdiag_models.sweep import SweepRun, result
 
 
 class Clock:

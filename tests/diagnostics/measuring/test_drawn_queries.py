@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import KeptRows, percentiles
 from semdiag.questions.counterfactual import within_sentences
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag_models import Encoder, InputError
 
 PLACE = ["sample", "layer", "head", "query"]
@@ -110,8 +111,8 @@ def test_nothing_of_size_length_by_length_is_held():
 
 
 def test_the_sweep_draws_the_same_and_estimates(vectors):
-    whole = k_sweep(Causal(), vectors, plan=KSweepPlan(6))
-    drawn = k_sweep(Causal(), vectors, plan=KSweepPlan(6), queries=20)
+    whole = k_sweep_tables(Causal(), vectors, plan=KSweepPlan(6))["sweep"]
+    drawn = k_sweep_tables(Causal(), vectors, plan=KSweepPlan(6), queries=20)["sweep"]
     assert set(drawn["queries"][drawn["quantity"] == "dispersion"]) == {100, 200}
     means = [
         table.query("quantity == 'mass' and layer == -1 and k == 4")["mean"].item() for table in (whole, drawn)

@@ -24,6 +24,14 @@ def test_what_is_shipped_is_what_is_measured():
 
 def test_words_and_ranges_are_those_of_the_two_language_models():
     low, high = ([getattr(each, end) for each in reference_ranges("dispersion")] for end in ("low", "high"))
-    assert reference_words("dispersion") == f"{low[0]:g}–{high[0]:g} (MiniLM), {low[1]:g}–{high[1]:g} (SmolLM2)"
+    assert (
+        reference_words("dispersion", ["hf:other"])
+        == f"{low[0]:g}–{high[0]:g} (MiniLM), {low[1]:g}–{high[1]:g} (SmolLM2)"
+    )
     assert all(0 < a < b for a, b in zip(low, high, strict=True))
     assert all(0 <= each.low < each.high <= 1 for each in reference_ranges("first_weight"))
+
+
+def test_a_model_is_not_compared_with_itself():
+    """The grey band of the report on SmolLM2 contained SmolLM2."""
+    assert reference_words("dispersion", ["hf:smollm2"]).endswith("(MiniLM)")

@@ -16,11 +16,13 @@ SHOWN = [
     ("compare", "answer:_SHOWN", ("compare",), set()),
     ("convergence", "answer:_RUNS", ("runs", "speed_ups"), set()),
     ("convergence", "answer:_SEEDS", ("over_seeds",), set()),
-    ("k-sweep", "words:_RERUN", ("k_sweep_rerun",), {"growth", "name", "random"}),
+    ("k-sweep", "answer:_RERUN", ("k_sweep_rerun",), {"growth", "name", "random"}),
     ("landscape", "answer:_COLUMNS", ("landscape_planes",), set()),
     ("mask-precision", "answer:_SHOWN", ("mask_precision",), set()),
     ("mask-stability", "answer:_SHOWN_COLUMNS", ("mask_stability",), {"noise"}),
     ("overlap", "answer:_COLUMNS_SHOWN", ("overlap",), set()),
+    ("retrieval", "answer:_COLUMNS", ("retrieval",), set()),
+    ("retrieval", "answer:_TILES", ("tiles",), set()),
 ]
 
 

@@ -70,8 +70,7 @@ def test_no_two_figures_of_a_report_share_a_name_or_files(external):
 
 
 def test_every_figure_is_reached_by_a_question():
-    of_k_sweep = {"k_sweep", "loss_change", "kinds_of_masks", "kinds_by_length"}  # until it is converted
-    assert {figure.name for figure in drawn()} | of_k_sweep == set(registry.figures())
+    assert {figure.name for figure in drawn()} == set(registry.figures())
 
 
 def test_anchors_are_unique_in_a_page():

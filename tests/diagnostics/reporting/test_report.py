@@ -16,6 +16,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import PERCENTILES, layer_table, percentiles
 from semdiag.questions import registry
+from semdiag.questions.heads import head_table
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError
 from semdiag_models.reading import from_csv_cell, visible
@@ -82,10 +83,9 @@ def test_pictures_are_described_by_what_they_show(full_report):
 def test_the_page_is_whole_and_needs_nothing_from_outside(full_report):
     folder, page = full_report, Page(full_report / "index.html")
     images = page.all("img")
-    # Which takes texts of several lengths; its own tests have it.
-    drawn = set(registry.figures()) - {"kinds_by_length"}
-    assert {Path(image["src"]).stem for image in images} == drawn
-    assert len(images) == len(drawn)
+    assert {Path(image["src"]).stem for image in images} == set(registry.figures()) - {"cost"}
+    assert len(images) == len(registry.figures()) - 1
+    assert len(page.all("svg")) == 2  # the cost, for screens and telephones
     for image in images:
         assert (folder / image["src"]).is_file()
         assert len(image["alt"]) > 60
@@ -112,33 +112,51 @@ def check_addresses(page, folder):
     assert "@media print" in text
 
 
-def test_the_first_screen_is_a_sentence_a_tile_for_each_question_and_a_figure(kept):
-    text = (kept / "index.html").read_text(encoding="utf-8")
-    page = Page(kept / "index.html")
+def test_a_sentence_stands_once_and_headings_are_answers(kept):
+    text = html.unescape((kept / "index.html").read_text(encoding="utf-8"))
     summary = json.loads((kept / "summary.json").read_text(encoding="utf-8"))
-    before, _, after = text.partition("<figure>")
-    assert before.count("<p") == 2 + len(summary["cautions"])
-    tiles = [a for a in page.all("a") if a.get("class", "").startswith("tile")]
-    assert len(tiles) == len(summary["glances"]) == 5  # heads, within, separation; focus, learning
-    claims = [glance["claim"] for glance in summary["glances"].values()]
-    assert before.index("The paper's claims") < before.index(summary["glances"]["learning"]["words"])
-    assert before.index(summary["glances"]["heads"]["words"]) < before.index("The paper's claims")
-    assert sum(claims) == 2
+    (first,) = re.findall("<h1>(.*)</h1>", text)
+    assert first == summary["verdict"][0]
+    said = Page(kept / "index.html").text  # without the texts for those who do not see the pictures
+    for sentence in summary["verdict"]:
+        assert said.count(sentence) <= 1
     for glance in summary["glances"].values():
-        tile = f"<b>{glance['number']}</b><span>{glance['words']}"
-        assert tile in html.unescape(before)
         assert re.search(r"\d", glance["number"])
-        assert glance["answer"] in {"holds", "does not hold", "cannot tell", "measured"}
-    assert {a["href"][1:] for a in tiles} <= {section.get("id") for section in page.all("section")}
+        assert re.search(rf"<h2>.*{re.escape(glance['number'])}", text) or glance["number"] in first
     (title,) = re.findall("<title>(.*)</title>", text)
     assert len(title) < 80
-    assert all(sentence in html.unescape(after) for sentence in summary["verdict"])
+
+
+def test_of_an_external_model_the_papers_theory_is_folded(model, theory, probed, tmp_path):
+    measured = probed(theory(model("full", path="own:build", within=(3,))))
+    findings = Findings(measured.replace(models=measured.models.assign(source="factory")))
+    page, _ = write_report(findings, tmp_path / "r", "x", formats=())
+    text = page.read_text(encoding="utf-8")
+    screens, _, folded = text.partition('<details id="theory">')
+    assert 'id="stability"' in folded.partition('<details id="details">')[0]
+    assert 'id="within"' in folded.partition('<details id="details">')[2]
+    assert 'id="mask-stability"' in screens
+    assert "paper" not in screens.partition("<main")[2].partition("<details")[0]
+    assert '<div class="heads"' in screens
+
+
+def test_a_cell_of_the_map_opens_its_head_and_says_its_values(model, tmp_path):
+    findings = Findings(model("full", path="own:build"))
+    page, _ = write_report(findings, tmp_path / "r", "x", formats=(), look="<p>a page of one text</p>")
+    cells = [a for a in Page(page).all("a") if "title" in a and a["href"].startswith("look.html#")]
+    table = findings(head_table)
+    assert [a["href"] for a in cells] == [f"look.html#{r.layer}.{r.head}" for r in table.itertuples()]
+    for cell, row in zip(cells, table.itertuples(), strict=True):
+        assert f"layer {row.layer}, head {row.head}: " in cell["title"].lower()
+        assert f"dispersion δ {row.dispersion:.3g} nats" in cell["title"]
+    alone, _ = write_report(findings, tmp_path / "without", "x", formats=())
+    assert not any("look.html" in a.get("href", "") for a in Page(alone).all("a"))
 
 
 def test_every_figure_has_one_for_telephones_and_the_page_no_address_outside(kept):
     page = Page(kept / "index.html")
     narrow = [source["srcset"] for source in page.all("source") if "media" in source]
-    assert len(narrow) == len(page.all("img"))
+    assert len(narrow) == len(page.all("img")) > 3
     assert all((kept / file).is_file() for file in narrow)
 
 
@@ -256,7 +274,7 @@ def test_kept_queries_redraw_the_same_report(kept, tmp_path):
     again = Findings(Measurements.load(kept / "data"))
     write_report(again, tmp_path / "r", "x", ["svg"], keep_queries=True)
     files = sorted(path.relative_to(kept) for path in kept.rglob("*.*") if path.is_file())
-    assert len(files) == 36
+    assert len(files) == 32
     for file in files:
         if file.suffix != ".parquet":
             assert (kept / file).read_bytes() == (tmp_path / "r" / file).read_bytes(), file

@@ -7,7 +7,7 @@ import pytest
 from pack_records import pack
 
 from semdiag_models.reading import InputError
-from semdiag_models.sweeps.runs import HISTORIES, RUNS, read_packed
+from semdiag_models.sweep import HISTORIES, RUNS, read_packed
 
 SCHEMA = "semdiag.run/1"
 
@@ -30,17 +30,17 @@ def test_records_come_back_as_they_were(folder):
     assert sorted(path.name for path in folder.iterdir()) == [HISTORIES, RUNS]
     for name, content in before.items():
         # As text: whole numbers stay whole, and every digit stays.
-        assert json.dumps(read_packed(folder, name), sort_keys=True) == json.dumps(content, sort_keys=True)
-    assert read_packed(folder, "c") is None
-    assert read_packed(folder / "nowhere", "a") is None
+        assert json.dumps(read_packed(folder)[name], sort_keys=True) == json.dumps(content, sort_keys=True)
+    assert read_packed(folder).keys() == {"a", "b"}
+    assert read_packed(folder / "nowhere") == {}
 
 
 def test_more_records_join_those_that_are_packed(folder):
     pack(folder, SCHEMA)
     (folder / "c.json").write_text(json.dumps(record("c", 1)), encoding="utf-8")
     assert pack(folder, SCHEMA) == 3
-    assert read_packed(folder, "a")["weights"] == "é"
-    assert read_packed(folder, "c") == record("c", 1)
+    assert read_packed(folder)["a"]["weights"] == "é"
+    assert read_packed(folder)["c"] == record("c", 1)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_damaged_table_is_refused(folder, name):
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="cannot be read as a table"):
-        read_packed(folder, "a")
+        read_packed(folder)
     pd.DataFrame({"run": ["a"]}).to_parquet(folder / name)
     with pytest.raises(InputError, match="holds no records of runs"):
-        read_packed(folder, "a")
+        read_packed(folder)

@@ -8,12 +8,13 @@ import torch
 
 from semdiag_models import InputError, read_checkpoint, write_checkpoint
 from semdiag_models.checkpoint import weights_sha256
-from semdiag_models.sweeps.grid import SweepRun, name_run
-from semdiag_models.sweeps.runs import (
+from semdiag_models.sweep import (
     Order,
     Outcome,
+    SweepRun,
     epochs_so_far,
     inspect,
+    name_run,
     result,
     train_order,
 )

@@ -3,14 +3,12 @@ import shutil
 import signal
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
 from semdiag_models import read_checkpoint
-from semdiag_models.sweeps.grid import SweepRun, name_run
-from semdiag_models.sweeps.runs import Order, epochs_so_far, result, train_order
-from semdiag_models.sweeps.workers import LocalWorkers, cores, together, train_all
+from semdiag_models.sweep import Order, SweepRun, epochs_so_far, name_run, result, together, train_all, train_order
+from semdiag_models.workers import LocalWorkers, cores
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +37,7 @@ def folder_of(order):
 
 def test_runs_are_trained_in_processes_with_one_thread_each(orders):
     asked = orders([1, 2, 3])
-    outcomes = ended(train_all(asked, LocalWorkers(2), retries=0))
+    outcomes = ended(train_all(asked, LocalWorkers(2, train_order), retries=0))
     assert {seed: outcome.status for seed, outcome in outcomes.items()} == dict.fromkeys([1, 2, 3], "done")
     for order in asked:
         assert read_checkpoint(folder_of(order) / "last.pt").provenance["threads"] == 1
@@ -58,7 +56,7 @@ def test_a_killed_process_loses_nothing_but_its_epoch(orders, tmp_path):
 
     killer = threading.Thread(target=kill_after_three_epochs, daemon=True)
     killer.start()
-    assert ended(train_all([order], LocalWorkers(1), retries=0))[1].status == "done"
+    assert ended(train_all([order], LocalWorkers(1, train_order), retries=0))[1].status == "done"
     killer.join(timeout=10)
     assert 3 <= killed_at[0] < 100
     alone = Order(order.runs, tmp_path / "alone", "cpu", {})
@@ -89,7 +87,7 @@ def test_what_fails_is_tried_again_and_then_recorded_while_the_rest_goes_on(orde
     bad, good = orders([1, 2])
     (folder_of(bad) / "best.pt" / "in the way").mkdir(parents=True)
     attempts = []
-    workers = LocalWorkers(1)
+    workers = LocalWorkers(1, train_order)
     submit = workers.submit
     workers.submit = lambda order: attempts.append(order) or submit(order)  # counted, and done
     outcomes = ended(train_all([bad, good], workers, retries))
@@ -104,7 +102,7 @@ def test_what_fails_is_tried_again_and_then_recorded_while_the_rest_goes_on(orde
 def test_leaving_early_ends_the_processes(orders, path, monkeypatch):
     """Slim containers have no pgrep, by which joblib would look for them without psutil."""
     monkeypatch.setenv("PATH", path)
-    events = train_all(orders([1, 2], epochs=100_000), LocalWorkers(2), retries=0)
+    events = train_all(orders([1, 2], epochs=100_000), LocalWorkers(2, train_order), retries=0)
     next(events)
     events.close()
     deadline = time.monotonic() + 10
@@ -135,10 +133,11 @@ def test_runs_that_differ_in_seed_alone_go_together(tiny_model, tiny_training):
 
 def test_of_runs_in_one_step_only_those_that_failed_are_tried_again(orders):
     one, other = orders([1, 2])
-    both = replace(one, runs=one.runs + other.runs)
+    both = one._replace(runs=one.runs + other.runs)
     (folder_of(other) / "best.pt" / "in the way").mkdir(parents=True)
-    outcomes = ended(train_all([both], LocalWorkers(1), retries=1))
+    outcomes = ended(train_all([both], LocalWorkers(1, train_order), retries=1))
     assert outcomes[2].status == "failed"
     assert outcomes[1].status in ("done", "failed")  # its epoch ended with the other's
     shutil.rmtree(folder_of(other) / "best.pt")
-    assert {o.status for o in ended(train_all([both], LocalWorkers(1), retries=1)).values()} == {"done"}
+    outcomes = ended(train_all([both], LocalWorkers(1, train_order), retries=1))
+    assert {outcome.status for outcome in outcomes.values()} == {"done"}

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.tasks.language_tasks import CycleNavigation
+from semdiag_models.tasks import TASKS
 
-TASK = CycleNavigation()
+TASK = TASKS["cycle-navigation"]
 
 
 def test_all_strings_are_equally_likely(assert_law):

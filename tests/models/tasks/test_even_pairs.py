@@ -3,20 +3,20 @@ from itertools import product
 
 import torch
 
-from semdiag_models.tasks.language_tasks import EvenPairs
+from semdiag_models.tasks import TASKS
 
 
 def test_all_strings_are_equally_likely(assert_law):
-    tokens, _ = EvenPairs().sample(16_000, 4, torch.Generator().manual_seed(0))
+    tokens, _ = TASKS["even-pairs"].sample(16_000, 4, torch.Generator().manual_seed(0))
     assert_law(Counter(map(tuple, tokens.tolist())), dict.fromkeys(product((0, 1), repeat=4), 1 / 16))
 
 
 def test_a_single_bit_has_no_pairs():
-    assert not EvenPairs().sample(100, 1, torch.Generator().manual_seed(0))[1].any()
+    assert not TASKS["even-pairs"].sample(100, 1, torch.Generator().manual_seed(0))[1].any()
 
 
 def test_no_single_token_tells_the_label_but_the_two_ends_do(assert_share):
-    tokens, labels = EvenPairs().sample(50_000, 40, torch.Generator().manual_seed(1))
+    tokens, labels = TASKS["even-pairs"].sample(50_000, 40, torch.Generator().manual_seed(1))
     for i in (0, 20, 39):
-        assert_share((tokens[:, i] == labels).double().mean(), EvenPairs.shortcut[0], 50_000)
+        assert_share((tokens[:, i] == labels).double().mean(), TASKS["even-pairs"].shortcut[0], 50_000)
     assert torch.equal((tokens[:, 0] != tokens[:, -1]).long(), labels)

@@ -6,11 +6,14 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
+from semdiag_models.config import ListOpsTrees
 from semdiag_models.reading import InputError
-from semdiag_models.tasks.language_tasks import ListOps
+from semdiag_models.tasks import TASKS, listops
+from semdiag_models.tasks.sampling import TreeLaw
 
-TASK = ListOps()
-N = 12_000
+TASK = TASKS["listops"]
+LAW = TreeLaw(599, 10, 2, 10)
+N = 6_000
 MIN, MAX, MED, SM, CLOSER, PAD = range(10, 16)
 
 # Of 20 000 trees from the source's generator.
@@ -35,12 +38,12 @@ def depths(tokens):
 
 def test_lengths_have_their_exact_law(samples, assert_law):
     lengths = (samples[0] != PAD).sum(1)
-    law = TASK.law.length_laws()[1][501:]
+    law = LAW.length_laws()[1][501:]
     assert_law(Counter(lengths.tolist()), dict(enumerate(law / law.sum(), start=501)))
 
 
 def test_the_law_of_the_lengths_is_that_measured_on_the_source():
-    law = TASK.law.length_laws()[1][501:]
+    law = LAW.length_laws()[1][501:]
     law /= law.sum()
     lengths = np.arange(501, 600)
     mean = law @ lengths
@@ -105,7 +108,7 @@ def test_padding_is_on_the_right_up_to_the_asked_length():
 
 
 def test_a_variant_keeps_to_its_lengths_depth_and_arities(label_of):
-    task = ListOps(shortest=50, longest=100, max_depth=5, min_arity=3, max_arity=6)
+    task = listops(ListOpsTrees(shortest=50, longest=100, max_depth=5, min_arity=3, max_arity=6))
     tokens, labels = task.sample(1000, 100, torch.Generator().manual_seed(0))
     lengths = (tokens != PAD).sum(1)
     assert lengths.min() >= 50
@@ -124,14 +127,14 @@ def test_a_variant_keeps_to_its_lengths_depth_and_arities(label_of):
 
 
 def test_duplicates_are_dropped_until_every_string_has_come():
-    task = ListOps(shortest=4, longest=4, max_depth=2)
+    task = listops(ListOpsTrees(shortest=4, longest=4, max_depth=2))
     tokens, _ = task.sample(400, 4, torch.Generator().manual_seed(0))
     everything = {(o, a, b, CLOSER) for o in (MIN, MAX, MED, SM) for a in range(10) for b in range(10)}
     assert {tuple(row) for row in tokens.tolist()} == everything
 
 
 def test_more_samples_than_there_are_strings_are_refused():
-    task = ListOps(shortest=4, longest=4, max_depth=2)
+    task = listops(ListOpsTrees(shortest=4, longest=4, max_depth=2))
     with pytest.raises(
         InputError, match=r"^listops with 4 to 4 tokens.* gave 400 different strings only, not n=401\.$"
     ):
@@ -150,12 +153,12 @@ def test_more_samples_than_there_are_strings_are_refused():
 )
 def test_impossible_parameters_are_refused(parameters, message):
     with pytest.raises(InputError) as refusal:
-        ListOps(**parameters)
+        ListOpsTrees(**parameters)
     assert str(refusal.value) == f"listops {message}"
 
 
 @pytest.mark.parametrize("parameters", [(2, 3), (501, 599, 2), (5, 9, 1)])
 def test_parameters_that_leave_no_string_are_refused(parameters):
-    task = ListOps(*parameters)
+    task = listops(ListOpsTrees(*parameters))
     with pytest.raises(InputError, match="has no string"):
         task.sample(1, 600, torch.Generator().manual_seed(0))

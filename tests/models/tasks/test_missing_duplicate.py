@@ -2,9 +2,9 @@ from collections import Counter
 
 import torch
 
-from semdiag_models.tasks.language_tasks import MissingDuplicate
+from semdiag_models.tasks import TASKS
 
-TASK = MissingDuplicate()
+TASK = TASKS["missing-duplicate"]
 
 
 def sample(n, length, seed=0):

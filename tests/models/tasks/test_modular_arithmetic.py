@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.tasks.language_tasks import ModularArithmetic
+from semdiag_models.tasks import TASKS
 
-TASK = ModularArithmetic()
+TASK = TASKS["modular-arithmetic"]
 OPERATIONS = (lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b)
 
 

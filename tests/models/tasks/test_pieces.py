@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from semdiag_models.reading import InputError
-from semdiag_models.tasks.expressions import TOKENIZERS, encode, train_tokenizer
-from semdiag_models.tasks.text import read_lines
+from semdiag_models.tasks.text import TOKENIZERS, encode, read_lines, train_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

@@ -3,9 +3,9 @@ from collections import Counter
 import pytest
 import torch
 
-from semdiag_models.tasks.language_tasks import SolveEquation
+from semdiag_models.tasks import TASKS
 
-TASK = SolveEquation()
+TASK = TASKS["solve-equation"]
 
 
 def sample(n, length, seed=0):

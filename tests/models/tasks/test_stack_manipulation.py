@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.tasks.language_tasks import POP, PUSH_0, PUSH_1, StackManipulation
+from semdiag_models.tasks import TASKS
+from semdiag_models.tasks.sampling import POP, PUSH_0, PUSH_1
 
-TASK = StackManipulation()
+TASK = TASKS["stack-manipulation"]
 
 
 def sample(n, length, seed=0):
@@ -33,7 +34,7 @@ def test_the_law_of_the_height_is_that_of_the_specification():
     mean = law @ np.arange(41)
     deviation = (law @ (np.arange(41) - mean) ** 2) ** 0.5
     assert abs(mean - 26.6) < 4.5 * deviation / 20_000**0.5  # measured on 20 000 strings of the source
-    assert (1 - law[0]) / 2 == pytest.approx(StackManipulation.majority, abs=5e-7)
+    assert (1 - law[0]) / 2 == pytest.approx(TASK.majority, abs=5e-7)
 
 
 @pytest.mark.parametrize("length", [2, 3, 6, 10])

@@ -15,8 +15,7 @@ from semdiag_models.encoder import Encoder
 from semdiag_models.reading import InputError
 from semdiag_models.run_folder import open_run, run_name, train_run
 from semdiag_models.tasks import draw_data, find_task, task_of
-from semdiag_models.tasks.expressions import Pieces
-from semdiag_models.tasks.text import Text, open_text, perplexity, read_lines, unigram_perplexity, windows
+from semdiag_models.tasks.text import Pieces, Text, open_text, perplexity, read_lines, unigram_perplexity, windows
 from semdiag_models.training import Trainer
 
 sentencepiece = pytest.importorskip("sentencepiece")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
 
-from semdiag_models.tasks.expressions import CLOSER, FIRST_OPENER, PAD, TreeLaw, TreeWriter
+from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER, PAD, TreeLaw, TreeWriter
 
 SMALL = TreeLaw(longest=20, max_depth=4, min_arity=2, max_arity=10)
 SHORTEST = 10
@@ -71,7 +71,7 @@ def position_of_first_nested_list(tree):
 
 @pytest.fixture(scope="module")
 def both():
-    n = 20_000
+    n = 10_000
     return rejected_trees(n, SMALL, SHORTEST), conditioned_trees(n, SMALL, SHORTEST)
 
 
@@ -102,7 +102,7 @@ def test_the_sampler_has_the_law_of_rejection_sampling(both, statistic):
 def test_a_sampler_of_a_slightly_different_law_would_be_noticed(both):
     naive = Counter(map(shape, both[0]))
     other = TreeLaw(longest=20, max_depth=4, min_arity=2, max_arity=9)
-    wrong = Counter(map(shape, conditioned_trees(20_000, other, SHORTEST)))
+    wrong = Counter(map(shape, conditioned_trees(10_000, other, SHORTEST)))
     common = [case for case in naive if naive[case] + wrong[case] >= 20]
     assert chi2_contingency([[naive[case], wrong[case]] for case in common]).pvalue < 1e-5
 

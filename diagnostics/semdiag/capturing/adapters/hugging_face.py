@@ -22,7 +22,7 @@ from semdiag.capturing.adapters.fused import (
 )
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.kept_keys import allowed_keys, counted
+from semdiag.capturing.call_strips import allowed_keys, counted
 from semdiag.capturing.recording import (
     Mixed,
     Recorder,

@@ -18,7 +18,7 @@ from semdiag.capturing.adapters import fused as flex
 from semdiag.capturing.adapters.fused import flex_call, swallowing
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.kept_keys import allowed_keys
+from semdiag.capturing.call_strips import allowed_keys
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
 from semdiag.capturing.provenance.tags import read_leading

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -178,6 +178,98 @@ class Calls:
         """
         return self._of_kept(layer, head, occurrence, KeptScores.weights)
 
+    def received(self) -> pd.DataFrame:
+        """Return the weight that each key receives, r_j = Σ_i p_ij over the queries, from ``scores=True``.
+
+        Returns:
+            One row per layer, sample, head and key, with the further column received, from 0 to the number of
+            queries.
+
+        Raises:
+            InputError: in the cases of :meth:`scores`.
+        """
+        parts = []
+        for layer in range(len(self._layers)):
+            weight = self.weights(layer).sum(2)
+            places = pd.MultiIndex.from_product([*map(range, weight.shape)], names=["sample", "head", "key"])
+            rows = pd.DataFrame({"received": weight.flatten()}, places).reset_index()
+            parts.append(rows.assign(layer=layer))
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+    def weight_between(self, groups: Mapping[str, Any]) -> pd.DataFrame:
+        """Return the weight that groups of tokens give one another, from a capture with ``scores=True``.
+
+        w(A, B) = mean over the queries i in A that attend to something of Σ_{j in B} p_ij. Layers whose keys are
+        not their queries' tokens are left out.
+
+        Args:
+            groups: for each name (image, text, register …), which tokens belong to it: bool, (L,) or (B, L).
+
+        Returns:
+            One row per layer, head and pair of groups, with the columns group, to, queries and weight (NaN without
+            queries).
+
+        Raises:
+            InputError: in the cases of :meth:`scores`, and if a group has another length or is not bool.
+
+        Example:
+            >>> from semdiag_models import Encoder, ModelConfig
+            >>> model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=2, blocks=1)).eval()
+            >>> with capture(model, scores=True) as calls:
+            ...     _ = model(torch.tensor([[0, 1]]))
+            >>> calls.weight_between({"all": torch.tensor([True, True])})["weight"].round(6).tolist()
+            [1.0]
+        """
+        parts = []
+        for layer in range(len(self._layers)):
+            weights = self.weights(layer).double()
+            size, attends = weights.shape, self.scores(layer).isfinite().any(-1)
+            if size[2] != size[3]:
+                continue
+            named = {name: _group(name, given, size[0], size[3]) for name, given in groups.items()}
+            for name, rows in named.items():
+                among = attends & rows[:, None]
+                for to, keys in named.items():
+                    given = (weights * keys[:, None, None]).sum(-1).where(among, 0).sum((0, 2))
+                    place = {"layer": layer, "head": range(size[1]), "group": name, "to": to}
+                    queries = among.sum((0, 2))
+                    parts.append(pd.DataFrame(place | {"queries": queries, "weight": given / queries}))
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+    def recall(self, indices: Mapping[int, Tensor]) -> pd.DataFrame:
+        """Return what a choice of keys of your own keeps, from a capture with ``scores=True``.
+
+        Args:
+            indices: by layer, positions of the chosen keys, (B, H or 1, L, k), whole numbers, -1 for none.
+
+        Returns:
+            One row per layer and head: queries (that attend to something), weight (mean weight of the chosen
+            keys), top_weight (that of as many largest), recall (share of those that were chosen).
+
+        Raises:
+            InputError: in the cases of :meth:`scores`, and if indices do not fit a layer.
+        """
+        parts = []
+        for layer, chosen in indices.items():
+            weights, scores = self.weights(layer).double(), self.scores(layer)
+            size, length = weights.shape, weights.shape[3]
+            if chosen.is_floating_point() or chosen.shape[:-1] not in (size[:3], (size[0], 1, size[2])):
+                got = tuple(chosen.shape)
+                raise InputError(f"Indices of layer {layer} are whole numbers {(*size[:3], 'k')}. Got {got}.")
+            if int(chosen.max()) >= length or int(chosen.min()) < -1:
+                raise InputError(f"Indices of layer {layer} lie in 0 … {length - 1}, or are -1.")
+            places = chosen.long().where(chosen >= 0, length).expand(*size[:3], -1)
+            mask = torch.zeros(*size[:3], length + 1, dtype=torch.bool).scatter_(3, places, True)[..., :-1]
+            mask &= scores.isfinite()
+            number, order = mask.sum(-1, keepdim=True), scores.argsort(dim=-1, descending=True, stable=True)
+            best = torch.zeros_like(mask).scatter_(3, order, torch.arange(length).expand(size) < number)
+            attends = scores.isfinite().any(-1).sum((0, 2))
+            shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
+            found = (mask & best).sum((0, 2, 3)) / best.sum((0, 2, 3))
+            facts = {"queries": attends, "weight": shares[0], "top_weight": shares[1], "recall": found}
+            parts.append(pd.DataFrame({"layer": layer, "head": range(size[1]), **facts}))
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
     def _of_kept(
         self,
         layer: int,
@@ -287,6 +379,17 @@ class Calls:
             self._reduced.append(ReducedCall(place, first, before, queries, places, keys, RowStatistics(**here)))
 
         self._arrivals.send(sent | {"real": rows.queries, "some_keys": rows.keys}, receive)
+
+
+def _group(name: str, given: Any, samples: int, length: int) -> Tensor:
+    """Return which tokens belong to a group, (B, L) bool."""
+    tokens = torch.as_tensor(given)
+    if tokens.dtype != torch.bool or tokens.shape not in ((length,), (samples, length)):
+        raise InputError(
+            f"The group {name} must say of each token whether it belongs to it: bool, ({length},) or ({samples}, "
+            f"{length}). Got {str(tokens.dtype).removeprefix('torch.')} of {tuple(tokens.shape)}."
+        )
+    return tokens.cpu().expand(samples, length)
 
 
 class _Batch(threading.local):

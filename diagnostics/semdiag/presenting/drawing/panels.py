@@ -242,9 +242,9 @@ def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[floa
     for (row, column), value in np.ndenumerate(cells) if text else ():
         if text and np.isfinite(value):
             color = ink(scale(max(value, scale.vmin or 0)))
-            ax.text(column, row, text(value), ha="center", va="center", fontsize=6, color=color)
+            ax.text(column, row, text(value), ha="center", va="center", fontsize=9, color=color)
     bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
-    bar.ax.tick_params(labelsize=7)
+    bar.ax.tick_params(labelsize=9)
     plain_numbers(bar.ax.yaxis)
 
 
@@ -294,9 +294,9 @@ def monitored_run(rows: pd.DataFrame) -> Figure:
             x, y = [steps.index(step) for step in first], [places.index(place) for place in first.index]
             ax.plot(x, y, linestyle="none", marker="x", color=_ALARM, markersize=6, markeredgewidth=2)
             marked = True
-        ax.set_title(title, fontsize=8)
+        ax.set_title(title, fontsize=9)
     crosses = " Crosses: the first alarm of a layer." if marked else ""
-    note_below(figure, f"A cell is the head of a layer that is furthest out. Grey: no finite value.{crosses}")
+    note_below(figure, f"A cell is the head of a layer that is furthest out. Hatched: no finite value.{crosses}")
     return figure
 
 

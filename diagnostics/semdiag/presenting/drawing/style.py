@@ -3,7 +3,7 @@
 import io
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,9 +34,11 @@ R = TypeVar("R")
 _COLORBLIND = (
     "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9",
 )  # fmt: skip
-_BLUE, _ORANGE, _GREEN, _RED, _PINK, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = _COLORBLIND
-INK, FAINT = "#222222", "#6b6b6b"
-_SMALL = 8.0
+_RED, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = (_COLORBLIND[i] for i in (3, 5, 6, 7, 8, 9))
+# Text in these has a contrast of 4.5 : 1 on white.
+_FULL, _TOPK, _SHARED, _WINDOW, _BLOCKS, _RANDOM = "#3d3d3d", "#c2570c", "#0b66b3", "#00795a", "#7b4f9e", "#767676"
+INK, FAINT, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
+_SMALL = 9.0  # points: 12 pixels of a page
 _LETTERS_PER_INCH = 17.5  # of 7-point text
 _LAYER_INCHES = 0.3  # for a number of two digits and room beside it
 
@@ -58,12 +60,13 @@ PAPER: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
+    "grid.color": _GRID,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
+    "svg.fonttype": "none",  # text stays text: it can be searched, read aloud and recoloured
     "svg.hashsalt": "semdiag",  # otherwise the identifiers inside an SVG are random
     "pdf.fonttype": 42,  # text stays text, as journals ask
 }
@@ -74,34 +77,52 @@ class AttentionStyle:
     """The style of one kind of attention in every figure; marker and line also distinguish it in grey."""
 
     name: str  # in words
-    color: str  # from seaborn's colour-blind palette
+    color: str  # safe for colour-blind readers
     marker: str  # shape of the points
     line: str | tuple[int, tuple[int, ...]]  # line style
     width: float  # line width in points; input-agnostic controls are thinner
 
 
+# The one place that fixes colour and name of each kind: of trained attention, and of masks put into a model.
 ATTENTION_STYLES = {
-    "full": AttentionStyle("full", _BLUE, "o", "-", 1.9),
-    "topk": AttentionStyle("top-k", _ORANGE, "s", (0, (6, 1)), 1.9),
-    "banded": AttentionStyle("banded", _GREEN, "^", (0, (3, 1, 1, 1)), 1.1),
-    "block": AttentionStyle("block-local", _PINK, "D", (0, (1, 1)), 1.1),
+    "full": AttentionStyle("full", _FULL, "o", "-", 1.9),
+    "topk": AttentionStyle("top-k", _TOPK, "s", (0, (6, 1)), 1.9),
+    "banded": AttentionStyle("banded", _WINDOW, "^", (0, (3, 1, 1, 1)), 1.1),
+    "block": AttentionStyle("local blocks", _BLOCKS, "D", (0, (1, 1)), 1.1),
     "bottomk": AttentionStyle("bottom-k", _BROWN, "v", (0, (4, 2)), 1.1),
-    "random": AttentionStyle("random-k", _RED, "P", (0, (2, 2)), 1.1),
+    "random": AttentionStyle("random-k", _RANDOM, "P", (0, (2, 2)), 1.1),
     "redrawn": AttentionStyle("redrawn-k", _YELLOW, "p", (0, (1, 3)), 1.1),
     "lsh": AttentionStyle("LSH", _SKY, "*", (0, (8, 1, 1, 1)), 1.9),
     "routing": AttentionStyle("routing", _ROSE, "h", (0, (5, 1, 1, 1, 1, 1)), 1.9),
 }
+MASK_STYLES = {
+    "topk": AttentionStyle("top-k by head", _TOPK, "o", "-", 1.9),
+    "topk-group": AttentionStyle("top-k by key head", _SHARED, "v", (0, (4, 1)), 1.9),
+    "topk-layer": AttentionStyle("top-k by layer", _SHARED, "o", "-", 1.9),
+    "topk-4-layers": AttentionStyle("top-k by 4 layers", _SHARED, "^", (0, (1, 1)), 1.9),
+    "block-16": AttentionStyle("blocks of 16", _BLOCKS, "o", "-", 1.9),
+    "block-32": AttentionStyle("blocks of 32", _BLOCKS, "v", (0, (4, 1)), 1.9),
+    "block-64": AttentionStyle("blocks of 64", _BLOCKS, "^", (0, (1, 1)), 1.9),
+    "window": AttentionStyle("nearest + first 4", _WINDOW, "o", "-", 1.9),
+    "topp": AttentionStyle("top-p by head", _BROWN, "o", "-", 1.9),
+    "random": AttentionStyle("random (control)", _RANDOM, "o", (0, (4, 2)), 1.6),
+}
 
 # For external models, which never share a panel: like full attention except for the mask.
 DENSE_STYLES = {
-    "causal": AttentionStyle("causal", _BLUE, "<", "-", 1.9),
-    "masked": AttentionStyle("masked", _BLUE, "H", "-", 1.9),
+    "causal": AttentionStyle("causal", _FULL, "<", "-", 1.9),
+    "masked": AttentionStyle("masked", _FULL, "H", "-", 1.9),
 }
 
 
 def attention_style(kind: str) -> AttentionStyle:
     """Return the fixed style of an attention kind; a grey one for a kind without."""
     return (ATTENTION_STYLES | DENSE_STYLES).get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
+
+
+def mask_style(kind: str) -> AttentionStyle:
+    """Return the fixed style of a kind of masks; a brown one for a kind without."""
+    return MASK_STYLES.get(kind, AttentionStyle(kind, _BROWN, "X", (0, (3, 1)), 1.9))
 
 
 def palette(count: int) -> list[str]:
@@ -157,6 +178,12 @@ def drawing(alt: str, reading: str) -> Callable[[Callable[[Findings], Figure]], 
 class PageFigure(Figure):
     """A figure that a notebook shows without pyplot."""
 
+    finding = ""  # in a sentence; empty if the figure does not know it
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.said: dict[str, str] = {}  # in words what a part of the picture shows, by its gid
+
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
         self.savefig(file, format="png", dpi=110)
@@ -178,7 +205,7 @@ def stacked() -> Iterator[None]:
 
 def page_width() -> float:
     """Return the width of a figure in inches: the page's text, or a telephone."""
-    return 4.2 if _STACKED.get() else 10.0
+    return 3.75 if _STACKED.get() else 10.0
 
 
 def panel_inches(ax: Axes) -> float:
@@ -205,7 +232,7 @@ def wrap_titles(figure: Figure) -> None:
 
 def panel_grid(
     panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
-) -> tuple[Figure, list[Axes]]:
+) -> tuple[PageFigure, list[Axes]]:
     """Return a figure with a number of panels, outside pyplot's global state."""
     columns = columns or (panels if panels <= 3 else 2 if panels == 4 else 3)
     height *= 1.3 if panels == 1 else 1.1 if columns == 2 else 1.0
@@ -230,7 +257,7 @@ def finished(figure: Figure, note: str) -> Figure:
     entries = {
         label: handle for ax in panels for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
     }
-    if entries:
+    if len(entries) > 1:  # a single one says nothing that the title does not
         inches = 0.65 + max(len(label) for label in entries) / 17
         rows = math.ceil(len(entries) / max(1, int(figure.get_figwidth() / inches)))
         columns = math.ceil(len(entries) / rows)
@@ -245,16 +272,16 @@ def finished(figure: Figure, note: str) -> Figure:
 def note_below(figure: Figure, text: str) -> None:
     """Add a note below the panels that explains the marks, and break titles that are too wide."""
     wrap_titles(figure)
-    letters = int(_LETTERS_PER_INCH * figure.get_figwidth())
+    letters = int(_LETTERS_PER_INCH * 7 / 9 * figure.get_figwidth())
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
-    figure.supxlabel("\n".join(lines), fontsize=7.0, color=FAINT)
+    figure.supxlabel("\n".join(lines), fontsize=9, color=FAINT)
 
 
 def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
     """Title a panel, with statements in small print between title and axes."""
-    lines = wrapped(ax, "\n".join(facts), 7.0)
-    ax.set_title(title, pad=9.2 * (lines.count("\n") + 1) + 6 if lines else 6)
-    ax.text(0.0, 1.01, lines, transform=ax.transAxes, fontsize=7, linespacing=1.2, va="bottom")
+    lines = wrapped(ax, "\n".join(facts))
+    ax.set_title(title, pad=11.8 * (lines.count("\n") + 1) + 6 if lines else 6)
+    ax.text(0.0, 1.01, lines, transform=ax.transAxes, fontsize=9, linespacing=1.2, va="bottom")
 
 
 def number_layers(ax: Axes, layers: Sequence[int], places: Sequence[float] | None = None) -> None:
@@ -313,13 +340,35 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
             getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
             figure.set_layout_engine("none")
             if name == "svg":  # tick labels are created while drawing, and are in it as comments
-                drawn = file.read_text(encoding="utf-8")
-                file.write_text(visible(drawn), encoding="utf-8", newline="\n")
+                drawn = visible(file.read_text(encoding="utf-8"))
+                file.write_text(_for_screens(drawn), encoding="utf-8", newline="\n")
     finally:
         figure.set_canvas(canvas)
         figure.set_layout_engine(layout)
         figure.set_dpi(dpi)
     return files
+
+
+# In dark mode these become: the ground, inks and grid, and the kinds' colours, of which text is legible.
+_DARK = {
+    "#ffffff": "#17191b", INK: "#e7e8ea", FAINT: "#a4abb2", "#000000": "#e7e8ea", _GRID: "#33373b",
+    _FULL: "#d0d3d6", _TOPK: "#f08a3c", _SHARED: "#6cb4f0", _WINDOW: "#4cc79a", _BLOCKS: "#bd95de",
+    _RANDOM: "#9aa0a6",
+}  # fmt: skip
+_RULES = "".join(
+    f'{tag}[style*="{of}: {light}"]{{{of}:{dark}!important}}'
+    for light, dark in _DARK.items()
+    for tag, of in (("path", "fill"), ("path", "stroke"), ("use", "fill"), ("use", "stroke"), ("text", "fill"))
+    if (light != "#ffffff" or (tag, of) == ("path", "fill")) and (light != "#000000" or tag == "text")
+)
+
+
+def _for_screens(svg: str) -> str:
+    """Give a picture colours for dark pages, and a font of the same widths where DejaVu Sans is missing."""
+    svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    return svg.replace(
+        "<defs>", f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style><defs>", 1
+    )
 
 
 def _show_all(figure: Figure) -> None:
@@ -350,14 +399,20 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
     return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in rows)
 
 
-def draw_band(ax: Axes, quantity: str) -> None:
-    """Shade the range of these models behind a panel."""
-    ranges = reference_ranges(quantity)
-    low, high = min(each.low for each in ranges), max(each.high for each in ranges)
-    label = f"heads of {' and '.join(_MODELS)}"
-    ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
+def other_ranges(quantity: str, models: Iterable[str]) -> list[Range]:
+    """Return the ranges of trained language models that are not among the measured ones, by their names."""
+    names = [model.lower() for model in models]
+    return [each for each in reference_ranges(quantity) if not any(each.model.lower() in name for name in names)]
 
 
-def reference_words(quantity: str) -> str:
-    """Return the ranges in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
-    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in reference_ranges(quantity))
+def draw_band(ax: Axes, quantity: str, models: Iterable[str]) -> None:
+    """Shade the range of other models behind a panel."""
+    if ranges := other_ranges(quantity, models):
+        low, high = min(each.low for each in ranges), max(each.high for each in ranges)
+        label = f"heads of {' and '.join(each.model for each in ranges)}"
+        ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
+
+
+def reference_words(quantity: str, models: Iterable[str]) -> str:
+    """Return the ranges of other models in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
+    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in other_ranges(quantity, models))

@@ -43,14 +43,9 @@ from semdiag.questions.bounds.corollary import (
     JUDGED_PERCENTILES,
     LEFT_SIDES,
     NOT_COMPARABLE,
-    PAPER_PERCENTILES,
     corollary_findings,
     corollary_table,
-    separation_rounding,
 )
-
-# Until k_sweep is converted, which looks for them here.
-__all__ = ["CLAIMS", "JUDGED_PERCENTILES", "PAPER_PERCENTILES", "separation_rounding"]
 
 _NAMES = {("network", "local"): "local", ("network", "sound"): "sound", ("network_any_residual", "local"): "any"}
 

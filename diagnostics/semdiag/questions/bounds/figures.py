@@ -1,116 +1,22 @@
 """Figures: the constants of Theorem 2 above measured slopes, and Corollary 1."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from semdiag.measuring.findings.findings import Finding, Findings, compared_pairs, log10
+from semdiag.measuring.findings.findings import Findings, compared_pairs
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of, power_of_ten, powers_of_ten
+from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
-    FAINT,
     INK,
     drawing,
-    finished,
-    lightened,
     note_below,
     page_width,
     panel_grid,
-    title_with_facts,
 )
-from semdiag.questions.bounds.answer import parameter_findings
 from semdiag.questions.bounds.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
-
-_DRAWN = {"ln_point": ("bound at the point", 2.6, 0.0), "ln_local": ("local bound", 1.0, 0.45)}
-_STATED = ("sound", "paper")  # forms too far above the slope to be drawn
-_COLUMNS = (*_DRAWN, "ln_gradient")
-
-
-@drawing(
-    "Bounds on the slope of the loss over the slope that was measured, block by block, logarithmic "
-    "ordinate, attentions side by side: {shown}.",
-    "The bound at the point, of queries and keys, lies close above their slope: it could have failed. "
-    "The higher a line, the less its bound says: a difference between two models' constants then need "
-    "not show in how they learn.",
-)
-def secants_under_bounds(findings: Findings) -> Figure:
-    """Draw the constants over the measured slope, from the smallest to the largest ratio of a block's tensors."""
-    measurements = findings.measurements
-    rows = measurements.parameters
-    rows_with_constants = rows[np.isfinite(rows[list(_COLUMNS)].to_numpy(float)).any(axis=1)]
-    measured = set(rows_with_constants["model"])
-    panels = [p for p in panels_of(measurements.models) if any(s.model in measured for s in p.series)]
-    if not panels:
-        raise NothingToDrawError("No constant of a parameter tensor is known.")
-    judged = {(f.subject, f.form): f for f in findings(parameter_findings) if f.where == "all"}
-    figure, axes = panel_grid(len(panels), height=3.0)
-    for ax, panel in zip(axes, panels, strict=True):
-        shown = [series for series in panel.series if series.model in measured]
-        for place, series in enumerate(shown):
-            of_model = rows_with_constants[rows_with_constants["model"] == series.model]
-            _draw(ax, of_model, series, (place - (len(shown) - 1) / 2) * 0.8 / len(shown))
-        title_with_facts(
-            ax, panel.title, _facts([judged[s.model, f] for s in shown for f in _STATED if (s.model, f) in judged])
-        )
-        ax.axhline(0, color=FAINT, linewidth=0.8)
-        ax.set_xlabel("block")
-        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
-    axes[0].set_ylabel("constant / measured slope")
-    for name, (label, width, _) in _DRAWN.items():
-        axes[0].plot([], [], color=FAINT, linewidth=width, label=f"{label}, {_kind(name)}")
-    samples = measurements.provenance.get("bound_samples")
-    scope = f"the {samples} evaluated inputs" if samples else "the evaluated inputs"
-    return finished(
-        figure,
-        "A line reaches from the smallest to the largest ratio over the tensors of a block; at 1 a bound is "
-        f"attained.\nThe slope is the gradient of the mean loss over {scope}; constants hold for these at this "
-        "checkpoint only. The local bound takes the loss's residual as it is; that at the point, the gradients in "
-        "the mixed values.",
-    )
-
-
-def _kind(name: str) -> str:
-    return "of queries and keys" if name == "ln_point" else "of every tensor"
-
-
-def _facts(judged: Sequence[Finding]) -> list[str]:
-    """Return how far the forms that are not drawn lie above the slopes, over all attentions of a panel."""
-    facts = []
-    for form in _STATED:
-        numbers = [f.numbers for f in judged if f.form == form and "smallest log10 gap" in f.numbers]
-        if numbers:
-            ends = [n["smallest log10 gap"] for n in numbers], [n["largest log10 gap"] for n in numbers]
-            name = "sound constants" if form == "sound" else "the paper's"
-            facts.append(f"{name} {powers_of_ten(min(ends[0]), max(ends[1]))} times the slope")
-    return [f"{'; '.join(facts)}: too loose to draw"] if facts else []
-
-
-def _draw(ax: Axes, rows: pd.DataFrame, series: Series, shift: float) -> None:
-    last = int(rows["layer"].max())
-    style: Any = series.style
-    slope = rows["ln_gradient"]
-    x = np.where(rows["layer"] >= 0, rows["layer"], np.where(rows["group"] == "embedding", -1, last + 1))
-    for name, (_, width, white) in _DRAWN.items():
-        gaps = (rows[name] - slope).where(np.isfinite(rows[name]) & np.isfinite(slope)).map(log10)
-        ends = gaps.groupby(x).agg(["min", "median", "max"]).dropna()
-        color = lightened(style.color, white)
-        ax.vlines(ends.index + shift, ends["min"], ends["max"], color=color, linewidth=width)
-        ax.plot(
-            ends.index + shift, ends["median"], marker=style.marker, markersize=4 if width > 2 else 2.5,
-            color=color, linestyle="none",
-        )  # fmt: skip
-    ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=series.label)
-    ticks = sorted({int(layer) for layer in rows["layer"] if layer >= 0})
-    ax.set_xticks([*ticks, -1, last + 1], [*map(str, ticks), "emb.", "head"])
-    ax.set_xlim(-1.6, last + 1.6)
-
 
 _FORMS = {"paper": ("paper: left side, met below 1", 1.0), "sound": ("sound: ln margin, met below 0", 0.0)}
 _PARAMETERS = ("W", "X")
@@ -169,7 +75,7 @@ def _draw_conditions(ax: Axes, values: np.ndarray, limit: float) -> None:
     ax.imshow(kinds, cmap=_COLORS, vmin=0, vmax=2, aspect="auto", interpolation="none")
     for (row, column), value in np.ndenumerate(values):
         text = f"{value:.2f}" if np.isfinite(value) else "–"
-        ax.text(column, row, text.replace("-", "−"), ha="center", va="center", fontsize=7.5, color=INK)
+        ax.text(column, row, text.replace("-", "−"), ha="center", va="center", fontsize=9, color=INK)
     for edge in range(len(_PARAMETERS), len(values), len(_PARAMETERS)):
         ax.axhline(edge - 0.5, color="white", linewidth=2)
     ax.set_xticks(range(len(PAPER_PERCENTILES)), [f"p{p}" for p in PAPER_PERCENTILES])
@@ -183,7 +89,7 @@ def _name(ax: Axes, pairs: list[str]) -> None:
     labels = [f"{pair}, {name}" for pair in pairs for name in _PARAMETERS]
     if narrow:
         labels = [label.replace(", ", ",\n", 1) for label in labels]
-    ax.set_yticks(range(len(labels)), labels, fontsize=5.5 if narrow else 7, linespacing=0.95)
+    ax.set_yticks(range(len(labels)), labels, fontsize=9, linespacing=0.95)
 
 
 _HEURISTIC = (
@@ -194,7 +100,7 @@ HEADINGS = (
     Heading(
         "constants",
         "How far below their bounds are the slopes of the loss?",
-        (secants_under_bounds,),
+        (),
         (
             "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
             "along training: it bounds the gradient there and is not a Lipschitz constant of a region. The local "

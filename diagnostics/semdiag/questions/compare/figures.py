@@ -41,7 +41,7 @@ def compare_map(findings: Findings) -> Figure:
     top = findings.measurements.provenance.get("compare_top", "k")
     for ax, name in zip(axes, quantities, strict=True):
         _draw(ax, of_model, name)
-        ax.set_title(_QUANTITIES[name].format(top=top), fontsize=8)
+        ax.set_title(_QUANTITIES[name].format(top=top), fontsize=9)
     note_below(
         figure,
         "A cell is a head of a layer: means over its queries; changes of its output relative to the norm of A's. "

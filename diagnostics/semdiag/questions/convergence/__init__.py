@@ -1,7 +1,6 @@
 """Which attention learned faster, and what goes with it?"""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
+from semdiag.presenting.options import option
 from semdiag.presenting.question import Asked, Question
 
 
@@ -16,13 +16,19 @@ from semdiag.presenting.question import Asked, Question
 class ConvergencePlan:
     """What is measured of training runs."""
 
-    target: float = 0.95  # training accuracy that counts as having learned
-    targets: Mapping[str, float] = field(default_factory=dict)  # for single tasks, instead of the target
+    targets: Annotated[  # by task; of an empty name: for all others
+        tuple[tuple[str, float], ...],
+        option(
+            "Training accuracy that counts as having learned. TASK=0.35 sets it for one task; repeatable.",
+            "--target", metavar="FLOAT,TASK=FLOAT", show_default="0.95",
+        ),
+        options.targets,
+    ] = ()  # fmt: skip
 
     def __post_init__(self) -> None:
         from semdiag_models.reading import InputError
 
-        for target in (self.target, *self.targets.values()):
+        for _, target in self.targets:
             if not 0 < target <= 1:
                 raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
 
@@ -30,7 +36,7 @@ class ConvergencePlan:
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[RUN]...",
+        metavar="RUN",
         help="Run folders, folders of runs, or checkpoints (.pt) of semdiag train. Default: every run in "
         "./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
         show_default=False,
@@ -41,20 +47,12 @@ Runs = Annotated[
 
 def _ask(
     runs: Runs = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FLOAT|TASK=FLOAT",
-            help="Training accuracy that counts as having learned. TASK=0.35 sets it for one task; repeatable.",
-            show_default="0.95",
-        ),
-    ] = None,
     *,
+    plan: ConvergencePlan,
     shared: Asked,
 ) -> None:
     from semdiag.questions.convergence.measure import convergence_survey
 
-    plan = ConvergencePlan(**options.targets(target or []))
     findings, _ = shared.measured(runs, shared.conditions(), partial(convergence_survey, plan=plan))
     shared.deliver(findings)
 
@@ -71,7 +69,8 @@ QUESTION = Question(
 
     [bold]semdiag convergence --target 0.9[/]
     """,
-    ask=_ask,
+    ConvergencePlan,
+    _ask,
     leave_out=("min_keys", "config", "per_query", "head", "jobs", "ray"),
     needs=("runs",),
     external=False,

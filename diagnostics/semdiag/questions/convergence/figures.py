@@ -106,7 +106,7 @@ def _draw(ax: Axes, x: float, width: float, pairs: pd.DataFrame, row: pd.Series,
     if len(pairs) > 1 and math.isfinite(row["interval_high"]) and row["interval_low"] > 0:
         ax.plot([x, x], [row["interval_low"], row["interval_high"]], color=style.color, linewidth=1.2, zorder=1)
         ax.annotate(
-            f"{row['interval_coverage']:.0%}", (x, row["interval_high"]), fontsize=6.5, color=FAINT, ha="center",
+            f"{row['interval_coverage']:.0%}", (x, row["interval_high"]), fontsize=9, color=FAINT, ha="center",
             textcoords="offset points", xytext=(0, 6),
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ def speed_up_against_dispersion(findings: Findings) -> Figure:
         draw_speed(ax, pair["ratio"], pair, style)
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=pair["attention"])
         ax.annotate(
-            str(names[pair["group"]]), (pair["ratio"], end), xytext=(6, 4), textcoords="offset points", fontsize=7,
+            str(names[pair["group"]]), (pair["ratio"], end), xytext=(6, 4), textcoords="offset points", fontsize=9,
             color=FAINT,
         )  # fmt: skip
     ax.autoscale_view()

@@ -7,7 +7,7 @@ from semdiag.capturing.loading import load_all
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.measuring.training_runs import run_table
+from semdiag.measuring.training_runs import TARGET, run_table
 from semdiag.questions.convergence import ConvergencePlan
 from semdiag_models import InputError
 from semdiag_models.reading import unknown_name
@@ -33,12 +33,14 @@ def convergence_survey(
         )
     loaded = [model for model in loaded if model.path not in left_out]
     tasks = dict(zip(runs["model"], runs["task"], strict=True))
-    for task in plan.targets:
+    targets = {"": TARGET, **dict(plan.targets)}
+    target = targets.pop("")
+    for task in targets:
         if task not in tasks.values():
             raise unknown_name("task of --target", task, [*runs["task"].unique()])
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
     measured = survey(loaded, conditions, announce, after_step)
-    measured.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
-    measured.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
+    measured.provenance.update(target=target, **({"left_out": left_out} if left_out else {}))
+    measured.provenance.update({"targets": targets} if targets else {})
     return measured.replace(runs=runs)

@@ -359,7 +359,8 @@ def dispersion_glance(findings: Findings) -> Glance:
     words = f"is the median dispersion δ of {counted(len(known), 'model')} ({among})"
     words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
     if external(findings.measurements.models).all():
-        words += f"; in trained models 90% of the heads have {reference_words('dispersion')}"
+        ranges = reference_words("dispersion", findings.measurements.models["model"])
+        words += f"; in other trained models 90% of the heads have {ranges}"
         return Glance(Outcome.MEASURED, f"{span} nats", words)
     why = (
         "only some queries were drawn or kept, but a verdict on pairs needs all of them"

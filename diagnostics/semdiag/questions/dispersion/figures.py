@@ -147,7 +147,7 @@ def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFr
 
 def _band(ax: Axes, table: pd.DataFrame, ends: tuple[float, float], style: AttentionStyle, white: float) -> None:
     low, high = ends
-    ax.fill_between(table["keys"], table[low], table[high], color=lightened(style.color, white), linewidth=0)
+    ax.fill_between(table["keys"], table[low], table[high], color=style.color, alpha=1 - white, linewidth=0)
 
 
 MARKED = (50, 75, 90, 95)
@@ -206,8 +206,8 @@ def _draw_ecdf(
     "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a "
     "logarithmic axis, attention kinds side by side: {shown}.",
     "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse models (δₕ, over the "
-    "kept keys): there the scores spread most. Where an initialisation is shown in a panel of its own, compare "
-    "with it: what is already there before training comes from the mask, not from learning.",
+    "kept keys): there the scores spread most. What an initialisation already shows comes from the mask, not "
+    "from learning.",
 )
 def dispersion_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis."""
@@ -221,10 +221,10 @@ def dispersion_by_layer(findings: Findings) -> Figure:
         logarithmic_limits(ax, low, high)
         layer_boxes(ax, [(s.label, s.style, tables[s.model]) for s in panel.series if s.model in tables])
         if elsewhere:
-            draw_band(ax, "dispersion")
+            draw_band(ax, "dispersion", tables)
         ax.set_title(panel.title)
     axes[0].set_ylabel("semantic dispersion δ (nats)")
-    grey = ". Grey: median δ of 90% of the heads of two trained language models" if elsewhere else ""
+    grey = ". Grey: median δ of 90% of the heads of other trained models" if elsewhere else ""
     return finished(figure, f"{READING}; marker: maximum{grey}")
 
 

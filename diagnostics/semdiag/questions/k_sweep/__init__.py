@@ -1,89 +1,146 @@
 """Is sparse attention enough, and with which k?"""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from semdiag.presenting import options
-from semdiag.presenting.question import Question, Shared, command
+from semdiag.presenting.options import option
+from semdiag.presenting.question import SAMPLING, Asked, Question
+
+LARGEST_K = 48
 
 
-@command(sampling=True)
-def k_sweep(
-    models: options.Models = None,
+@dataclass(frozen=True)
+class KSweepPlan:
+    """Which k are measured, and with which masks the model is run.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
     max_k: Annotated[
         int | None,
-        typer.Option(
-            help="Measure every k up to this one. Default: up to 48, or one less than the length of shorter "
-            "inputs; of external models every k up to 8, then every fourth, and those that are run.",
-            rich_help_panel=options.MEASURE,
+        option(
+            "Measure every k up to this one. Default: up to 48, or one less than the length of shorter inputs; of "
+            "external models every k up to 8, then every fourth, and those that are run."
         ),
-    ] = None,
-    rerun: Annotated[
-        bool,
-        typer.Option(
-            "--rerun",
-            help="Run the model with real masks, and show how its loss, its output distribution and its "
-            "predictions change. A control keeps as many keys at random.",
-            rich_help_panel=options.MEASURE,
+    ] = None
+    rerun: Annotated[  # None: of external models, and where another field asks for it
+        bool | None,
+        option(
+            "Run the model with real masks, and show how its loss, its output distribution and its predictions "
+            "change. A control keeps as many keys at random. Default: of external models, and if one of the "
+            "following options is given.",
+            "--rerun/--no-rerun", show_default=False,
         ),
-    ] = False,
-    runs_of: Annotated[
-        str,
-        typer.Option(
-            "--k",
-            metavar="K,K",
-            help="With --rerun: which k to run, like 4,8,16. Default: growing steps.",
-            rich_help_panel=options.MEASURE,
-        ),
-    ] = "",
-    kinds: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND,KIND",
-            help="With --rerun: which kinds of sparse attention to run, of topk, topk-group, topk-layer, "
-            "topk-4-layers, block-16, block-32, block-64, window, topp and random. Default: topk and random; of "
-            "other models topk-layer, block-16 and window, too.",
-            rich_help_panel=options.MEASURE,
-        ),
-    ] = "",
-    lengths: Annotated[
-        str,
-        typer.Option(
-            metavar="L,L",
-            help="With --rerun: also cut the tokens of all texts, one behind the other, into pieces of these "
-            "lengths, like 128,512, and run each: does the k that is needed grow with the length?",
-            rich_help_panel=options.MEASURE,
-        ),
-    ] = "",
+    ] = False  # fmt: skip
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            help="With --rerun: the largest change that counts as none. Default: 0.01 nats of loss; 0.05 where "
-            "only the outputs are known.",
-            rich_help_panel=options.MEASURE,
+        option(
+            "The largest change that counts as none. Default: 0.01 nats of loss; 0.05 where only the outputs are "
+            "known."
         ),
-    ] = None,
+    ] = None
+    budget: bool = False  # whether budgets by layer and head are looked for
+    ks: Annotated[
+        tuple[int, ...],
+        option("Which k to run, like 4,8,16. Default: growing steps.", "--k", metavar="K,K"),
+        options.whole_numbers,
+    ] = ()
+    kinds: Annotated[
+        tuple[str, ...],
+        option(
+            "Which kinds of sparse attention to run, of topk, topk-group, topk-layer, topk-4-layers, block-16, "
+            "block-32, block-64, window, topp, random, or of engines: tile-64x64, skip-8 … Default: topk and "
+            "random; of external models topk-layer, block-16 and window, too.",
+            metavar="KIND,KIND",
+        ),
+        options.listed_names,
+    ] = ()
+    lengths: Annotated[
+        tuple[int, ...],
+        option(
+            "Also cut the tokens of all texts, one behind the other, into pieces of these lengths, like 128,512, "
+            "and run each: does the k that is needed grow with the length?",
+            metavar="L,L",
+        ),
+        options.whole_numbers,
+    ] = ()
+    seconds: float | None = None  # without rerun: external models are run on what fits in so much time
+    jobs: int = 1  # processes among which the masks of a rerun are divided
+
+    def reruns(self, external: bool) -> bool:
+        """Return whether a model is run with masks."""
+        asks = self.budget or self.ks or self.kinds or self.lengths or self.tolerance
+        return bool(external or asks) if self.rerun is None else self.rerun
+
+    @property
+    def largest_k(self) -> int:
+        """The largest k that is measured, where inputs are long enough."""
+        return max(self.max_k or LARGEST_K, *self.ks, 1)
+
+    @property
+    def masks(self) -> int:
+        """About how many masks are run on all inputs of an external model."""
+        from semdiag.questions.k_sweep.budgets import EXTERNAL_KINDS
+        from semdiag.questions.k_sweep.rerun import few_ks
+
+        return len(self.ks or few_ks(64)) * len(self.kinds or EXTERNAL_KINDS) if self.reruns(True) else 0
+
+    def __post_init__(self) -> None:
+        from semdiag.questions.k_sweep.budgets import check_kinds
+        from semdiag_models.reading import InputError
+
+        if self.max_k is not None and self.max_k < 1:
+            raise InputError(f"The largest k must be at least 1. Got {self.max_k}.")
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise InputError(f"The tolerated change must be above 0. Got {self.tolerance}.")
+        if any(k < 1 for k in self.ks):
+            raise InputError(f"k must be at least 1. Got k={min(self.ks)}.")
+        check_kinds(self.kinds)
+        if any(length < 2 for length in self.lengths):
+            raise InputError(f"--lengths takes lengths of at least 2. Got {min(self.lengths)}.")
+        if self.budget and self.rerun is False:
+            raise InputError("Budgets are tested by running the model: they take --rerun.")
+
+
+def _ask(
     budget: Annotated[
         Path | None,
-        typer.Option(
-            help="Write a k for each layer and head to this JSON file, found on half of the samples and tested on "
-            "the other half.",
-            rich_help_panel=options.OUTPUT,
+        option(
+            "Write a k for each layer and head to this JSON file, found on half of the samples and tested on the "
+            "other half.",
+            panel=options.OUTPUT,
         ),
     ] = None,
-    every: Annotated[
-        bool,
-        typer.Option(
-            "--all",
-            help="Show the table of every k, too: weight kept, δ(k), Δ(k), load and ξ.",
-            rich_help_panel=options.OUTPUT,
-        ),
-    ] = False,
     *,
-    shared: Shared,
+    plan: KSweepPlan,
+    shared: Asked,
 ) -> None:
+    import json
+
+    from semdiag_models import InputError
+    from semdiag_models.reading import write_text
+
+    models = shared.values["models"]
+    if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
+        raise InputError(
+            f"--budget takes one MODEL, and the name of a .json file in a folder that exists. Got {budget}."
+        )
+    asked = {"ks": "--k", "kinds": "--kinds", "lengths": "--lengths", "tolerance": "--tolerance"}
+    if plan.rerun is False and (unused := [asked[name] for name in asked if name in shared.typed]):
+        raise InputError(f"{unused[0]} is about runs with masks: leave out --no-rerun.")
+    plan = replace(plan, budget=budget is not None)
+    findings, _ = shared.measured(models, shared.conditions(plans=(plan,)))
+    shared.deliver(findings)
+    if budget is not None:
+        write_text(budget, json.dumps(QUESTION.json(findings)["results"][0]["budgets"], indent=1))
+
+
+QUESTION = Question(
+    "k-sweep",
+    __name__,
     """Ask whether sparse attention is enough in this model, and with which k.
 
     Computed from the model's scores for each k, if each query kept only its k largest: the attention weight kept,
@@ -91,55 +148,10 @@ def k_sweep(
     also runs with such masks. This says nothing about a model trained with that k.
 
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
-    """
-    import json
-
-    from semdiag.measuring.findings.findings import json_ready
-    from semdiag.presenting.options import whole_numbers
-    from semdiag.questions.k_sweep.answer import budget_content
-    from semdiag.questions.k_sweep.measure import KSweepPlan
-    from semdiag.questions.k_sweep.words import print_k_sweep
-    from semdiag_models import InputError
-    from semdiag_models.reading import write_text
-
-    if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
-        raise InputError(
-            f"--budget takes one MODEL, and the name of a .json file in a folder that exists. Got {budget}."
-        )
-    again = rerun or budget is not None
-    if runs_of and not again:
-        raise InputError(
-            "--k says which k to run with real masks: add --rerun. Without --rerun every k is measured."
-        )
-    if kinds and not again:
-        raise InputError("--kinds says which kinds of sparse attention to run: add --rerun.")
-    if lengths and not again:
-        raise InputError("--lengths says which lengths of text to run with real masks: add --rerun.")
-    if tolerance is not None and not again:
-        raise InputError("--tolerance judges what real masks change: add --rerun.")
-    named = tuple(dict.fromkeys(part.strip() for part in kinds.split(",") if part.strip()))
-    plan = KSweepPlan(
-        max_k,
-        again,
-        tolerance,
-        budget is not None,
-        whole_numbers(runs_of, "--k"),
-        named,
-        whole_numbers(lengths, "--lengths"),
-    )
-    conditions = shared.conditions(plans=(plan,))
-    findings = shared.measured(models, conditions)
-    shared.deliver("k-sweep", findings, lambda found: print_k_sweep(found, every), answered=True)
-    if budget is not None:
-        path = findings.measurements.models["model"].iloc[0]
-        write_text(budget, json.dumps(json_ready(budget_content(findings, path)), indent=1))
-
-
-QUESTION = Question(
-    "k-sweep",
-    __name__,
-    measured_by="measure:K_SWEEP",
-    summarised_by="words:k_sweep_summary",
-    shown_by="figures:SECTION",
-    asked_by=":k_sweep",
+    """,
+    KSweepPlan,
+    _ask,
+    takes=("models", "every", *SAMPLING),
+    defaults={"rerun": None},
+    needs=("sweep",),
 )

@@ -12,22 +12,15 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples, samples_of, without_first
-from semdiag.capturing.kept_keys import (
-    Keep,
-    RandomK,
-    Rule,
-    TopK,
-    TopP,
-    Window,
-    allowed_keys,
-    block_scores,
-    ordered,
-    real_first,
-)
+from semdiag.capturing.call_strips import allowed_keys, ordered, real_first
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import Keep, RandomK, Rule, TopK, TopP, Window
+from semdiag.capturing.sparsify import ENGINE_KINDS, engine_rule
+from semdiag.mathematics.block_estimates import block_scores
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
-from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, measure_of, rerun, upper_change
+from semdiag.measuring.words import counted
+from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, mean_change, measure_of, rerun
 from semdiag_models import InputError
 
 BUDGET_TABLE = Table(
@@ -75,31 +68,26 @@ class NeededKeys:
         place = call.module, call.occurrence
         self.layers.setdefault(place, call.layer)
         allowed = allowed_keys(part)
-        counted = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
+        several = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
         order = real_first(allowed.any(1).any(1), call)
         allowed, scores = ordered(allowed, order), ordered(part.scores(torch.float64), order)
         scores = scores.masked_fill(~allowed, -torch.inf)
         weights = scores.softmax(-1).masked_fill(~allowed, 0)
         for block in BLOCKS:
             falling = block_scores(scores, block).argsort(dim=-1, descending=True, stable=True)
-            ranked = _by_block(allowed.long(), block).gather(-1, falling) * counted[..., None]
+            ranked = _by_block(allowed.long(), block).gather(-1, falling) * several[..., None]
             old = self.ranked.get((place, block), np.zeros((1, 1), np.int64))
             self.ranked[place, block] = _padded_sum(old, ranked.sum((0, 2)).cpu().numpy())
             if block > 1 and weights.shape[-1] <= block:
                 continue
             kept = _by_block(weights, block).gather(-1, falling).cumsum(-1)
+            heads, wide = kept.shape[1], kept.shape[-1] + 1
+            first = wide * torch.arange(heads, device=kept.device)[:, None]  # of each head among all counts
             for level in LEVELS:
-                need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
-                for head in range(need.shape[1]):
-                    counts = torch.bincount(need[:, head][counted[:, head]], minlength=kept.shape[-1] + 1)
-                    self._count((place, block, level), head, need.shape[1], counts.cpu().numpy())
-
-    def _count(self, key: tuple[Place, int, float], head: int, heads: int, counts: NDArray[np.int64]) -> None:
-        old = self.counts.get(key, np.zeros((heads, 1), np.int64))
-        if old.shape[1] < len(counts):
-            old = np.pad(old, ((0, 0), (0, len(counts) - old.shape[1])))
-        old[head, : len(counts)] += counts
-        self.counts[key] = old
+                need = first + 1 + (kept < level).sum(-1).clamp(max=wide - 2)
+                counts = torch.bincount(need[several], minlength=heads * wide).view(heads, wide)
+                old = self.counts.get((place, block, level), np.zeros((1, 1), np.int64))
+                self.counts[place, block, level] = _padded_sum(old, counts.cpu().numpy())
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
         """Return the smallest k of each head with which 95% of its queries keep a share of their weight."""
@@ -122,21 +110,11 @@ class NeededKeys:
         for (name, block), budget in budgets.items():
             for place, numbers in budget.items():
                 ranked = self.ranked[place, block]
-                rows += [
-                    {
-                        "model": model,
-                        "budget": name,
-                        "block": block,
-                        "layer": self.layers[place],
-                        "head": head,
-                        "module": place[0],
-                        "occurrence": place[1],
-                        "k": k,
-                        "all_keys": ranked[head].sum(),
-                        "kept_keys": ranked[head, :k].sum(),
-                    }
-                    for head, k in enumerate(numbers)
-                ]
+                whose = {"model": model, "budget": name, "block": block, "layer": self.layers[place]}
+                whose |= {"module": place[0], "occurrence": place[1]}
+                for head, k in enumerate(numbers):
+                    sums = {"all_keys": ranked[head].sum(), "kept_keys": ranked[head, :k].sum()}
+                    rows.append({**whose, "head": head, "k": k, **sums})
         return BUDGET_TABLE.of_rows(rows)
 
 
@@ -177,7 +155,7 @@ def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     if fewest < _LEAST_HALF:
         raise InputError(
             "Budgets are chosen on one half of the samples and run on the other, each of at least "
-            f"{_LEAST_HALF}. Of {samples} samples one half has {fewest}: give more, or leave out --budget."
+            f"{_LEAST_HALF}. Of {counted(samples, 'sample')} one half has {fewest}: give more, or no --budget."
         )
     return first, second
 
@@ -202,7 +180,7 @@ def search(
 
     def cost(budget: Mapping[Place, Sequence[int]]) -> float:
         again = rerun(loaded, first, known, [("budget", -1, rules(budget))], device, dtype)
-        return upper_change(again, "budget", -1)
+        return mean_change(again, "budget", -1)[1]
 
     limit = tolerance or TOLERANCES[measure_of(rerun(loaded, first, known, [], device, dtype))]
     named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}
@@ -286,6 +264,7 @@ KINDS = {
     "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
     RANDOM: "k keys drawn at random, a control",
 }
+OF_ENGINES = "tile-", "skip-"  # begins of kinds: see semdiag.capturing.sparsify.engine_rule
 OWN_KINDS = TOP_K, RANDOM  # the kinds of a run without --kinds
 EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM
 
@@ -294,6 +273,8 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
     """Return the rule by which a kind keeps k keys; None if it has none for so few."""
     if kind == RANDOM:
         return RandomK(k, seed)
+    if kind.startswith(OF_ENGINES):
+        return engine_rule(kind, k)
     if kind == "window":
         return Window(k, SINKS) if k > SINKS else None
     if kind.startswith("block-"):
@@ -313,8 +294,10 @@ def masks_of(
 ) -> list[tuple[str, int, Keep]]:
     """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent."""
     masks: list[tuple[str, int, Keep]] = []
-    for kind in KINDS:
-        if kind not in kinds:
+    for kind in [*(kind for kind in KINDS if kind in kinds), *(k for k in kinds if k.startswith(OF_ENGINES))]:
+        if kind.startswith("skip-"):  # by its threshold alone
+            rule = engine_rule(kind, 1)
+            masks += [(kind, 0, rule)] if rule is not None else []
             continue
         if kind == "topp":
             masks += [(kind, round(100 * p), TopP(p)) for p in SHARES]
@@ -332,5 +315,10 @@ def masks_of(
 
 def check_kinds(kinds: Sequence[str]) -> None:
     """Refuse a kind that does not exist."""
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise InputError(f"There is no kind of sparse attention {unknown[0]!r}. Kinds: {', '.join(KINDS)}.")
+    for kind in kinds:
+        if kind.startswith(OF_ENGINES):
+            engine_rule(kind, 2**30)  # refuses a wrong one
+    if unknown := [kind for kind in kinds if kind not in KINDS and not kind.startswith(OF_ENGINES)]:
+        raise InputError(
+            f"There is no kind of sparse attention {unknown[0]!r}. Kinds: {', '.join(KINDS)}, {ENGINE_KINDS}."
+        )

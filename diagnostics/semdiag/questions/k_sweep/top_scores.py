@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import allowed_keys
+from semdiag.capturing.call_strips import allowed_keys
 from semdiag.mathematics.paper_stability import log_paper_heavy_hitter
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_estimates
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability

@@ -118,8 +118,8 @@ def landscape_contour(findings: Findings) -> Figure:
         label, colors = _QUANTITIES[name]
         image = _cells(ax, plane, name, scales[name], colors, contours=name == "loss")
         bar = figure.colorbar(image, ax=ax, shrink=0.85, pad=0.02)
-        bar.set_label(label, fontsize=8)
-        bar.ax.tick_params(labelsize=7)
+        bar.set_label(label, fontsize=9)
+        bar.ax.tick_params(labelsize=9)
         title_with_facts(
             ax, f"{plane.title}, plane {plane.plane}" if name == "loss" else label, _facts(plane, name)
         )

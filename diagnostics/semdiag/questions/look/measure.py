@@ -14,8 +14,8 @@ from torch import Tensor
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import Batch, entries, longest, only_token_ids, samples_of, split
+from semdiag.capturing.call_strips import CROSS
 from semdiag.capturing.inputs import SUFFIXES, TextOptions, Tokeniser, read_texts, tokeniser_of
-from semdiag.capturing.kept_keys import CROSS
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import Layers, as_mask
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, counted_rows

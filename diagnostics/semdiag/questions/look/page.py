@@ -193,7 +193,7 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
 
 def _trained(seen: Seen) -> list[str]:
     """Return what trained models have of each of the three numbers; empty for encoders, which are far smaller."""
-    sentences = (f"In trained models 90% of the heads have {reference_words(name)}." for name in _NUMBERS)
+    sentences = (f"In trained models 90% of the heads have {reference_words(name, [])}." for name in _NUMBERS)
     return list(sentences) if seen.model.external else [""] * len(_NUMBERS)
 
 

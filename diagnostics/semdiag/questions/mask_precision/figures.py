@@ -37,7 +37,7 @@ def masks_in_formats(findings: Findings) -> Figure:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("layer")
         ax.set_ylim(0, 1.03)
-        ax.set_title(title, fontsize=8)
+        ax.set_title(title, fontsize=9)
     axes[0].set_ylabel("share of masks unchanged, S′ = S")
     return finished(
         figure,

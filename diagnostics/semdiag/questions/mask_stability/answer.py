@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy
 
 from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.estimates import all_by_name, without
@@ -30,7 +29,6 @@ from semdiag.presenting.tables import Column, NumberTable, not_shown
 from semdiag.questions.mask_precision.answer import mask_words, precision_of, precision_rows, refusals
 
 RESAMPLES = 200
-_BINS = 10  # of equal counts; one more holds what lies above them
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
 
 
@@ -42,25 +40,6 @@ def mask_table(findings: Findings) -> pd.DataFrame:
             rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
     columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
-
-
-def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFrame]:
-    """Return mean prediction and observed share in bins of Δ/sd: does Δ tell which masks change?"""
-    masks = findings.measurements.masks
-    highest = findings(foreseen_margin)
-    groups = masks[masks["predicted"].notna()].groupby(["model", "level"], sort=True)
-    return {(str(model), float(str(level))): _binned(rows, highest) for (model, level), rows in groups}
-
-
-def foreseen_margin(findings: Findings) -> float:
-    """Return the Δ/sd above which Φ(Δ/sd) foresees less than one changed mask, for all models and noise levels."""
-    masks = findings.measurements.masks
-    candidates = [0.0]
-    for _, rows in masks[masks["predicted"].notna()].groupby(["model", "level"]):
-        margins = np.sort(_margin(rows).to_numpy())[::-1]
-        foreseen = np.cumsum(scipy.special.ndtr(-margins)) * int(rows["draws"].iloc[0])
-        candidates += margins[foreseen >= 1][:1].tolist()
-    return float(max(candidates))
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:
@@ -88,26 +67,6 @@ def effect_table(findings: Findings) -> pd.DataFrame:
             }
         )  # fmt: skip
     return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
-
-
-def _margin(rows: pd.DataFrame) -> pd.Series:
-    """Return Δ/sd of every query; 0 where Δ is 0, +inf where nothing moves."""
-    separation, spread = rows["separation"].astype(np.float64), rows["swing_sd"].astype(np.float64)
-    margin: pd.Series = (separation / spread.where(spread > 0, np.nan)).fillna(np.inf)
-    return margin.where(separation != 0, 0.0)
-
-
-def _binned(rows: pd.DataFrame, highest: float) -> pd.DataFrame:
-    margin = _margin(rows)
-    low = margin <= highest
-    bins = ((margin[low].rank(method="first") - 1) * _BINS // low.sum()).reindex(rows.index, fill_value=_BINS)
-    table = []
-    for place, part in rows.groupby(bins):
-        share = mean_interval(part, "exact")
-        named = {"margin": float(margin[part.index].median()), "share": len(part) / len(rows)}
-        named |= {"predicted": float(part["predicted"].mean()), "above": place == _BINS}
-        table.append({**named, "exact": share.estimate, "low": share.low, "high": share.high})
-    return pd.DataFrame(table)
 
 
 def _places(queries: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:

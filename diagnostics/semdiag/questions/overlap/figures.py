@@ -41,17 +41,17 @@ def mask_overlap(findings: Findings) -> Figure:
         image = ax.imshow(cells, vmin=0, vmax=1, cmap=CELLS, aspect="auto")
         for (at, to), value in np.ndenumerate(cells) if len(layers) <= _WRITTEN else ():
             if np.isfinite(value):
-                ax.text(to, at, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink(value))
+                ax.text(to, at, f"{value:.2f}", ha="center", va="center", fontsize=9, color=ink(value))
         step = max(1, len(layers) // 12)
         shown = range(0, len(layers), step)
         ax.set_xticks([*shown, len(layers) + 1], [*(str(layers[at]) for at in shown), "prev."])
         ax.set_yticks(list(shown), [str(layers[at]) for at in shown])
         ax.set_xlabel("layer; prev.: the query before")
         chance = of_model.loc[of_model["layer"] == ALL, "chance"]
-        ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=8)
+        ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=9)
         hatch_missing(ax)
     axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=axes, shrink=0.8).set_label("Jaccard index of kept keys", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.8).set_label("Jaccard index of kept keys", fontsize=9)
     note_below(
         figure, "mean over queries that drop a key, samples, pairs of heads; diagonal: two heads of a layer."
     )

@@ -44,7 +44,7 @@ def _ask(
     against: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]",
+            metavar="FILE",
             help="What another engine chose for the same rows: compare the two.",
             show_default=False,
         ),

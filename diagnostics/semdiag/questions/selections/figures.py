@@ -40,7 +40,7 @@ def _draw(ax: Axes, shown: SampleMap) -> None:
     ax.grid(visible=False)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(8, integer=True))
-    ax.set_title(shown.module, fontsize=8)
+    ax.set_title(shown.module, fontsize=9)
     ax.set_xlabel({"experts": "expert", "blocks": "block"}.get(shown.kind, "key"))
     ax.set_ylabel("token" if shown.kind == "experts" else "query")
     for label, colour in reversed([*zip(_LABELS, _COLOURS, strict=True)]):

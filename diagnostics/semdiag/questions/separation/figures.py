@@ -56,7 +56,7 @@ def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
         ax.axvline(k, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
         ax.annotate(
             f"k = {k}", (k, 0), xycoords=("data", "axes fraction"), xytext=(3, 3), textcoords="offset points",
-            fontsize=7, color=FAINT,
+            fontsize=9, color=FAINT,
         )  # fmt: skip
     for series in panel.series:
         draw_loads(ax, loads.get(series.model, pd.Series(dtype=float)), series.style, series.label)
@@ -124,7 +124,7 @@ def _write_share(ax: Axes, x: float, row: Mapping[Hashable, float], color: str) 
         share = row["not_positive"] / queries
         words = f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else "< 1%" if share < 0.01 else "> 99%"
         ax.annotate(
-            f"≤ 0: {words}", (x, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=6, color=color,
+            f"≤ 0: {words}", (x, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=9, color=color,
             ha="center", va="bottom",
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from semdiag.measuring.findings.findings import (
 )
 from semdiag.measuring.findings.resampling import rank_correlation_interval, ratio_interval
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import percentiles, pooled_table
+from semdiag.measuring.probe import percentiles
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval_words, number_words, percent, plain
 from semdiag.presenting.answer import Answer, Glance, Outcome, title, verdict_line, verdict_table, with_facts
@@ -145,15 +145,6 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
         factor = local / bound
     numbers = {**counts, "largest measured over bound": float(np.nanmax(factor, initial=0.0))}
     return Finding(model, LOCAL, "sound", "all", of_rows(**counts), numbers)
-
-
-def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFrame]:
-    """Return percentiles of ‖p − p'‖₁ in every layer, heads pooled."""
-    groups = findings.measurements.secants.groupby(["level", "model"], sort=True)
-    return {
-        (float(str(level)), str(model)): pooled_table(rows, "weight_change", by="layer").sort_values("layer")
-        for (level, model), rows in groups
-    }
 
 
 def stability_table(findings: Findings) -> pd.DataFrame:
@@ -392,7 +383,7 @@ def gain_sentences(findings: Findings) -> list[str]:
         if gains.groupby(["layer", "head"]).ngroups >= _FEWEST_HEADS:
             foretold = rank_correlation_interval(gains, "xi", "gain", RESAMPLES)
             interval = interval_words(foretold.low, foretold.high, _short, gains["sample"].nunique())
-            text += f" Its rank correlation with ξ over heads is {foretold.estimate:.2f}, {interval}."
+            text += f" Over heads the rank correlation of this gain with ξ is {foretold.estimate:.2f}, {interval}."
         sentences.append(text)
     return sentences
 

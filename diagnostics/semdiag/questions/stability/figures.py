@@ -12,16 +12,11 @@ from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.words import counted, percent
+from semdiag.measuring.words import counted
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import (
-    READING,
     NothingToDrawError,
-    layer_boxes,
-    logarithmic_limits,
     noise_facts,
-    panels_of,
-    positive_range,
 )
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
@@ -36,7 +31,7 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
     title_with_facts,
 )
-from semdiag.questions.stability.answer import exceeding, response_by_layer
+from semdiag.questions.stability.answer import exceeding
 from semdiag.questions.stability.measure import with_bounds
 
 POINTS = 300
@@ -144,48 +139,14 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
-_DECADES = 1e6  # from the largest response down: what lies below is no response
-
-
-@drawing(
-    "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as nested boxes on a "
-    "logarithmic axis with the mean marked, attention kinds side by side: {shown}.",
-    "The marked mean of a layer is how far noise of the same relative size moves its attention; of "
-    "two attentions at one layer, the higher moves more. A mean far above its box comes from few "
-    "queries that exchange a whole key, as a top-k mask does where Δ is small.",
-)
-def attention_response(findings: Findings) -> Figure:
-    """Draw the distribution of ‖p − p'‖₁ under input noise per layer, heads pooled, with its mean."""
-    secants = findings.measurements.secants
-    if secants.empty:
-        raise NothingToDrawError("No input was perturbed: no response was measured.")
-    tables = findings(response_by_layer)
-    low, high = positive_range(pd.concat(tables.values()), "p1", "p99")
-    low = max(low, high / _DECADES)
-    levels = sorted({level for level, _ in tables})
-    measured = set(secants["model"])
-    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
-    places = [(panel, level) for panel in panels for level in levels]
-    figure, axes = panel_grid(len(places), height=3.0)
-    for ax, (panel, level) in zip(axes, places, strict=True):
-        logarithmic_limits(ax, low, high)
-        boxes = [(s.label, s.style, tables[level, s.model]) for s in panel.series if (level, s.model) in tables]
-        layer_boxes(ax, boxes, extreme="mean")
-        named = f"{panel.title}, noise {percent(level, 'g')}"
-        ax.set_title(named)
-    cut = " Boxes that reach further down are cut at the axis." if low == high / _DECADES else ""
-    axes[0].set_ylabel("response ‖p − p′‖₁ (at most 2)")
-    return finished(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean.{cut}")
-
-
 HEADINGS = (
     Heading(
         "stability",
         "Is the stability bound respected?",
-        (stability_curves, attention_response),
+        (stability_curves,),
         (
             "A constant bounds the worst pair of rows; the response is an average under one kind of noise (level, "
-            "samples and draws are given on the figures). A small δ can lower the first and leave the second "
+            "samples and draws stand in the captions). A small δ can lower the first and leave the second "
             "high.",
             "ξ bounds the attention weights by the change of the scores. How much noise at the input changes the "
             "scores depends on the earlier layers and on Γ, which ξ does not contain.",

@@ -11,7 +11,7 @@ from semdiag.capturing.loading import load
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer import change_table
+from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag_models import InputError
 

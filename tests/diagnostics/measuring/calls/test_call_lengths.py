@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 
 from semdiag.capturing.batches import longest, only_token_ids
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.measure import measure
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep, k_sweep_tables
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.stability.measure import external_secants
 from semdiag_models import Encoder, InputError
 
@@ -114,7 +115,7 @@ def test_as_many_queries_as_asked_are_drawn_of_the_longest_call(translated):
     assert sizes.to_dict() == {0: {6}, 1: {20}, 2: {20}}
     for found in (images, words):
         assert found.remarks.empty
-    swept = k_sweep(Patches(), draw(10, 784), plan=KSweepPlan(3), queries=20)
+    swept = k_sweep_tables(Patches(), draw(10, 784), plan=KSweepPlan(3), queries=20)["sweep"]
     assert set(swept["queries"][swept["quantity"] == "dispersion"]) == {200, 400}
 
 
@@ -132,22 +133,20 @@ def test_of_longer_batches_of_an_iterator_the_share_stays_and_the_number_is_told
         "was fixed before it was seen"
     )
     said = []
-    swept = {"queries": 5, "seed": 0, "remark": lambda text, code: said.append(code)}
-    k_sweep_tables(
-        Patches(), iter(batches), None, KSweepPlan(3), **swept
-    )  # which holds them all, and sees the last
+    # It holds them all, and sees the last.
+    k_sweep_tables(Patches(), iter(batches), None, KSweepPlan(3), queries=5, said=said)
     assert not said
 
 
 def test_every_k_below_the_number_of_keys_is_swept(translated):
     images = draw(3, 3, 16, 16)  # 48 keys
-    assert k_sweep(Patches(), images)["k"].max() == 47
-    assert k_sweep(Patches(), images, plan=KSweepPlan(16))["k"].max() == 16
-    again = k_sweep(Patches(), images, plan=KSweepPlan(2, rerun=True, ks=(2, 16)))
+    assert k_sweep_tables(Patches(), images)["sweep"]["k"].max() == 47
+    assert k_sweep_tables(Patches(), images, plan=KSweepPlan(16))["sweep"]["k"].max() == 16
+    again = k_sweep_tables(Patches(), images, plan=KSweepPlan(2, rerun=True, ks=(2, 16)))["sweep"]
     assert again.query("quantity == 'mass' and k == 16 and layer == -1")["mean"].item() > 0
-    assert k_sweep(Translation(), translated)["k"].max() == 39
+    assert k_sweep_tables(Translation(), translated)["sweep"]["k"].max() == 39
     with pytest.raises(InputError, match="number of keys, at most 48 here"):
-        k_sweep(Patches(), images, plan=KSweepPlan(48))
+        k_sweep_tables(Patches(), images, plan=KSweepPlan(48))["sweep"]
 
 
 def test_noise_is_measured_of_as_many_samples_at_once_as_their_scores_allow(monkeypatch):

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measuring.calls.counted_rows import attended_keys, counted_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.questions.heads import head_table
-from semdiag.questions.k_sweep.measure import k_sweep
 
 B, H, LQ, LK = 3, 2, 4, 6
 
@@ -144,7 +144,7 @@ class HidesItsLastKey(torch.nn.Module):
 
 def test_the_k_sweep_counts_the_keys_that_measurements_count():
     x = torch.randn(1, 1, 4, 3, generator=torch.Generator().manual_seed(0))
-    sweep = k_sweep(HidesItsLastKey(), x)
+    sweep = k_sweep_tables(HidesItsLastKey(), x)["sweep"]
     loads = measure(HidesItsLastKey(), x).loads
     assert set(sweep.loc[(sweep["quantity"] == "load") & (sweep["layer"] == 0), "queries"]) == {len(loads)} == {3}
 

@@ -125,7 +125,7 @@ def test_what_is_said_of_runs_is_said_of_one_table(tiny_runs):
     from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
 
     found = convergence_survey(
-        [tiny_runs.full, tiny_runs.topk], Conditions(samples=5), plan=ConvergencePlan(target=0.01)
+        [tiny_runs.full, tiny_runs.topk], Conditions(samples=5), plan=ConvergencePlan((("", 0.01),))
     )
     findings = Findings(found)
     statistics = findings(run_statistics)

@@ -46,3 +46,10 @@ def test_each_kind_of_an_interval_by_hand():
     assert interval(0.9, None, unknown="none") == "none"
     assert interval(0.926, 0.931, factor=100) == "92.6–93.1"
     assert interval("-inf", 3, between=" … ") == "-inf … 3"
+
+
+def test_thousands_are_written_without_an_exponent():
+    """1,053.2 was "1.05e+03"."""
+    assert [number(x) for x in (1053.2, -1e6 / 3, 999.6, 1e12 / 3, 1000)] == [
+        "1,050", "-333,000", "1,000", "3.33e+11", "1000",
+    ]  # fmt: skip

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag.capturing.kept_keys import TopK
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import TopK
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer import change_table, sparse_verdict
+from semdiag.questions.k_sweep.answer import sparse_verdict
+from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import measure_of, rerun
 

@@ -1,6 +1,5 @@
 """A k that is run with masks and is above the largest of the sweep: it is judged, and what is unknown is said."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +9,10 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer import change_table, sparse_verdict
-from semdiag.questions.k_sweep.figures import loss_change
-from semdiag.questions.k_sweep.measure import LARGEST_K, KSweepPlan
-from semdiag.questions.k_sweep.words import kinds_lines, place_lines, print_k_sweep, verdict_lines
+from semdiag.presenting.answer import show
+from semdiag.questions.k_sweep import LARGEST_K, QUESTION, KSweepPlan
+from semdiag.questions.k_sweep.answer import kinds_lines, place_lines, sparse_verdict, verdict_lines
+from semdiag.questions.k_sweep.changes import change_table
 
 LETTERS, LENGTH = 5, 260
 
@@ -58,15 +57,11 @@ def test_the_share_of_every_k_that_was_run_is_known_and_decides_which_are_judged
 
 
 def test_what_is_unknown_there_is_said_where_it_is_missing(findings, capsys):
-    print_k_sweep(findings, every=True)
+    show(QUESTION.answered(findings), every=True)
     printed = " ".join(capsys.readouterr().out.split())
     assert "Weight and Δ head of k = 64, 128 are unknown: the sweep ends below (--max-k)." in printed
     assert "Weight and Δ head are those of topk alone." in printed
     assert "nan" not in printed.lower().replace("semdiag", "")
-    figure = loss_change(findings)
-    said = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
-    assert "unknown at 64, 128, above the sweep's largest k" in said
-    plt.close(figure)
 
 
 def test_every_change_and_every_limit_names_what_it_is_a_change_of(findings):

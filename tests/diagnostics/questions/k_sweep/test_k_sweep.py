@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
@@ -15,8 +16,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.table import column_types
-from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan, k_sweep, k_sweep_tables
-from semdiag.questions.k_sweep.words import condition_table, conditions_met
+from semdiag.questions.k_sweep.changes import condition_table, conditions_met
+from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan
 from semdiag_models import Encoder, InputError
 
 LENGTH, LARGEST = 12, 7
@@ -116,7 +117,9 @@ def row_changes(z, values, out, stream):
 @pytest.mark.parametrize("batch_size", [100, 2])
 def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, batch_size):
     encoder, tokens = wild_encoder(kind), padded_tokens[0]
-    table = k_sweep(encoder, tokens, None, KSweepPlan(LARGEST), batch_size=batch_size, dtype=torch.float64)
+    table = k_sweep_tables(encoder, tokens, None, KSweepPlan(LARGEST), batch_size=batch_size, dtype=torch.float64)[
+        "sweep"
+    ]
     assert column_types(table) == K_SWEEP_TABLE.columns
     expected = naive(encoder, tokens)
     for (_, _, k, quantity), values in list(expected.items()):
@@ -131,7 +134,9 @@ def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, batch_size):
 
 
 def test_more_keys_keep_more_mass_and_more_dispersion(wild_encoder, padded_tokens):
-    table = k_sweep(wild_encoder("full"), padded_tokens[0].clamp(max=1))  # without PAD all have as many keys
+    table = k_sweep_tables(wild_encoder("full"), padded_tokens[0].clamp(max=1))[
+        "sweep"
+    ]  # without PAD all have as many keys
     assert table["k"].max() == LENGTH - 1
     pooled = table[table["layer"] == -1]
     for quantity in ("mass", "ratio"):
@@ -142,7 +147,7 @@ def test_more_keys_keep_more_mass_and_more_dispersion(wild_encoder, padded_token
 
 def test_a_rerun_is_that_of_a_model_with_this_k(wild_encoder, padded_tokens):
     encoder, (tokens, labels) = wild_encoder("full"), padded_tokens
-    table = k_sweep(encoder, tokens, labels, KSweepPlan(4, rerun=True), dtype=torch.float64)
+    table = k_sweep_tables(encoder, tokens, labels, KSweepPlan(4, rerun=True), dtype=torch.float64)["sweep"]
     with torch.no_grad():
         before = encoder(tokens).argmax(-1)
         for k in range(5):
@@ -182,22 +187,26 @@ def test_of_a_model_that_is_run_again_everything_is_over_the_keys_that_its_own_m
 @pytest.mark.parametrize(("max_k", "ks", "swept"), [(2, (5,), 5), (None, (3, 12), 11), (4, (1,), 4)])
 def test_every_k_that_is_run_is_measured(wild_encoder, padded_tokens, max_k, ks, swept):
     """Above the sweep's largest k a run had no share of the keys, and was "not without loss" for want of it."""
-    table = k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(max_k, rerun=True, ks=ks))
+    table = k_sweep_tables(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(max_k, rerun=True, ks=ks))[
+        "sweep"
+    ]
     assert table["k"][table["quantity"] == "mass"].max() == swept
 
 
 def test_more_keys_than_there_are_cannot_be_run(wild_encoder, padded_tokens):
     with pytest.raises(InputError, match=r"^k must lie in 1 … 12, the most keys of a query here\. Got k=40\.$"):
-        k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(rerun=True, ks=(3, 40)))
+        k_sweep_tables(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(rerun=True, ks=(3, 40)))["sweep"]
 
 
 def test_queries_with_few_keys_are_left_out(wild_encoder, padded_tokens):
     encoder, tokens = wild_encoder("full"), padded_tokens[0]
-    some = k_sweep(encoder, tokens, None, KSweepPlan(3), min_keys=10)
+    some = k_sweep_tables(encoder, tokens, None, KSweepPlan(3), min_keys=10)["sweep"]
     pooled = some[some["layer"] == -1].set_index(["quantity", "k"])
     long = [int((row != 2).sum()) for row in tokens if (row != 2).sum() >= 10]
     assert pooled["queries"]["mass", 3] == sum(long) * len(encoder.blocks) * encoder.config.heads
-    whole = k_sweep(encoder, tokens[[1, 4, 5, 6]], None, KSweepPlan(3))  # the samples with 10 keys or more
+    whole = k_sweep_tables(encoder, tokens[[1, 4, 5, 6]], None, KSweepPlan(3))[
+        "sweep"
+    ]  # the samples with 10 keys or more
     alone = whole[whole["layer"] == -1].set_index(["quantity", "k"])
     for quantity in ("mass", "dispersion", "ratio"):
         assert pooled["p50"][quantity, 3] == pytest.approx(alone["p50"][quantity, 3], rel=1e-6)
@@ -208,18 +217,18 @@ def test_queries_with_few_keys_are_left_out(wild_encoder, padded_tokens):
 def test_nothing_is_left_behind(kind, wild_encoder, padded_tokens, untouched, rerun):
     encoder = wild_encoder(kind).float().train()
     check = untouched(encoder)
-    k_sweep(encoder, *padded_tokens, KSweepPlan(3, rerun))
+    k_sweep_tables(encoder, *padded_tokens, KSweepPlan(3, rerun))["sweep"]
     check()
 
 
 @pytest.mark.parametrize("kind", ["banded", "block"])
 def test_a_fixed_mask_is_not_swept(kind, wild_encoder, padded_tokens):
-    assert k_sweep(wild_encoder(kind), padded_tokens[0]).equals(K_SWEEP_TABLE.empty())
+    assert k_sweep_tables(wild_encoder(kind), padded_tokens[0])["sweep"].equals(K_SWEEP_TABLE.empty())
 
 
 def test_a_k_that_drops_nothing_is_refused(wild_encoder, padded_tokens):
     with pytest.raises(InputError, match="below the number of keys, at most 12"):
-        k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(12))
+        k_sweep_tables(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(12))["sweep"]
     with pytest.raises(InputError, match="at least 1"):
         KSweepPlan(0)
 
@@ -228,7 +237,9 @@ def swept(encoder, padded_tokens, **plan):
     """Measurements of one model with its sweep."""
     tokens, labels = padded_tokens
     found = measure(encoder, tokens, labels=labels)
-    return found.replace(sweep=k_sweep(encoder, tokens, labels, KSweepPlan(**plan), dtype=torch.float64))
+    return found.replace(
+        sweep=k_sweep_tables(encoder, tokens, labels, KSweepPlan(**plan), dtype=torch.float64)["sweep"]
+    )
 
 
 def test_conditions_are_those_of_the_corollary_at_matching_percentiles(wild_encoder, padded_tokens):

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from semdiag.capturing.kept_keys import TopK, allowed_keys, kept_keys
+from semdiag.capturing.call_strips import allowed_keys
+from semdiag.capturing.kept_keys import kept_keys
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import TopK
 from semdiag.measuring.calls.running import running
 from semdiag.questions.k_sweep.budgets import NeededKeys
 

@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.outputs import output_ks
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep, k_sweep_tables
-from semdiag.questions.k_sweep.words import k_sweep_summary, print_k_sweep
+from semdiag.presenting.answer import show
+from semdiag.questions.k_sweep import QUESTION
+from semdiag.questions.k_sweep.measure import KSweepPlan
 
 WIDTH, HEADS = 8, 2
 
@@ -50,7 +52,7 @@ def changes(table, quantity, layer, head, k):
 def test_the_first_layer_of_a_masked_encoder_moves_as_was_said(k, wild_encoder, padded_tokens):
     """Later layers have other inputs under a mask. In float64: rounding is far below the figures compared."""
     encoder, tokens = wild_encoder("full"), padded_tokens[0]
-    table, streams = k_sweep(encoder, tokens, None, KSweepPlan(6), dtype=torch.float64), []
+    table, streams = k_sweep_tables(encoder, tokens, None, KSweepPlan(6), dtype=torch.float64)["sweep"], []
     block = encoder.blocks[0]
     hooks = [
         block.register_forward_pre_hook(lambda _, given: streams.append(given[0])),
@@ -76,7 +78,7 @@ def test_the_first_layer_of_a_masked_encoder_moves_as_was_said(k, wild_encoder, 
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_so_do_grouped_causal_heads_of_any_model_and_of_its_stream_nothing_is_said(k):
     model, x = Causal(), torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    table = k_sweep(model, x, None, KSweepPlan(5), dtype=torch.float64)
+    table = k_sweep_tables(model, x, None, KSweepPlan(5), dtype=torch.float64)["sweep"]
     assert "stream_change" not in set(table["quantity"])
     before = run(model, x)[0].mixed
     with semdiag.sparsify(model, semdiag.TopK(k)):
@@ -89,7 +91,7 @@ def test_so_do_grouped_causal_heads_of_any_model_and_of_its_stream_nothing_is_sa
 
 def test_the_weight_without_the_first_key_is_that_of_a_row_without_it():
     model, x = Causal(), torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    table, (call,) = k_sweep(model, x, None, KSweepPlan(2), dtype=torch.float64), run(model, x)
+    table, (call,) = k_sweep_tables(model, x, None, KSweepPlan(2), dtype=torch.float64)["sweep"], run(model, x)
     scores, kept = call.scores(torch.float64), []
     for b, h, i in torch.ones(3, HEADS, 7).nonzero().tolist():
         if i >= 2:
@@ -104,7 +106,7 @@ def test_of_an_encoder_with_a_hook_of_ones_own_no_stream_is_known(wild_encoder, 
     """What a hook does to the output of a block nothing tells."""
     encoder = wild_encoder("full")
     encoder.blocks[0].attention.register_forward_hook(lambda module, given, out: 2 * out)
-    quantities = set(k_sweep(encoder, padded_tokens[0], None, KSweepPlan(3))["quantity"])
+    quantities = set(k_sweep_tables(encoder, padded_tokens[0], None, KSweepPlan(3))["sweep"]["quantity"])
     assert "head_change" in quantities
     assert "stream_change" not in quantities
 
@@ -112,7 +114,7 @@ def test_of_an_encoder_with_a_hook_of_ones_own_no_stream_is_known(wild_encoder, 
 def test_a_top_k_model_that_is_run_moves_its_stream_by_its_own_keys(wild_encoder, padded_tokens):
     encoder = wild_encoder("topk")
     for rerun in (False, True):
-        found = k_sweep(encoder, *padded_tokens, KSweepPlan(2, rerun=rerun))
+        found = k_sweep_tables(encoder, *padded_tokens, KSweepPlan(2, rerun=rerun))["sweep"]
         assert ("stream_change" in set(found["quantity"])) == rerun
 
 
@@ -143,12 +145,12 @@ def test_tables_and_json_hold_the_changes_beside_the_weight(wild_encoder, padded
     for model, given, known in ((wild_encoder("full"), padded_tokens, True), (Causal(), (x,), False)):
         plan = KSweepPlan(3, rerun=True, ks=(1, 2))
         findings = Findings(semdiag.k_sweep(model, *given, plan=plan))
-        print_k_sweep(findings, every=True)
+        show(QUESTION.answered(findings), every=True)
         shown = capsys.readouterr().out
         assert shown.count("Δ head  ") == 2  # headings
         assert shown.count("Δ stream") == (2 if known else 1)  # in two tables, or in the reason why not
         assert ("Δ stream is left out: " in shown) != known
-        (result,) = findings(k_sweep_summary)["results"]
+        (result,) = QUESTION.json(findings)["results"]
         swept = {(r["quantity"], r["k"]): r["mean"] for r in result["sweep"] if r["layer"] == -1}
         for row in result["rerun"]:
             for name in ("mass", "mass_without_first", "head_change", "stream_change"):

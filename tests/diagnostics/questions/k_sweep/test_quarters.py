@@ -15,12 +15,11 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.questions.k_sweep.answer import change_table, quarter_table, smallest_enough
-from semdiag.questions.k_sweep.figures import kinds_by_length
+from semdiag.questions.k_sweep.answer import needed_words, place_lines, verdict_lines
+from semdiag.questions.k_sweep.changes import change_table, quarter_table, smallest_enough
+from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import packed, part_of, quarter_sums
-from semdiag.questions.k_sweep.words import needed_words, place_lines, verdict_lines
 from semdiag_models import InputError
 
 LETTERS, LENGTH, SAMPLES = 7, 24, 12
@@ -161,22 +160,22 @@ def test_the_smallest_k_is_the_last_from_above_that_stays_within(findings):
     assert needed_words({"k": None, "largest": 6, "kept": math.nan}) == "above 6"
 
 
-def test_the_figure_has_two_panels_a_kind_and_a_line_a_length(findings):
-    figure = kinds_by_length(findings)
-    panels = [ax for ax in figure.axes if ax.get_visible()]
-    assert [ax.get_xlabel() for ax in panels] == ["keys kept, k", "share of the keys kept"]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["16 tokens", "48 tokens"]
+def test_the_second_panel_has_the_cost_of_one_k_by_length(findings):
+    _, ax = cost(findings).axes
     table = findings(quarter_table)
-    own = table[(table["length"] == 48) & (table["mask"] == "topk") & (table["quarter"] == 0)]
-    drawn = next(line for line in panels[0].lines if line.get_label() == "48 tokens")
-    assert drawn.get_ydata() == pytest.approx(np.exp(own.sort_values("k")["change"].to_numpy()))
+    own = table[(table["length"] > 0) & (table["quarter"] == 0) & (table["mask"] == "topk")]
+    k = own["k"].max()
+    assert ax.get_xlabel() == f"tokens in the text; {k} keys kept"
+    assert ax.get_xticks().tolist() == [16, 48]
+    (line,) = (line for line in ax.lines if line.get_gid() == "lengths-topk--line")
+    changes = np.expm1(own[own["k"] == k].sort_values("length")["change"].to_numpy())
+    assert line.get_ydata() == pytest.approx(np.maximum(changes, ax.get_ylim()[0]))
 
 
-def test_without_lengths_there_is_no_figure(model, ids):
+def test_without_lengths_there_is_one_panel(model, ids):
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
     plan = KSweepPlan(rerun=True, ks=(2,), kinds=("topk",))
-    with pytest.raises(NothingToDrawError, match="--lengths 128,512"):
-        kinds_by_length(Findings(survey([loaded], Conditions(plans=(plan,)))))
+    assert len(cost(Findings(survey([loaded], Conditions(plans=(plan,))))).axes) == 1
 
 
 @pytest.mark.parametrize("name", ["key_padding_mask", "src_key_padding_mask"])

@@ -8,17 +8,13 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer import (
-    change_interval,
-    change_table,
-    share_below,
-    sparse_glance,
-    sparse_verdict,
-)
-from semdiag.questions.k_sweep.figures import loss_change
+from semdiag.presenting.answer import show
+from semdiag.questions.k_sweep import QUESTION
+from semdiag.questions.k_sweep.answer import sparse_glance, sparse_verdict, verdict_lines
+from semdiag.questions.k_sweep.changes import Unit, change_interval, change_table, share_below
+from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
-from semdiag.questions.k_sweep.words import k_sweep_summary, print_k_sweep, verdict_lines
 
 KEYS, SAMPLES = 16, 300
 HARMLESS, HARMFUL = 0.001, 0.5
@@ -217,10 +213,10 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     assert "changes the loss by no finite number (no interval); cannot tell from outputs" in lines[0]
     assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
     assert (sparse_glance(findings).answer, sparse_glance(findings).number) == ("cannot tell", "k = 12")
-    figure = loss_change(findings)
+    figure = cost(findings)
     figure.canvas.draw()
     plt.close(figure)
-    print_k_sweep(findings)
+    show(QUESTION.answered(findings))
 
 
 @pytest.mark.parametrize("outputs", [True, False])
@@ -230,10 +226,26 @@ def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, monk
     if outputs:
         rerun = findings.measurements.rerun.assign(targets=0, predictions=0, loss=math.nan, divergence=math.nan)
         findings = Findings(findings.measurements.replace(rerun=rerun))
-    print_k_sweep(findings)
+    show(QUESTION.answered(findings))
     heading = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" mask"))
     assert [name in heading for name in ("ppl ×", "KL", "changed")] == [not outputs] * 3
     assert "interval" in heading
+
+
+def test_a_narrow_terminal_keeps_what_the_verdict_stands_on(made_up, capsys, monkeypatch):
+    """It left out the share harmed and the control, and kept the divergence and the changed predictions."""
+    monkeypatch.setenv("COLUMNS", "80")
+    show(QUESTION.answered(made(made_up, of(4), {1: 7.0})))
+    printed = capsys.readouterr().out.splitlines()
+    heading = next(line for line in printed if line.startswith(" mask"))
+    assert all(name in heading for name in ("loss", "interval", "harmed", "random"))
+    assert not any(name in heading for name in ("KL", "changed"))
+    assert max(map(len, printed[: printed.index(heading) + 6])) <= 80
+
+
+def test_a_factor_of_a_thousand_is_written_in_full(made_up):
+    """It was "× 1.1e+03"."""
+    assert Unit("loss", perplexity=True).amount(7.0) == "× 1,100"
 
 
 def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):
@@ -251,7 +263,7 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
     findings = Findings(findings.measurements.replace(rerun=rerun))
     assert sparse_verdict(findings, "m").answer == "cannot tell"
     assert "Without a mask the loss is not a finite number" in " ".join(verdict_lines(findings, "m"))
-    figure = loss_change(findings)
+    figure = cost(findings)
     figure.canvas.draw()
     plt.close(figure)
 
@@ -334,7 +346,7 @@ def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing
 def test_a_fixed_mask_is_not_judged(made_up):
     findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
     assert first_line(findings) == "cannot tell: its mask does not rank keys by their scores."
-    (result,) = k_sweep_summary(findings)["results"]
+    (result,) = QUESTION.json(findings)["results"]
     assert (result["verdict"]["answer"], result["rerun"]) == ("cannot tell", [])
 
 
@@ -374,12 +386,17 @@ def joined(*findings):
 
 @pytest.mark.parametrize(
     ("top", "answer", "number"),
-    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "cannot tell", "k = 8")],
+    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "cannot tell", "not run")],
 )
 def test_the_tile_says_what_the_verdict_says(made_up, top, answer, number):
     findings = made(made_up, top)
     glance, found = sparse_glance(findings), sparse_verdict(findings, "m")
-    assert (glance.answer, glance.number) == (found.answer, f"k = {found.k}") == (answer, number)
+    assert (
+        (glance.answer, glance.number)
+        == (found.answer, number)
+        == (answer, f"k = {found.k}" if top else "not run")
+    )
+    assert glance.words in found.sentence or not top
     assert ("95% interval" in glance.words) == ("--rerun" not in glance.words) == (top is not None)
 
 
@@ -416,7 +433,7 @@ def carried(made_up, some, by, samples=SAMPLES):
 def test_what_no_sample_shows_has_no_interval_and_says_what_is_known(made_up, capsys):
     """It was "0, < 5e-05", where 7 of 16,000 fresh samples fail: 80% of runs with 500 samples see none of them."""
     findings = carried(made_up, 300, 0.0004, 500)
-    print_k_sweep(findings)
+    show(QUESTION.answered(findings))
     printed = capsys.readouterr().out
     assert printed.count("none seen") == 2
     assert (

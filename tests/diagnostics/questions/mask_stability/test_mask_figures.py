@@ -1,6 +1,6 @@
 """Figures and words on masks under noise and on other k: what they show of numbers that are known."""
 
-import math
+import itertools
 import re
 
 import numpy as np
@@ -12,18 +12,15 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.style import MASK_STYLES
 from semdiag.questions import registry
-from semdiag.questions.k_sweep.answer import change_table
-from semdiag.questions.k_sweep.figures import k_sweep_tables
-from semdiag.questions.k_sweep.words import k_sweep_sentences
+from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.mask_stability.answer import (
-    foreseen_margin,
     heads_pooled,
     mask_sentences,
     mask_table,
     masks_glance,
     masks_in_short,
-    reliability_tables,
 )
 from semdiag.reporting.report import measured_questions, write_report
 
@@ -96,102 +93,43 @@ def test_one_level_is_drawn_against_layers(pair, probed):
     assert figure.axes[0].get_xlabel() == "layer"
 
 
-def test_the_last_bin_begins_where_less_than_one_change_is_foreseen(pair, probed):
-    found = probed(pair)
-    # Δ/sd is 2, 4, … 16, each of 12 queries with 5 draws: 60 · (1 − Φ(2)) = 1.4 changes, 60 · (1 − Φ(4)) = 0.002.
-    assert foreseen_margin(Findings(found)) == 2.0
-    for table in Findings(found)(reliability_tables).values():
-        assert table["above"].tolist() == 10 * [False] + [True]
-        assert table["share"].iloc[-1] == pytest.approx(7 / 8)
-        assert table["share"].sum() == pytest.approx(1)
-    still = found.replace(masks=found.masks.assign(swing_sd=np.float32(0.0)))
-    assert foreseen_margin(Findings(still)) == 0.0
-    assert all(table["above"].all() for table in Findings(still)(reliability_tables).values())
-    # As a loop, of any margins: the smallest one above which fewer than one change is foreseen.
-    drawn = np.random.default_rng(0).uniform(0, 6, len(found.masks))
-    found = found.replace(masks=found.masks.assign(separation=drawn, swing_sd=np.float32(1.0)))
-    highest = foreseen_margin(Findings(found))
-    masks = found.masks
-    expected = []
-    for _, rows in masks.groupby(["model", "level"]):
-        for c in sorted(rows["separation"]):
-            if sum(5 * 0.5 * math.erfc(m / 2**0.5) for m in rows["separation"] if m > c) < 1:
-                expected.append(c)
-                break
-    assert highest == pytest.approx(max(expected))
+def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_named(pair, probed, reruns):
+    findings = Findings(reruns(probed(pair)))
+    figure = registry.figures()["cost"](findings)
+    table = findings(change_table)
+    for ax, model in zip(figure.axes, table["model"].unique(), strict=True):
+        assert ax.get_yscale() == "log"
+        floor, _ = ax.get_ylim()
+        lines = {line.get_gid(): line for line in ax.get_lines()}
+        bands = {band.get_gid(): band for band in ax.collections}
+        for kind in ("topk", "random"):
+            own = table[(table["model"] == model) & (table["mask"] == kind) & (table["kept"] < 1)].sort_values(
+                "kept"
+            )
+            np.testing.assert_allclose(lines[f"keys-{kind}--line"].get_xdata(), own["kept"])
+            np.testing.assert_allclose(lines[f"keys-{kind}--line"].get_ydata(), own["change"].clip(lower=floor))
+            corners = bands[f"keys-{kind}--band"].get_paths()[0].vertices
+            assert corners[:, 1].max() == pytest.approx(own["high"].clip(lower=floor).max())
+            hollow = [lines[f"keys-{kind}--point-{i}"].get_markerfacecolor() == "white" for i in range(len(own))]
+            assert hollow == (own["change"] < floor).tolist()
+        shaded = next(patch for patch in ax.patches if patch.get_alpha() == 0.1)
+        assert shaded.get_y() + shaded.get_height() == pytest.approx(0.01)
+        colors = {text.get_text(): text.get_color() for text in ax.texts}
+        assert colors["top-k by head"] == MASK_STYLES["topk"].color
+        assert {"random (control)", "within 0.01 nats"} <= set(colors)
+        assert "nats" in ax.get_ylabel()
+    assert figure.said["keys-topk--point-0"].startswith("top-k by head, k = 1 (")
 
 
-def test_reliability_sets_observed_against_predicted(pair, probed):
-    figure = registry.figures()["mask_reliability"](Findings(probed(pair)))
-    ax = figure.axes[1]
-    predicted = [line for line in ax.get_lines() if line.get_linestyle() == "--"]
-    curves, rest = ([points.lines[0] for points in ax.containers[first::2]] for first in (0, 1))
-    for curve, last, guess, level in zip(curves, rest, predicted, LEVELS, strict=True):
-        assert curve.get_xdata().tolist() == guess.get_xdata().tolist() == 10 * [2.0]
-        np.testing.assert_allclose(guess.get_ydata(), 10 * [1 - level], rtol=1e-6)
-        assert np.mean(curve.get_ydata()) == pytest.approx(1 - 1.5 * level, abs=0.2 * level)
-        assert last.get_ydata()[0] == pytest.approx(1 - 1.5 * level, abs=0.1 * level)
-        assert last.get_xdata()[0] > 2
-    assert ax.get_xlabel() == "Δ / sd (> 2: 88% of the queries)"
-    assert ax.get_xticklabels()[-1].get_text() == "> 2"
-    assert "boundary pair" in words(figure).replace("\n", " ")
+def test_names_at_the_ends_of_lines_keep_apart(pair, probed, reruns):
+    for ax in registry.figures()["cost"](Findings(reruns(probed(pair)))).axes:
+        places = sorted(text.xy[1] for text in ax.texts if text.get_gid())
+        assert all(b - a > 0.07 for a, b in itertools.pairwise(places))
+        assert places[0] >= 0
+        assert places[-1] <= 1
 
 
-def test_the_heat_map_writes_its_numbers(pair, probed):
-    figure = registry.figures()["mask_heat_map"](Findings(probed(pair)))
-    assert {"99%", "98%", "90%", "80%"} <= {text.get_text() for text in figure.axes[0].texts}
-    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.99, 0.9], [0.98, 0.8]], rtol=1e-6)
-
-
-def test_one_level_is_one_panel_of_models_by_layers(pair, probed):
-    found = probed(pair)
-    found = found.replace(masks=found.masks[found.masks["level"] == LEVELS[0]])
-    ax, _ = registry.figures()["mask_heat_map"](Findings(found)).axes
-    np.testing.assert_allclose(ax.images[0].get_array(), [[0.99, 0.98], [0.99, 0.98]], rtol=1e-6)
-    assert [label.get_text().split("\n")[1] for label in ax.get_yticklabels()][1] == "top-k (k = 3)"
-
-
-def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
-    figure = registry.figures()["k_sweep"](Findings(probed(pair)))
-    mass, ratio, separation, conditions = figure.axes
-    np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
-    assert [text.get_text() for text in mass.texts] == ["95%"]
-    np.testing.assert_allclose(ratio.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
-    assert separation.get_yscale() == "log"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "top-k (k = 3)"]
-    assert len(conditions.get_lines()) == 2 + 1  # a line for each model, and that at 1
-    assert "Within each model" in words(figure)
-
-
-def test_the_change_is_drawn_with_its_interval_its_control_and_the_tolerance(pair, probed, reruns):
-    found = reruns(probed(pair))
-    change, mass = registry.figures()["loss_change"](Findings(found)).axes
-    table = Findings(found)(change_table)
-    for model, band in zip(table["model"].unique(), change.collections, strict=True):
-        own = table[(table["model"] == model) & (table["mask"] == "topk")]
-        lines = [line for line in change.get_lines() if line.get_color() == mass.get_lines()[0].get_color()]
-        if model == table["model"].iloc[0]:
-            top, random = (line.get_ydata() for line in lines)
-            np.testing.assert_allclose(top, own["change"])
-            np.testing.assert_allclose(top, [1, 0.5, 0], atol=1e-9)
-            np.testing.assert_allclose(random, [2, 2, 1])
-        corners = band.get_paths()[0].vertices
-        assert corners[:, 1].min() == pytest.approx(own["low"].min())
-        assert corners[:, 1].max() == pytest.approx(own["high"].max())
-    np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), [1 / 6, 2 / 6, 4 / 6])
-    across = [
-        line for line in change.get_lines() if len(set(line.get_ydata())) == 1 and len(line.get_ydata()) == 2
-    ]
-    assert [line.get_ydata()[0] for line in across] == [0.01]
-    assert change.get_yscale() == "symlog"
-
-
-def test_without_a_rerun_the_command_is_said(pair, probed):
-    with pytest.raises(NothingToDrawError, match="semdiag k-sweep MODEL --rerun"):
-        registry.figures()["loss_change"](Findings(probed(pair)))
-
-
-@pytest.mark.parametrize("name", ["masks_unchanged", "mask_reliability", "mask_heat_map", "k_sweep"])
+@pytest.mark.parametrize("name", ["masks_unchanged", "cost"])
 def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
     with pytest.raises(NothingToDrawError):
         registry.figures()[name](Findings(probed(model("banded"))))
@@ -248,7 +186,7 @@ def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
 
 
 def test_what_is_said_of_other_k(pair, probed):
-    full, topk, banded = k_sweep_sentences(Findings(probed(pair)))
+    full, topk, banded = registry.QUESTIONS["k-sweep"].answered(Findings(probed(pair))).details
     assert "cannot tell before it is run with masks: k = 6 keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
     assert banded.endswith("cannot tell: its mask does not rank keys by their scores.")
@@ -267,7 +205,7 @@ def test_what_is_said_of_the_conditions_is_a_sentence(pair, probed, range_of_ful
     sweep = found.sweep.copy()
     percentiles = [name for name in sweep if re.fullmatch(r"p\d+", name)]
     sweep.loc[(sweep["quantity"] == "dispersion") & (sweep["k"] == 0), percentiles] = range_of_full
-    full = k_sweep_sentences(Findings(found.replace(sweep=sweep)))[0]
+    full = registry.QUESTIONS["k-sweep"].answered(Findings(found.replace(sweep=sweep))).details[0]
     assert full.endswith(f"The paper's conditions of Corollary 1 {said}")
 
 
@@ -276,7 +214,10 @@ def test_tables_and_sections(pair, probed, tmp_path):
     assert measured_questions(Findings(pair))[-1] not in ("mask-stability", "k-sweep")
     assert measured_questions(Findings(found))[-2:] == ["mask-stability", "k-sweep"]
     findings = Findings(found)
-    tables = registry.QUESTIONS["mask-stability"].answered(findings).tables | k_sweep_tables(findings, False)
+    tables = (
+        registry.QUESTIONS["mask-stability"].answered(findings).tables
+        | registry.QUESTIONS["k-sweep"].answered(findings).tables
+    )
     assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
     assert tables["k_sweep"]["swept_k"].max() == 6
     page, _ = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
@@ -285,4 +226,7 @@ def test_tables_and_sections(pair, probed, tmp_path):
     assert "Is sparse attention enough in this model, and with which k?" in text
     again = Measurements.load(tmp_path / "report" / "data")
     assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
-    assert k_sweep_sentences(Findings(again)) == k_sweep_sentences(Findings(found))
+    assert (
+        registry.QUESTIONS["k-sweep"].answered(Findings(again)).details
+        == registry.QUESTIONS["k-sweep"].answered(Findings(found)).details
+    )

@@ -1,0 +1,146 @@
+"""How many small faults do the tests notice? Draws changes of one operator or number each, and runs the tests.
+
+    python benchmarks/mutants.py diagnostics/semdiag/mathematics --draws 40
+    python benchmarks/mutants.py diagnostics/semdiag/capturing diagnostics/semdiag/measuring --draws 40 --seed 1
+
+A drawn change is made in a copy of the tree; the tests that mirror its file run until the first failure. What
+survives is printed with its line: a test is missing there, or the change means nothing. It is the measure for cuts
+of tests: with the same seed, as many changes must be noticed as before.
+"""
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COMPARED = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+COMBINED = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+
+
+def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str, object]]:
+    """Yield the node, the field and the new value of each possible change."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED:
+            yield node, "ops", [COMPARED[type(node.ops[0])](), *node.ops[1:]]
+        elif isinstance(node, ast.BinOp) and type(node.op) in COMBINED and _counts(node):
+            yield node, "op", COMBINED[type(node.op)]()
+        elif isinstance(node, ast.BoolOp):
+            yield node, "op", ast.And() if isinstance(node.op, ast.Or) else ast.Or()
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield node, "op", ast.UAdd()  # type: ignore[misc]
+        elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            yield node, "value", node.value + 1
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield node, "value", not node.value
+
+
+def _counts(node: ast.BinOp) -> bool:
+    """Return whether no side is a text, None or a type, as in the unions of annotations."""
+    sides = (node.left, node.right)
+    return not any(isinstance(side, ast.JoinedStr | ast.Subscript) or getattr(side, "value", 0) is None or
+                   isinstance(getattr(side, "value", 0), str) for side in sides)  # fmt: skip
+
+
+def draw(files: list[Path], number: int, seed: int) -> list[tuple[Path, int]]:
+    """Draw places of changes, each file as often as it has places: a file and the change's number in it."""
+    places = [
+        (file, index)
+        for file in files
+        for index, _ in enumerate(changes(ast.parse(file.read_text(encoding="utf-8"))))
+    ]
+    return sorted(random.Random(seed).sample(places, min(number, len(places))))
+
+
+def changed(file: Path, index: int) -> tuple[str, int]:
+    """Return the file's text after one change, and the line of the change."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    node, field, value = list(changes(tree))[index]
+    setattr(node, field, value)
+    return ast.unparse(tree), node.lineno  # type: ignore[attr-defined]
+
+
+def tests_of(file: Path) -> Path:
+    """Return the test file with a source file's name, or the nearest folder of tests that mirrors its own."""
+    if named := sorted((ROOT / "tests").rglob(f"test_{file.name}")):
+        return named[0].relative_to(ROOT)
+    parts = [part for part in file.relative_to(ROOT).parts if part not in ("semdiag", "semdiag_models")]
+    place = Path("tests", *parts[:-1])
+    while not (ROOT / place).is_dir():
+        place = place.parent
+    return place
+
+
+def main() -> None:
+    """Draw, change, run, count."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, help="files or folders whose code is changed")
+    parser.add_argument("--draws", type=int, default=40, help="number of changes")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for the draws")
+    parser.add_argument("--seconds", type=int, default=300, help="time after which tests count as failed")
+    options = parser.parse_args()
+    given = [folder.resolve() for folder in options.folders]
+    files = sorted(file for folder in given for file in ([folder] if folder.is_file() else folder.rglob("*.py")))
+    noticed, drawn = 0, draw(files, options.draws, options.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary, "tree")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "reports", "node_modules", "__pycache__"))
+        paths = os.pathsep.join([str(copy / "diagnostics"), str(copy / "models")])
+        environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+        for number, (file, index) in enumerate(drawn, 1):
+            text, line = changed(file, index)
+            place = file.relative_to(ROOT)
+            (copy / place).write_text(text, encoding="utf-8")
+            words = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-n",
+                "0",
+                "-p",
+                "no:cacheprovider",
+                tests_of(file),
+            ]
+            try:
+                found = subprocess.run(
+                    words, cwd=copy, env=environment, capture_output=True, timeout=options.seconds
+                ).returncode
+            except subprocess.TimeoutExpired:
+                found = 1
+            shutil.copy(file, copy / place)
+            noticed += found != 0
+            said = "noticed " if found else "SURVIVED"
+            source = file.read_text(encoding="utf-8").splitlines()[line - 1].strip()
+            print(f"{number:3d} {said} {place}:{line}: {source[:90]}", flush=True)
+    print(f"{noticed} of {len(drawn)} changes are noticed (seed {options.seed}).")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Scores of blocks of keys for tiles of queries: exact ones, and the estimates by which engines choose blocks."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Estimate = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
+
+
+def _parts(rows: Tensor, size: int, value: float) -> Tensor:
+    """Return (…, n) as (…, ⌈n / size⌉, size), the last part filled up."""
+    filled = F.pad(rows, (0, -rows.shape[-1] % size), value=value)
+    return filled.reshape(*rows.shape[:-1], -1, size)
+
+
+def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
+    """Return scores that rank blocks of consecutive keys for single queries.
+
+    ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys.
+
+    Source: none; these are the exact choices beside which estimates are judged. Deviation: none.
+
+    Args:
+        scores: (…, n) in nats, -inf for hidden keys.
+        block: number of keys in a block; the last block may have fewer.
+        by: ``weight``, ``best`` or ``mean``.
+
+    Returns:
+        (…, ⌈n / block⌉), -inf for blocks without a visible key.
+
+    Example:
+        >>> block_scores(torch.tensor([0.0, 1.0, 5.0]), 2, "best").tolist()
+        [1.0, 5.0]
+    """
+    if block == 1:
+        return scores
+    blocks = _parts(scores, block, -torch.inf)
+    if by == "weight":
+        return blocks.logsumexp(-1)
+    if by == "best":
+        return blocks.amax(-1)
+    seen = (blocks > -torch.inf).sum(-1) + blocks.isnan().sum(-1)
+    return (blocks.nan_to_num(torch.nan, torch.inf, 0).sum(-1) / seen).masked_fill(seen == 0, -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class TileSums:
+    """What the queries of tiles find in blocks of keys, added up strip by strip; tensors (B, H, T + 1, N).
+
+    For query i with scores z_ij over its visible keys, and weights p_ij (docs/theory.md):
+
+        weight = Σ_i Σ_{j in block} p_ij;  best = max z_ij;  total = Σ z_ij over the visible pairs, pairs of them
+        gap = max_i (max_{j in block} z_ij − max_{j in this or an earlier block} z_ij), ≤ 0
+
+    A kernel that goes through the blocks in their order skips a tile whose gap is below −λ: every score in it is
+    more than λ nats below the running maximum of its row, so that its weight is below exp(−λ) times the largest.
+
+    Source: for the gap, Yuan et al. 2025, BLASST (arXiv 2512.12087), whose threshold is exp(−λ). Deviation: sinks
+    do not count in the running maximum.
+
+    Attributes:
+        weight: as above; its entries over blocks add up to the number of queries, less the weight of sinks.
+        best: nats, -inf where no query sees the block.
+        total: nats.
+        pairs: number of visible pairs of a query and a key.
+        gap: nats, -inf where no query sees the block.
+    """
+
+    weight: Tensor
+    best: Tensor
+    total: Tensor
+    pairs: Tensor
+    gap: Tensor
+
+    @classmethod
+    def zeros(cls, like: Tensor, *size: int) -> "TileSums":
+        """Return sums over nothing, (B, H, T + 1, N): the last tile is for queries that do not count."""
+        none, hidden = like.new_zeros(size), like.new_full(size, -torch.inf)
+        return cls(none, hidden, none.clone(), none.clone(), hidden.clone())
+
+    def add_(self, scores: Tensor, tiles: Tensor, block: int, sinks: Tensor | None = None) -> None:
+        """Add some queries.
+
+        Args:
+            scores: (B, H, r, n) in nats, -inf for hidden keys.
+            tiles: (B, r) int64, number of each query's tile; T for queries that do not count.
+            block: number of keys in a block.
+            sinks: (H,) a further logit in the denominators; None means none.
+        """
+        whole = scores.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            whole = torch.logaddexp(whole, sinks.to(scores.dtype)[:, None, None])
+        weights = (block_scores(scores, block) - whole).exp().nan_to_num(0)
+        best, seen = block_scores(scores, block, "best"), (scores > -torch.inf).to(scores.dtype)
+        gap = (best - best.cummax(-1).values).masked_fill(best == -torch.inf, -torch.inf)
+        total, pairs = (_parts(x, block, 0.0).sum(-1) for x in (scores.where(seen > 0, 0), seen))
+        at = tiles[:, None, :, None].expand(best.shape)
+        for sums, part in ((self.weight, weights), (self.total, total), (self.pairs, pairs)):
+            sums[..., : part.shape[-1]].scatter_add_(2, at, part)
+        for most, part in ((self.best, best), (self.gap, gap)):
+            most[..., : part.shape[-1]].scatter_reduce_(2, at, part, "amax")
+
+    def ranking(self, by: str) -> Tensor:
+        """Return scores (B, H, T, N) that rank blocks, -inf where no query sees one: weight, best, mean or gap."""
+        values = {"weight": self.weight, "best": self.best, "gap": self.gap}.get(by)
+        values = self.total / self.pairs.clamp(min=1) if values is None else values
+        return values.masked_fill(self.pairs == 0, -torch.inf)[:, :, :-1]
+
+
+def _grouped(k: Tensor, heads: int) -> Tensor:
+    """Return keys (Hk, n, D) with one head for each query head."""
+    return k.repeat_interleave(heads // len(k), 0)
+
+
+def _cut(rows: Tensor, size: int, value: float = 0.0) -> Tensor:
+    """Return rows (H, L, D) as (H, ⌈L / size⌉, size, D), the last part filled up."""
+    filled = F.pad(rows, (0, 0, 0, -rows.shape[1] % size), value=value)
+    return filled.reshape(len(rows), -1, size, rows.shape[2])
+
+
+def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
+    """Return the product of the mean query of each tile and the mean key of each block.
+
+    e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two.
+
+    Source: Jiang et al. 2024, MInference (block-sparse heads), and the pooling in front of SeerAttention's learned
+    gate (Gao et al. 2024). Deviation: no gate is learned; positions are not used.
+
+    Args:
+        q: (H, Lq, D) queries times the scale of the scores.
+        k: (Hk, Lk, D) keys; Hk divides H.
+        positions: (Lq,) int64, the last key that each query may see.
+        query_block: number of queries in a tile.
+        block: number of keys in a block.
+
+    Returns:
+        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉) in nats.
+
+    Example:
+        >>> mean_estimate(torch.ones(1, 2, 1), torch.tensor([[[1.0], [3.0], [4.0]]]), torch.tensor([1, 2]), 2, 2)
+        tensor([[[2., 4.]]])
+    """
+    means = []
+    for rows, size in ((q, query_block), (k, block)):
+        parts, number = _cut(rows, size), torch.arange(0, rows.shape[1], size, device=q.device)
+        means.append(parts.sum(2) / (rows.shape[1] - number).clamp(max=size)[:, None])
+    return means[0] @ _grouped(means[1], len(q)).mT
+
+
+def quest_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
+    """Return an upper bound of the scores in each block, from the smallest and largest entries of its keys.
+
+    e_tn = max_{i in tile t} Σ_d max(q_id · min_{j in n} k_jd, q_id · max_{j in n} k_jd) ≥ max q_i · k_j.
+
+    Source: Tang et al. 2024, Quest (mit-han-lab/Quest, evaluation/quest_attention.py). Deviation: Quest chooses
+    pages for one query while decoding; for a tile the largest bound of its queries counts.
+
+    Args:
+        q: (H, Lq, D) queries times the scale of the scores.
+        k: (Hk, Lk, D) keys.
+        positions: (Lq,) int64, the last key that each query may see; not used.
+        query_block: number of queries in a tile.
+        block: number of keys in a block, Quest's page.
+
+    Returns:
+        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉) in nats.
+
+    Example:
+        >>> keys = torch.tensor([[[1.0, -1.0], [-1.0, 1.0]]])
+        >>> quest_estimate(torch.ones(1, 1, 2), keys, torch.tensor([1]), 1, 2)  # both scores are 0
+        tensor([[[2.]]])
+    """
+    most = _grouped(_cut(k, block, -torch.inf).amax(2), len(q))
+    least = _grouped(_cut(k, block, torch.inf).amin(2), len(q))
+    return _cut(q.clamp(min=0) @ most.mT + q.clamp(max=0) @ least.mT, query_block, -torch.inf).amax(2)
+
+
+def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
+    """Return the weight of each block, from the scores on one antidiagonal of every small square.
+
+    With s the largest number up to 16 that divides both block sizes, a_uv = (1/s) Σ_{m<s} q_{su+s−1−m} · k_{sv+m},
+    and e_tn = Σ_{u in t} Σ_{v in n} softmax_v(a_uv).
+
+    Source: Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py, ``inverse``). Deviation:
+    s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
+
+    Args:
+        q: (H, Lq, D) queries times the scale of the scores.
+        k: (Hk, Lk, D) keys.
+        positions: (Lq,) int64, the last key that each query may see.
+        query_block: number of queries in a tile.
+        block: number of keys in a block.
+
+    Returns:
+        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉), weights added up over a tile.
+
+    Example:
+        >>> one = torch.ones(1, 4, 1)
+        >>> antidiagonal_estimate(one, one, torch.tensor([0, 1, 2, 3]), 2, 2)
+        tensor([[[1.0000, 0.0000],
+                 [0.5000, 0.5000]]])
+    """
+    size = math.gcd(query_block, block)
+    step = max(s for s in range(1, 17) if size % s == 0)
+    rows, keys = _cut(q, step).flip(2).flatten(2), _grouped(_cut(k, step).flatten(2), len(q))
+    last = F.pad(positions, (0, -len(positions) % step), value=-1).view(-1, step).amax(1)
+    seen = torch.arange(0, k.shape[1], step, device=q.device) <= last[:, None]
+    weights = (rows @ keys.mT / step).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
+    across = _cut(weights, query_block // step).sum(2)
+    return _cut(across.mT, block // step).sum(2).mT
+
+
+def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
+    """Return the weight of each block, if all queries attended as the last tile of them does.
+
+    From the weights p of the last r = min(query_block, Lq) queries: vertical lines v_j = mean_i p_ij, and slash
+    lines s_o = mean_i p_{i, position(i) − o}. Then
+    e_tn = Σ_{j in n} v_j + mean_{i in t} Σ_{j in n} s_{position(i) − j}.
+    Where queries see every key, there are vertical lines alone.
+
+    Source: Jiang et al. 2024, MInference (vertical-slash heads). Deviation: MInference keeps the best lines; here
+    the weight of all lines ranks blocks.
+
+    Args:
+        q: (H, Lq, D) queries times the scale of the scores.
+        k: (Hk, Lk, D) keys.
+        positions: (Lq,) int64, the last key that each query may see.
+        query_block: number of queries in a tile.
+        block: number of keys in a block.
+
+    Returns:
+        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉), weights.
+
+    Example:
+        >>> last_tile_estimate(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([0, 1]), 1, 1)
+        tensor([[[1.0000, 0.5000],
+                 [1.0000, 1.0000]]])
+    """
+    length, device, first = k.shape[1], q.device, max(0, q.shape[1] - query_block)
+    places = torch.arange(length, device=device)
+    scores = q[:, first:] @ _grouped(k, len(q)).mT
+    back = positions[first:, None] - places
+    weights = scores.masked_fill(back < 0, -torch.inf).softmax(-1)
+    vertical = _cut(weights.mean(1)[..., None], block).sum(2)[..., 0][:, None]
+    tiles = -(-q.shape[1] // query_block)
+    if q.shape[1] > 1 and not bool((positions.diff() > 0).all()):
+        return vertical.expand(-1, tiles, -1)
+    slash = weights.new_zeros(len(q), length)
+    slash.scatter_add_(1, back.clamp(min=0).flatten().expand(len(q), -1), weights.flatten(1))
+    upto = F.pad((slash / weights.shape[1]).cumsum(1), (1, 0))  # weight of all offsets below
+    start = torch.arange(0, length, block, device=device)
+    ends = (positions[:, None] + 1 - torch.stack([start, start + block])[:, None]).clamp(0, length)
+    lines = upto[:, ends[0]] - upto[:, ends[1]]
+    number = (q.shape[1] - torch.arange(tiles, device=device) * query_block).clamp(max=query_block)
+    return vertical + _cut(lines, query_block).sum(2) / number[:, None]
+
+
+ESTIMATES: dict[str, Estimate] = {
+    "mean": mean_estimate,
+    "quest": quest_estimate,
+    "antidiagonal": antidiagonal_estimate,
+    "last": last_tile_estimate,
+}

@@ -1,0 +1,164 @@
+"""What choices of blocks for tiles of queries keep: attention weight, and blocks of the exact choice."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, each
+from semdiag.capturing.call_strips import integers, largest
+from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.rules import SkipTiles
+from semdiag.capturing.sparsify import engine_rule
+from semdiag.capturing.tile_choices import Tiles
+from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.table import Table
+from semdiag_models import InputError
+
+TILES = Table(
+    "tiles",
+    "One row per kind of choice, k, layer and head of a model that runs as it is. keys: share of the visible "
+    "pairs of a query and a key that are kept; weight: share of the attention weight that they hold; "
+    "exact_weight: that of the blocks with the largest weight, as many for each tile; top_weight: that of the k "
+    "largest keys of each query; recall: share of the exact blocks that are kept, over tiles that drop some (NaN: "
+    "none does).",
+    {
+        "model": "str",
+        "length": "int64",
+        "kind": "str",
+        "k": "int64",
+        "module": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("keys", "weight", "exact_weight", "top_weight", "recall"), "float64"),
+    },
+)
+
+
+class TileWeights:
+    """Adds up, call by call, what kinds of choices keep of the scores as they are."""
+
+    def __init__(self, kinds: Sequence[str], ks: Sequence[int]) -> None:
+        named = [
+            (kind, k, engine_rule(kind, k)) for kind in kinds for k in (ks if kind.startswith("tile-") else (0,))
+        ]
+        self._rules = [(kind, k, rule) for kind, k, rule in named if rule is not None]
+        if not self._rules:
+            raise InputError(
+                f"None of {', '.join(kinds) or 'no kinds'} keeps a block with k up to {max(ks, default=0)}."
+            )
+        self._sums: dict[tuple[str, int, str, int], Tensor] = {}
+
+    def add(self, call: AttentionCall) -> None:
+        """Add a call."""
+        for size in {(rule.query_block, rule.block) for _, _, rule in self._rules}:
+            choice = Choice(SkipTiles(math.inf, *size), call)
+            tiles = choice.tiles
+            assert tiles is not None
+            assert tiles.found is not None
+            weight, pairs = tiles.found.weight[:, :, :-1], tiles.found.pairs[:, :, :-1]
+            seen, exact, heads = pairs > 0, tiles.found.ranking("weight"), call.q.shape[1]
+            for kind, k, rule in self._rules:
+                if (rule.query_block, rule.block) != size:
+                    continue
+                if isinstance(rule, SkipTiles):
+                    kept = (tiles.found.ranking("gap") >= -rule.threshold) & seen
+                    best = largest(exact, kept.sum(-1, keepdim=True))
+                    top = torch.full((heads,), math.nan)
+                else:
+                    number = integers(k // rule.block, device=seen.device)[:, None, None]
+                    values = exact if rule.estimate is None else tiles.estimates(rule.estimate)
+                    kept, best = (tiles.best(x, seen, number, heads) for x in (values, exact))
+                    top = _top_weight(choice, tiles, k)
+                drops = (best.sum(-1) < seen.sum(-1))[..., None]
+                parts = [
+                    pairs * kept,
+                    pairs,
+                    weight * kept,
+                    weight * best,
+                    weight,
+                    kept & best & drops,
+                    best & drops,
+                ]
+                sums = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(seen.device)]).cpu()
+                place = (kind, k, call.module, call.layer)
+                self._sums[place] = sums + self._sums.get(place, 0)
+
+    def table(self, model: str, length: int) -> pd.DataFrame:
+        """Return a row for each kind, k, layer and head."""
+        rows: list[dict[str, Any]] = []
+        for (kind, k, module, layer), sums in self._sums.items():
+            for head, (part, whole, kept, best, weight, common, wanted, top) in enumerate(sums.T.tolist()):
+                shares = {"keys": part / whole, "weight": kept / weight, "exact_weight": best / weight}
+                shares |= {"top_weight": top / weight, "recall": common / wanted if wanted else math.nan}
+                place = {"kind": kind, "k": k, "module": module, "layer": layer, "head": head}
+                rows.append({"model": model, "length": length, **place, **shares})
+        return TILES.of_rows(rows)
+
+
+def _top_weight(choice: Choice, tiles: Tiles, k: int) -> Tensor:
+    """Return the weight of the k largest keys of each query that counts, summed by head."""
+    call = choice.call
+    total = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
+    real = tiles.of_queries.expand(len(call.q), -1) < tiles.tiles
+    for strip in choice.strips():
+        scores = choice.scores(strip).masked_fill_(~choice.allowed(strip), -torch.inf)
+        whole = scores.logsumexp(-1)
+        if call.sinks is not None:
+            whole = torch.logaddexp(whole, call.sinks[strip.heads].to(whole.dtype)[:, None])
+        top = scores.topk(k).values if scores.shape[-1] > k else scores
+        share = (top.logsumexp(-1) - whole).exp().nan_to_num(0) * real[strip.samples, None, strip.queries]
+        total[strip.heads] += share.double().sum((0, 2))
+    return total
+
+
+def tiles(
+    model: LoadedModel | nn.Module,
+    batches: Batch | Iterable[Batch],
+    kinds: Sequence[str] = ("tile-64x64-mean", "tile-64x64-quest", "skip-8"),
+    k: int | Sequence[int] = 256,
+    batch_size: int = 8,
+) -> pd.DataFrame:
+    """Ask, of a model that runs as it is, what engines' choices of blocks for tiles of queries keep.
+
+    Beside the weight that a choice keeps stand that of the exact choice of as many blocks (the difference is due
+    to the estimate), and that of the k largest keys of each query (the rest is due to blocks and tiles). Many
+    thresholds are judged in the same pass.
+
+    Args:
+        model: any module, or what :func:`semdiag.load` returns.
+        batches: its inputs, as of :func:`semdiag.measure`.
+        kinds: ``tile-64x64-mean`` (also quest, antidiagonal, last, or ``module:function``, which is imported),
+            ``skip-8`` (a threshold of 8 nats), ``skip-8-128x64``.
+        k: keys that each query keeps, one number or several; thresholds take none.
+        batch_size: samples at a time.
+
+    Returns:
+        One row per kind, k, layer and head: see ``semdiag.measuring.calls.tile_weights.TILES``.
+
+    Raises:
+        InputError: if a kind is unknown, a tile is larger than the text, or an estimate returns something else.
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=8, blocks=1))
+        >>> found = tiles(encoder, torch.ones(2, 8, dtype=torch.int64), ["tile-4x4-mean"], k=8)
+        >>> found[["k", "layer", "head", "keys", "weight"]].to_numpy().round(6).tolist()
+        [[8.0, 0.0, 0.0, 1.0, 1.0]]
+    """
+    loaded, sums = unnamed(model), TileWeights(kinds, [k] if isinstance(k, int) else k)
+    length = 0
+
+    def add(call: AttentionCall) -> None:
+        nonlocal length
+        length = max(length, call.k.shape[2])
+        sums.add(call)
+
+    with running(loaded, add) as run:
+        for batch in each(batches, batch_size):
+            run(batch)
+    return sums.table(loaded.path, length)

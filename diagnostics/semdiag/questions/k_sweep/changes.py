@@ -1,0 +1,374 @@
+"""What masks change: by kind and k, by quarter and length of texts; budgets; and the paper's conditions by k."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import scipy
+import torch
+from numpy.typing import NDArray
+
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
+from semdiag.measuring.findings.estimates import drawn
+from semdiag.measuring.findings.findings import Findings, records
+from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
+from semdiag.measuring.table import ALL, rows_of
+from semdiag.measuring.words import FEWEST, counted, interval_words, limit_of_share, significant
+from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
+from semdiag.questions.k_sweep.budgets import KINDS, TOP_K
+from semdiag.questions.k_sweep.rerun import (
+    HARM,
+    MOST_HARMED,
+    NO_MASK,
+    QUARTERS,
+    TOLERANCES,
+    UNITS,
+    Numbers,
+    measure_of,
+    unit_changes,
+)
+
+Row = Mapping[str, Any]
+SEEN = 0.1  # of the tolerance: a smaller change of a sample is as good as none
+WHOLE = 0  # in the column quarter: all positions
+_OF_THE_SWEEP = ("mass", "mass_without_first", "head_change", "stream_change")
+
+
+def change_table(findings: Findings) -> pd.DataFrame:
+    """Return the changes by each mask of each rerun, with 95% intervals over samples, or chunks of few ones."""
+    rows: list[dict[str, Any]] = []
+    for model, again in findings.measurements.rerun.groupby("model", sort=False):
+        sweep = rows_of(findings.measurements.sweep, str(model))
+        means = sweep[sweep["layer"] == ALL].set_index(["quantity", "k"])["mean"]
+        base = again[again["mask"] == NO_MASK].set_index(UNITS)
+        measure = measure_of(again)
+        limit = tolerance_of(findings, measure)
+        for place, rows_of_mask in again.groupby(["mask", "k"], sort=False):
+            (mask, k), own = cast("tuple[str, int]", place), rows_of_mask.set_index(UNITS)
+            before = base.loc[own.index]
+            samples, chunk = own.index.get_level_values(0).nunique(), int(own["chunk"].max())
+            row: dict[str, Any] = {"model": model, "mask": mask, "k": int(k), "samples": samples}
+            row |= {"units": len(own), "chunk": chunk, "measure": measure, "classes": int(own["classes"].max())}
+            row["before"] = _ratio(before["loss"], before["targets"])
+            sums, counts = unit_changes(measure, own, base)
+            row |= _interval(sums, counts, limit) | {"tolerance": limit} | _shares(sums, counts, limit)
+            for name, share in (("divergence", False), ("changed", True)):
+                values = own[name].to_numpy(np.float64), own["predictions"].to_numpy(np.float64)
+                row |= sum_ratio_interval(*values, share=share).columns(name)
+            row["accuracy"] = _ratio(own["correct"], own["targets"])
+            for name in _OF_THE_SWEEP:
+                known = mask == TOP_K and (name, k) in means.index
+                row[name] = float(means[name, k]) if known else math.nan
+            rows.append(row | {"kept": _ratio(own["kept"], own["keys"])})
+    return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k", "kept"])
+
+
+def change_interval(sums: Numbers, counts: Numbers, tolerance: float) -> Interval:
+    """Return a mean change; no interval where all units change alike, or none by a tenth of the tolerance."""
+    interval = sum_ratio_interval(sums, counts).if_varied()
+    seen = _seen(sums[counts > 0] / counts[counts > 0], tolerance).any()
+    return interval if seen else Interval(interval.estimate, math.nan, math.nan)
+
+
+def _interval(sums: Numbers, counts: Numbers, tolerance: float) -> dict[str, float]:
+    interval = change_interval(sums, counts, tolerance)
+    return {"change": interval.estimate, "low": interval.low, "high": interval.high}
+
+
+def _seen(changes: Numbers, tolerance: float) -> NDArray[np.bool_]:
+    """Return which changes are seen; one that is no number is."""
+    return ~(np.abs(changes) <= SEEN * tolerance)
+
+
+def _shares(sums: Numbers, counts: Numbers, tolerance: float) -> dict[str, float]:
+    """Return the shares of units that change, and that are harmed, with their limits; and the extreme changes."""
+    changes = sums[counts > 0] / counts[counts > 0]
+    harmed = ~(changes <= HARM * tolerance)
+    ends = {"least": float(changes.min()), "worst": float(changes.max())} if len(changes) else {}
+    shares = share_below("seen", _seen(changes, tolerance)) | share_below("harmed", harmed)
+    return shares | {"least": math.nan, "worst": math.nan} | ends
+
+
+def share_below(name: str, some: NDArray[np.bool_]) -> dict[str, float]:
+    """Return a share under a name, and as ``name_high`` its one-sided 95% limit for unseen inputs."""
+    n, above = len(some), int(some.sum())
+    if not n:
+        return {name: math.nan, f"{name}_high": math.nan}
+    high = 1.0 if above == n else float(scipy.stats.beta.ppf(0.95, above + 1, n - above))
+    return {name: above / n, f"{name}_high": high}
+
+
+def tolerance_of(findings: Findings, measure: str) -> float:
+    """Return the largest change of a measure that counts as none: the user's limit, else the default."""
+    return float(findings.measurements.provenance.get("tolerance") or TOLERANCES[measure])
+
+
+def within(row: Row, limit: float) -> bool:
+    """Return whether a mean change's upper end is within a limit; without one, the change of every unit."""
+    alone = math.isnan(row["high"]) and row["units"] >= FEWEST
+    return bool(row["high"] <= limit or (alone and row["worst"] <= limit))
+
+
+def costs(row: Row, limit: float) -> bool:
+    """Return whether a mean change's lower end is above a limit; without one, the change of every unit."""
+    alone = math.isnan(row["low"]) and row["units"] >= FEWEST
+    return bool(row["low"] > limit or (alone and row["least"] > limit))
+
+
+def harmless(row: Row, limit: float) -> bool:
+    """Return whether a mean change is within a limit, and few inputs can change by much more."""
+    return within(row, limit) and bool(row["harmed_high"] <= MOST_HARMED)
+
+
+def smallest_from(rows: Sequence[Row], holds: Callable[[Row], bool]) -> Row | None:
+    """Return the row of the smallest k from which on the condition holds; None if it fails for the largest."""
+    smallest = None
+    for row in sorted(rows, key=lambda row: -row["k"]):
+        if not holds(row):
+            break
+        smallest = row
+    return smallest
+
+
+def _ratio(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> float:
+    return float(sums.sum() / counts.sum()) if counts.sum() else math.nan
+
+
+def quarter_table(findings: Findings) -> pd.DataFrame:
+    """Return the mean change of the loss by length, mask and quarter, with 95% intervals over samples."""
+    rows: list[dict[str, Any]] = []
+    for place, own in findings.measurements.rerun_quarters.groupby(["model", "length"], sort=False):
+        measure, unit = ("loss", "targets") if own["targets"].sum() else ("divergence", "predictions")
+        parts = own.pivot_table(
+            index=["mask", "k", "sample"], columns="quarter", values=[measure, unit], aggfunc="sum"
+        )
+        parts = parts.astype(np.float64)
+        base = parts.loc[NO_MASK].droplevel("k")
+        kept = own[own["mask"] != NO_MASK].groupby(["mask", "k"])[["kept", "keys"]].sum()
+        every = [*range(1, QUARTERS + 1)]
+        for mask, k in kept.index:
+            these = parts.loc[mask, k]
+            before = base.loc[these.index]
+            common = dict(zip(("model", "length"), cast("tuple[str, int]", place), strict=True))
+            common |= {"mask": mask, "k": int(k), "samples": len(these), "measure": measure}
+            common |= {"kept": float(kept["kept"][mask, k] / kept["keys"][mask, k])}
+            for quarter in (WHOLE, *every):
+                at = every if quarter == WHOLE else [quarter]
+                sums = (these[measure][at] - before[measure][at]).sum(axis=1).to_numpy()
+                counts = these[unit][at].sum(axis=1).to_numpy()
+                change = _interval(sums, counts, tolerance_of(findings, measure))
+                rows.append({**common, "quarter": quarter, **change})
+    order = ["model", "length", "mask", "k", "quarter", "samples", "measure", "change", "low", "high", "kept"]
+    return pd.DataFrame(rows, columns=order)
+
+
+def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
+    """By length and kind of mask the smallest k that was run from which on the mean change is tolerated."""
+    own = rows_of(findings(quarter_table), model)
+    own = own[(own["length"] > 0) & (own["quarter"] == WHOLE) & own["mask"].isin(KINDS)]
+    rows = []
+    for place, these in own.groupby(["length", "mask"], sort=False):
+        length, mask = cast("tuple[int, str]", place)
+        small = these["change"] <= tolerance_of(findings, str(these["measure"].iloc[0]))
+        found = smallest_from(records(these.assign(small=small)), itemgetter("small"))
+        k, kept = (None, math.nan) if found is None else (found["k"], found["kept"])
+        rows.append({"length": length, "mask": mask, "k": k, "kept": kept, "largest": int(these["k"].max())})
+    return pd.DataFrame(rows, columns=["length", "mask", "k", "kept", "largest"]).astype({"k": "Int64"})
+
+
+def condition_table(findings: Findings) -> pd.DataFrame:
+    """Return both conditions of Corollary 1 within each model, for every k, at matching percentiles."""
+    rows = []
+    for model, own in findings.measurements.sweep.groupby("model", sort=False):
+        pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
+        if ("dispersion", 0) not in pooled or model in drawn(findings):
+            continue
+        full = _cuts(pooled["dispersion", 0])
+        rounding = separation_rounding(findings.measurements, str(model), float(full[-1]))
+        for k in sorted(own.loc[own["quantity"] == "separation", "k"].unique()):
+            delta, load = _cuts(pooled["dispersion", k]), _cuts(pooled["load", k]) / int(k)
+            gap = _cuts(pooled["separation", k], mirrored=True)
+            gap = torch.where(gap.isnan(), torch.inf, gap.where(gap.abs() > rounding, 0.0))
+            sides = {
+                "W": paper_weight_condition(full, delta, gap),
+                "X": paper_input_condition(full, delta, gap, load),
+            }
+            for parameter, condition in sides.items():
+                for at, percentile in enumerate(PAPER_PERCENTILES):
+                    row = {"model": model, "k": int(k), "percentile": percentile, "parameter": parameter}
+                    met = {"left_side": float(condition.left_side[at]), "met": bool(condition.met[at])}
+                    rows.append(row | met)
+    table = pd.DataFrame(rows, columns=["model", "k", "percentile", "parameter", "left_side", "met"])
+    return table.astype({"k": "int64", "percentile": "int64", "left_side": "float64", "met": "bool"})  # if empty
+
+
+def _cuts(row: Row, mirrored: bool = False) -> torch.Tensor:
+    names = [f"p{100 - p if mirrored else p}" for p in PAPER_PERCENTILES]
+    return torch.tensor([row[name] for name in names], dtype=torch.float64)
+
+
+def judged_conditions(findings: Findings, model: str) -> pd.DataFrame:
+    """Return the 6 cases (W and X at p75, p90 and p95) of each k in which the paper's conditions are judged."""
+    table = rows_of(findings(condition_table), model)
+    return table[table["percentile"].isin(JUDGED_PERCENTILES)]
+
+
+def conditions_met(findings: Findings, model: str) -> dict[int, int]:
+    """Return in how many of 6 cases each k meets the paper's conditions."""
+    counts = judged_conditions(findings, model).groupby("k")["met"].sum()
+    return {int(str(k)): int(count) for k, count in counts.items()}
+
+
+def budget_content(findings: Findings, model: str) -> dict[str, Any]:
+    """Return a model's budgets in the form of a budget file: docs/commands/k-sweep.md."""
+    measurements = findings.measurements
+    again = rows_of(findings(change_table), model)
+    facts = rows_of(measurements.models, model).iloc[0]
+    limit = tolerance_of(findings, str(again["measure"].iloc[0])) if len(again) else None
+    budgets = {}
+    for name, rows in rows_of(measurements.budgets, model).groupby("budget", sort=False):
+        tested = records(again[again["mask"] == name])[0]
+        samples = measurements.rerun.query("model == @model and mask == @name")["sample"]
+        first, last = int(samples.min()), int(samples.max())
+        budgets[str(name)] = {
+            "block": int(rows["block"].iloc[0]),
+            "total": int(rows["k"].sum()),
+            "share": _ratio(rows["kept_keys"], rows["all_keys"]),
+            "chosen": {"samples": [0, first - 1]},
+            "tested": {
+                "samples": [first, last],
+                "measure": tested["measure"],
+                "without_mask": float(tested["before"]),
+                "change": float(tested["change"]),
+                "interval": [float(tested["low"]), float(tested["high"])],
+                "harmed": float(tested["harmed"]),
+                "harmed_high": float(tested["harmed_high"]),
+                "holds": None if limit is None else _holds(tested, limit),
+            },
+            "layers": _layers(rows),
+        }
+    default = "loss" if "loss" in budgets else next(iter(budgets), None)
+    return {
+        "schema": "semdiag.budget/1", "model": model, "sha256": facts["sha256"], "inputs": facts["inputs"],
+        "tolerance": limit, "default": default, "budgets": budgets,
+    }  # fmt: skip
+
+
+def _holds(tested: Row, limit: float) -> bool | None:
+    """Return whether a budget suffices; None if these samples do not decide."""
+    return True if harmless(tested, limit) else False if costs(tested, limit) else None
+
+
+def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the layers of a budget, each with k by head."""
+    attentions: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in records(rows.sort_values(["layer", "head"])):
+        names = {name: row[name] for name in ("layer", "module", "occurrence")}
+        attentions.setdefault((row["module"], row["occurrence"]), {**names, "k": []})["k"].append(row["k"])
+    return list(attentions.values())
+
+
+ROUNDING = 5e-5  # anything smaller may be rounding: nats, or relative
+_DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
+_WORDS = {  # what changes; a cost; another change; the end of a limit
+    "perplexity": ("perplexity", "costs {} perplexity", "changes perplexity by {}", "of perplexity"),
+    "loss": ("the loss", "costs {} of loss", "changes the loss by {}", "of loss"),
+    "divergence": (
+        "the output distribution (KL divergence)", "", "changes the output distribution by {} (KL divergence)",
+        "of KL divergence",
+    ),
+    "output_change": (
+        "the outputs (of their norm)", "", "changes the outputs by {} of their norm", "of the outputs' norm",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How changes of a measure are written: in per cent of perplexity, in nats, or as shares of a norm."""
+
+    measure: str = ""
+    perplexity: bool = False
+
+    @property
+    def _words(self) -> tuple[str, str, str, str]:
+        return _WORDS["perplexity" if self.perplexity else self.measure]
+
+    @property
+    def what(self) -> str:
+        """Return what it is that changes: "perplexity", "the loss", "the outputs (of their norm)"."""
+        return self._words[0]
+
+    def amount(self, value: float, unit: bool = False) -> str:
+        """Return a change: "+1.4%", "× 7.4", "+0.31 nats"."""
+        if not math.isfinite(value):
+            return "no finite number"
+        if self.measure == "output_change":
+            return f"{value:.1%}"
+        value = rounded(value)
+        if self.perplexity and value > _DOUBLED:
+            return f"× {significant(math.exp(min(value, 700)))}"
+        if self.perplexity:
+            return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
+        return f"{value:+.3g}{' nats' * unit}"
+
+    def limit(self, value: float, named: bool = False) -> str:
+        """Return a limit, with what it is a change of if ``named``: "1%", "0.01 nats of loss"."""
+        return self.amount(value, True).removeprefix("+") + f" {self._words[3]}" * named
+
+    def cost(self, row: Row) -> str:
+        """Return what a mask costs, and how sure that is: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)"."""
+        low, change, high = (float(row[name]) for name in ("low", "change", "high"))
+        known = math.isfinite(low)
+        if self.perplexity and _DOUBLED < change < math.inf and known:
+            low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
+            return f"multiplies perplexity by {significant(change)} ({interval_words(low, high, significant)})"
+        cost, other = self._words[1:3]
+        costs = bool(cost) and ROUNDING <= change < math.inf
+
+        def said(value: float, unit: bool) -> str:
+            return self.amount(value, unit).removeprefix("+" * costs)
+
+        ends = f"95% interval {said(low, False)} to {said(high, self.perplexity)}"
+        words = (cost if costs else other).format(said(change, True))
+        return f"{words} ({ends if known else self.without_interval(row)})"
+
+    def without_interval(self, row: Row) -> str:
+        """Return what is known of a mean change that has no interval."""
+        if row["seen"] == 0:
+            seen = f"0 of {units_of(row)} changed by more than {self.limit(SEEN * row['tolerance'])}"
+            return f"{seen}; {limit_of_share(row['seen_high'])}"
+        return "all samples alike" if all_alike(row) else "no interval"
+
+
+def rounded(value: float) -> float:
+    """Return a change, 0 where it is as small as rounding."""
+    return 0.0 if abs(value) < ROUNDING else value
+
+
+def all_alike(row: Row) -> bool:
+    """Return whether all units, enough for an interval, change by the same."""
+    return bool(row["units"] >= FEWEST and row["least"] == row["worst"])
+
+
+def units_of(row: Row) -> str:
+    """Return what an interval is over: "24 samples", "32 chunks of 128 tokens or more"."""
+    if row["chunk"]:
+        return f"{counted(row['units'], 'chunk')} of {counted(row['chunk'], 'token')} or more"
+    return counted(row["units"], "sample")
+
+
+def unit_of(findings: Findings, model: str) -> Unit:
+    """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
+    measurements = findings.measurements
+    own = rows_of(measurements.rerun, model)
+    measure = measure_of(own)
+    if own.empty:  # its texts alone were cut into lengths
+        measure = "loss" if rows_of(measurements.rerun_quarters, model)["targets"].sum() else "divergence"
+    causal = rows_of(measurements.models, model)["attention"].iloc[0] == "causal"
+    targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
+    return Unit(measure, bool(measure == "loss" and causal and targets > 1))

@@ -1,0 +1,107 @@
+"""Does a model with real masks still find what it was told long ago?"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from semdiag.presenting.options import SHARED, listed_names, option, whole_numbers
+from semdiag.presenting.question import Asked, Question
+
+TASKS = {
+    "passkey": "a number among filler text, asked for at the end",
+    "keys": "one of four numbers among filler text, each of a door of its own colour",
+    "variables": "the number behind a variable that was set to another variable",
+    "induction": "a segment of random tokens that begins again",
+}
+
+
+@dataclass(frozen=True)
+class RetrievalPlan:
+    """Which texts are made, and with which masks the model reads them."""
+
+    tasks: Annotated[
+        tuple[str, ...],
+        option(f"What is to be found, of {', '.join(TASKS)}.", metavar="TASK,TASK"),
+        listed_names,
+    ] = ("passkey", "induction")
+    kinds: Annotated[
+        tuple[str, ...],
+        option(
+            "Which kinds of sparse attention, as of k-sweep: also those of engines, like tile-64x64, "
+            "tile-128x64-quest, tile-64x64-module:function and skip-8.",
+            metavar="KIND,KIND",
+        ),
+        listed_names,
+    ] = ("topk", "tile-64x64", "window")
+    ks: Annotated[
+        tuple[int, ...], option("How many keys each query keeps.", "--k", metavar="K,K"), whole_numbers
+    ] = (64, 256)
+    lengths: Annotated[tuple[int, ...], option("Tokens of the texts.", metavar="L,L"), whole_numbers] = (512, 1024)
+    samples: Annotated[int, SHARED] = 8  # texts for each task, length and depth
+    depths: tuple[float, ...] = (0.1, 0.5, 0.9)  # where in the text it is told: 0 at its start, 1 at its end
+
+    def __post_init__(self) -> None:
+        from semdiag.questions.k_sweep.budgets import check_kinds
+        from semdiag_models.reading import InputError, unknown_name
+
+        for task in self.tasks:
+            if task not in TASKS:
+                raise unknown_name("task of retrieval", task, TASKS)
+        check_kinds(self.kinds)
+        if not (self.tasks and self.kinds and self.ks and self.lengths and self.depths):
+            raise InputError("Retrieval takes at least one task, kind, k, length and depth each.")
+        if min(self.ks) < 1 or self.samples < 1 or not all(0 <= depth <= 1 for depth in self.depths):
+            raise InputError(f"k and the number of texts are at least 1, depths from 0 to 1. Got {self}.")
+
+    @property
+    def forwards(self) -> int:
+        """Return how many texts are read, at most."""
+        masks = 1 + sum(1 if kind.startswith("skip-") else len(self.ks) for kind in self.kinds)
+        return masks * len(self.tasks) * len(self.lengths) * len(self.depths) * self.samples
+
+
+def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
+    from pathlib import Path
+
+    from semdiag.capturing.inputs import tokeniser_of
+    from semdiag.measuring.measurements import Measurements
+    from semdiag.measuring.survey import Inputs, survey
+    from semdiag.questions.retrieval.measure import first_text
+
+    def run(loaded: Any, conditions: Any, announce: Any, advance: Any) -> Measurements:
+        def staged(what: str, steps: int) -> None:
+            announce(what, plan.forwards if what.endswith(": retrieval") else steps)
+
+        parts = []
+        for model in loaded:  # the attention of its first text is measured, too
+            if conditions.texts.tokenizer is not None:
+                tokeniser_of(Path(model.path), model, conditions.texts)  # which keeps it
+            given = Inputs(
+                [{"input_ids": first_text(model, plan, conditions.seed)}], None, "made by semdiag", model
+            )
+            parts.append(survey([model], conditions, staged, advance, own=True, given=given))
+        return Measurements.concat(parts)
+
+    findings, _ = shared.measured(
+        shared.values["models"], shared.conditions(plans=(plan,), samples=1, batch_size=1), run
+    )
+    shared.deliver(findings)
+
+
+QUESTION = Question(
+    "retrieval",
+    __name__,
+    """Ask whether a model with real masks still finds a fact that stands far back in its text.
+
+    Texts are made from the model's own tokenizer, by the seed: nothing is downloaded. An answer is right if each
+    of its tokens is the likeliest after those before it. First the model answers as it is; where it is right in
+    less than half of the texts, masks are not judged. For each task, length and depth, --samples texts are made.
+
+    [bold]semdiag retrieval hf:DIRECTORY --kinds window,topk,tile-64x64-quest --k 64,256 --lengths 1024[/]
+    """,
+    RetrievalPlan,
+    ask=_ask,
+    takes=("models", "tokenizer"),
+    leave_out=("inputs", "labels", "min_keys", "per_query", "jobs", "ray", "config", "batch_size", "head"),
+    defaults={"samples": 8},
+    needs=("retrieval",),
+)

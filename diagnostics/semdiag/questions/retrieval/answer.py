@@ -1,0 +1,134 @@
+"""How often a model finds what it was told, as it is and with masks: by distance, with exact intervals."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+from scipy.stats import binomtest
+
+from semdiag.measuring.findings.findings import Findings, Summary, records
+from semdiag.measuring.table import ALL
+from semdiag.measuring.words import counted, interval, percent, plain, text, whole_percent
+from semdiag.presenting.answer import Answer, Glance, Outcome, title
+from semdiag.presenting.tables import NEVER, Column, NumberTable
+
+NO_MASK = "none"
+ENOUGH = 0.5  # share of the texts in which the model as it is must be right, so that masks are judged
+_PLACE = ["model", "task", "length", "distance"]
+_FACTS = ["right", "texts", "accuracy", "low", "high", "judged", "as_it_is", "perplexity_change"]
+
+
+def retrieval_table(findings: Findings) -> pd.DataFrame:
+    """Return, by task, length, distance and mask, in how many texts the answer was right, with exact intervals."""
+    rows = findings.measurements.retrieval
+    rows = rows.assign(right=rows["hits"] == rows["tokens"])
+    plain_rows = rows[rows["mask"] == NO_MASK]
+    able = (plain_rows.groupby(["model", "task", "length"])["right"].mean() >= ENOUGH).to_dict()
+    before = plain_rows.groupby(_PLACE)[["text_loss", "right"]].sum().to_dict("index")
+    table = []
+    for key, part in rows.groupby([*_PLACE, "mask", "k"], sort=False):
+        place = cast("tuple[Any, ...]", key)
+        own = before[place[:4]]
+        change = (part["text_loss"].sum() - own["text_loss"]) / part["text_tokens"].sum()
+        more = {
+            "judged": able[place[:3]],
+            "as_it_is": int(own["right"]),
+            "perplexity_change": float(np.expm1(change)),
+        }
+        named = dict(zip([*_PLACE, "mask", "k"], place, strict=True))
+        table.append(named | _shares(int(part["right"].sum()), len(part)) | more)
+    return pd.DataFrame(table, columns=[*_PLACE, "mask", "k", *_FACTS]).sort_values(_PLACE, kind="stable")
+
+
+def _shares(some: int, every: int) -> dict[str, Any]:
+    ends = binomtest(some, every).proportion_ci(method="exact")  # Clopper and Pearson
+    return {"right": some, "texts": every, "accuracy": some / every, "low": ends.low, "high": ends.high}
+
+
+def tile_table(findings: Findings) -> pd.DataFrame:
+    """Return what choices of blocks keep, heads together: over all layers (-1) and by layer."""
+    rows, by = findings.measurements.tiles, ["model", "length", "kind", "k", "layer"]
+    both = pd.concat([rows.assign(layer=ALL), rows], ignore_index=True)
+    return both.groupby(by, as_index=False)[["keys", "weight", "exact_weight", "top_weight", "recall"]].mean()
+
+
+def answer(findings: Findings) -> Answer | None:
+    """Return what each kind of mask still finds, or that the model as it is finds too little."""
+    if findings.measurements.retrieval.empty:
+        return None
+    table, tiles = findings(retrieval_table), findings(tile_table)
+    results: dict[str, Summary] = {}
+    shown: list[str | NumberTable] = []
+    for model in map(str, dict.fromkeys(table["model"])):
+        rows, kept = (records(x[x["model"] == model].drop(columns="model")) for x in (table, tiles))
+        results[model] = {"retrieval": rows, "tiles": kept}
+        shown += [f"{title(findings, model)}: right answers", NumberTable(_COLUMNS, rows)]
+        if whole := [row for row in kept if row["layer"] == ALL]:
+            shown += ["What choices of blocks keep of the attention as it is", NumberTable(_TILES, whole)]
+    far = _far(table)
+    lost = [row for row in far if row["high"] < row["as_it_is"] / row["texts"]]
+    return Answer(
+        glance=Glance(
+            Outcome.MEASURED if table["judged"].any() else Outcome.OPEN,
+            f"{len(lost)} of {counted(len(far), 'mask')}",
+            "lose facts from beyond the keys that they keep",
+        ),
+        headline=[*_as_it_is(table), *_sentences(far)],
+        tables={"retrieval": table, "tiles": tiles},
+        results=results,
+        shown=shown,
+    )
+
+
+def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
+    """Yield for each model in how many texts it answers as it is, and where that is too few."""
+    for model, own in table[table["mask"] == NO_MASK].groupby("model", sort=False):
+        parts = []
+        for (task, length), rows in own.groupby(["task", "length"], sort=False):
+            some = f"{task} in {int(rows['right'].sum())} of {int(rows['texts'].sum())} texts of {length:,} tokens"
+            parts.append(some + ("" if rows["judged"].all() else " (too few to judge masks by)"))
+        yield f"{model} as it is answers {'; '.join(parts)}."
+
+
+def _far(table: pd.DataFrame) -> list[Summary]:
+    """Return by model, task and mask what is found of judged facts that are more than k tokens back."""
+    far = table[table["judged"] & (table["distance"] > table["k"]) & (table["mask"] != NO_MASK)]
+    sums = far.groupby(["model", "task", "mask", "k"], as_index=False, sort=False).agg(
+        right=("right", "sum"), texts=("texts", "sum"), as_it_is=("as_it_is", "sum"),
+        perplexity_change=("perplexity_change", "mean"),
+    )  # fmt: skip
+    return [row | _shares(row["right"], row["texts"]) for row in records(sums)]
+
+
+def _sentences(far: list[Summary]) -> Iterator[str]:
+    """Yield what masks find of facts that stand farther back than the keys they keep, and their perplexity."""
+    for model, task in dict.fromkeys((row["model"], row["task"]) for row in far):
+        parts = [
+            f"{_mask(row['mask'], row['k'])} {row['right']} of {row['texts']} "
+            f"({_interval(row['low'], row['high'])}; as it is {row['as_it_is']}; perplexity of the text "
+            f"{row['perplexity_change']:+.1%})"
+            for row in far
+            if (row["model"], row["task"]) == (model, task)
+        ]
+        yield f"{model}, {task}, told more than k tokens before: {'; '.join(parts)}."
+
+
+def _mask(mask: str, k: int) -> str:
+    return "as it is" if mask == NO_MASK else f"{mask}, k = {k}" if k else mask
+
+
+_interval = partial(interval, form=whole_percent)
+_TILES = (
+    Column("kind", form=text), Column("k", form=plain), Column("length", form=plain, drop=1),
+    Column("keys", form=percent), Column("weight", form=percent, drop=NEVER),
+    Column("exact_weight", "of exact blocks", percent), Column("top_weight", "of top-k keys", percent),
+    Column("recall", "blocks found", percent),
+)  # fmt: skip
+_COLUMNS = (
+    Column("task", form=text), Column("length", form=plain), Column("distance", form=plain),
+    Column("mask k", "mask", _mask), Column("right", form=plain), Column("texts", "of", plain, drop=1),
+    Column("accuracy", form=percent, drop=NEVER), Column("low high", "95%", _interval, drop=2),
+    Column("perplexity_change", "perplexity", lambda x: f"{x:+.1%}", drop=3),
+)  # fmt: skip

@@ -1,0 +1,55 @@
+"""Figure: right answers by distance, a line for each kind of mask."""
+
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.answer import Heading
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
+from semdiag.questions.retrieval.answer import NO_MASK, retrieval_table
+
+
+@drawing(
+    "The share of right answers against the distance to what was told, a line for each kind of mask: {shown}.",
+    "Distance grows to the right. A line that falls where its k ends is a mask that loses what stands farther "
+    "back. The black line is the model as it is; where it is low, masks are not judged.",
+)
+def retrieval_by_distance(findings: Findings) -> Figure:
+    """Draw accuracy against distance, for each model and task that masks are judged by."""
+    table = findings(retrieval_table)
+    panels = list(table.groupby(["model", "task"], sort=False))
+    if not panels:
+        raise NothingToDrawError("No text was read.")
+    figure, axes = panel_grid(len(panels))
+    kinds = list(dict.fromkeys(zip(table["mask"], table["k"], strict=True)))
+    colors = dict(zip(kinds, ["black", *palette(max(1, len(kinds) - 1))], strict=False))
+    for ax, ((model, task), rows) in zip(axes, panels, strict=True):
+        for (mask, k), color in colors.items():
+            line = rows[(rows["mask"] == mask) & (rows["k"] == k)].groupby("distance")[["right", "texts"]].sum()
+            label = "as it is" if mask == NO_MASK else f"{mask}, k = {k}"
+            ax.plot(line.index, line["right"] / line["texts"], marker="o", markersize=3, color=color, label=label)
+        ax.set_xscale("log", base=2)
+        ax.set_ylim(-0.05, 1.05)
+        ax.set_xlabel("tokens between answer and fact")
+        ax.set_title(f"{task}\n{str(model)[-40:]}", fontsize=8)
+    axes[0].set_ylabel("share of right answers")
+    axes[-1].legend(fontsize=6.5)
+    note_below(figure, "texts of all lengths together; exact intervals stand in retrieval.csv.")
+    return figure
+
+
+HEADINGS = (
+    Heading(
+        "retrieval",
+        "Does it still find what it was told?",
+        (retrieval_by_distance,),
+        (
+            "The texts are made up, from the model's own tokenizer: they say whether a fact can be reached, not "
+            "how often texts of your own need one.",
+            "An answer is right if each of its tokens is the likeliest after those before it. The model does not "
+            "write: one that would answer in other words counts as wrong.",
+            "Intervals are exact for texts drawn like these (Clopper and Pearson). Perplexity is that of the "
+            "filler text, which is easier than most.",
+        ),
+    ),
+)

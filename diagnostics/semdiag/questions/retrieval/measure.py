@@ -1,0 +1,226 @@
+"""Make texts from a model's own tokenizer, and let the model read them with and without masks."""
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.inputs import TextOptions, tokeniser_of
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.sparsify import sparsify
+from semdiag.measuring.calls.collector import NotAvailableError
+from semdiag.measuring.calls.running import in_evaluation, no_room, running
+from semdiag.measuring.calls.tile_weights import TILES, TileWeights
+from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.table import Table
+from semdiag.questions.k_sweep.budgets import OF_ENGINES, masks_of
+from semdiag.questions.k_sweep.rerun import NO_MASK
+from semdiag.questions.retrieval import RetrievalPlan
+from semdiag_models import InputError
+
+RETRIEVAL = Table(
+    "retrieval",
+    "One row per task, length, text and mask (none: the model as it is). distance: tokens from the answer back to "
+    "where it was told. tokens: of the answer, of which hits were the likeliest after those before them; loss: "
+    "their cross-entropy. text_loss: that of the other text_tokens (nats, sums).",
+    {
+        "model": "str",
+        "task": "str",
+        **dict.fromkeys(("length", "distance", "sample"), "int32"),
+        "mask": "str",
+        **dict.fromkeys(("k", "tokens", "hits", "text_tokens"), "int64"),
+        **dict.fromkeys(("loss", "text_loss"), "float64"),
+    },
+)
+_TOKENS = 4096  # in a forward pass
+_ROWS = 256  # positions whose logits are compared at a time
+_SEGMENT, _ANSWER = 24, 4  # random tokens that stand twice in a text of induction; the last of them are the answer
+_DOORS = "red", "blue", "green", "white"
+_FILLER = (
+    ("farmer", "teacher", "captain", "baker", "doctor", "painter", "driver", "singer", "judge", "pilot"),
+    ("saw", "found", "carried", "repaired", "sold", "painted", "forgot", "cleaned", "described", "bought"),
+    ("bridge", "lamp", "garden", "boat", "letter", "clock", "window", "basket", "piano", "table", "horse", "map"),
+    ("in spring", "at night", "near the river", "on Monday", "before lunch", "after the storm", "in the old town"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """A text, and where its answer stands."""
+
+    ids: Tensor  # (L,) int64
+    answer: int  # number of its last tokens that are the answer
+    distance: int  # tokens from the answer back to where it was told
+
+
+class Maker:
+    """Makes texts from a tokenizer."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        if not model.external:
+            raise NotAvailableError(f"{model.path} is an encoder, without a language head")
+        self._path = model.path
+        self._tokenizer = tokeniser_of(
+            Path(model.path), model, TextOptions(tokenizer=next(iter(model.tokenizers), None))
+        )._tokenizer
+        first = self._tokenizer("a")["input_ids"][:1]
+        self._begin = first if first == [self._tokenizer.bos_token_id] else []
+        special = {self._tokenizer.unk_token_id, *self._tokenizer.all_special_ids}
+        self._known = [n for n in range(len(self._tokenizer)) if n not in special]
+
+    def words(self, ids: Tensor) -> str:
+        """Return token ids as a text."""
+        return " ".join(self._tokenizer.decode(ids.tolist()).split())
+
+    def text(self, task: str, length: int, depth: float, seed: int) -> Told:
+        """Return a text of a task: what is told first stands at the depth, the rest evenly behind it."""
+        draws = torch.Generator().manual_seed(seed)
+        told, question, answer = self._told(task, draws)
+        room = length - len(self._begin) - sum(map(len, told)) - len(question) - len(answer)
+        if room < 0:
+            raise InputError(
+                f"A text of {task} takes {length - room} tokens of {self._path}. Got --lengths {length}."
+            )
+        filler, last = self._filler(task, room, draws), 0
+        parts, cuts = (
+            [*self._begin],
+            [round(room * (depth + (1 - depth) * n / len(told))) for n in range(len(told))],
+        )
+        for cut, each in zip(cuts, told, strict=True):
+            parts += filler[last:cut] + each
+            last = cut
+        ids = torch.tensor([*parts, *filler[last:], *question, *answer])
+        return Told(ids, len(answer), length - len(answer) - len(self._begin) - cuts[0])
+
+    def _told(self, task: str, draws: torch.Generator) -> tuple[list[list[int]], list[int], list[int]]:
+        """Return what is told, piece by piece, the question, and its answer."""
+        if task == "induction":
+            segment = self._drawn(_SEGMENT, draws)
+            return [segment], segment[:-_ANSWER], segment[-_ANSWER:]
+        numbers = [
+            self._ids(f" {int(n)}") for n in torch.randint(10_000, 100_000, (len(_DOORS),), generator=draws)
+        ]
+        answer = numbers[0]
+        if not set(answer) & {*self._known}:
+            raise InputError(
+                f"The tokenizer of {self._path} makes nothing of the pass key: take --tasks induction."
+            )
+        if task == "passkey":
+            told = self._ids(" The pass key is") + answer + self._ids(". Remember it:") + answer + self._ids(".")
+            return [told], self._ids(" What is the pass key? The pass key is"), answer
+        if task == "variables":
+            told = self._ids(" VAR X =") + answer + self._ids(".")
+            return [told, self._ids(" VAR Y = VAR X.")], self._ids(" VAR Y is equal to VAR X. VAR Y ="), answer
+        doors = [_DOORS[n] for n in torch.randperm(len(_DOORS), generator=draws).tolist()]
+        keys = [self._ids(f" The key of the {door} door is") for door in doors]
+        every = [key + number + self._ids(".") for key, number in zip(keys, numbers, strict=True)]
+        return every, self._ids(f" Which key opens the {doors[0]} door?") + keys[0], answer
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _drawn(self, tokens: int, draws: torch.Generator) -> list[int]:
+        return [self._known[n] for n in torch.randint(len(self._known), (tokens,), generator=draws).tolist()]
+
+    def _filler(self, task: str, tokens: int, draws: torch.Generator) -> list[int]:
+        if task == "induction":
+            return self._drawn(tokens, draws)
+        ids: list[int] = []
+        while len(ids) < tokens:
+            words = [part[int(torch.randint(len(part), (), generator=draws))] for part in _FILLER]
+            ids += self._ids(" The {} {} the {} {}.".format(*words)) or self._known[:1]
+        return ids[:tokens]
+
+
+def first_text(model: LoadedModel, plan: RetrievalPlan, seed: int) -> Tensor:
+    """Return the first of the texts, (1, L)."""
+    return Maker(model).text(plan.tasks[0], plan.lengths[0], plan.depths[0], seed).ids[None]
+
+
+def retrieval(subject: Subject, plan: RetrievalPlan, prepared: Any = None) -> Mapping[str, pd.DataFrame]:
+    """Let a model read texts as it is, and with each mask."""
+    model, maker, rows, tables = subject.model, Maker(subject.model), list[dict[str, Any]](), [TILES.empty()]
+    masks = [(NO_MASK, 0, None), *masks_of(plan.ks, subject.seed, plan.kinds, plan.kinds)]
+    tiled = [kind for kind in plan.kinds if kind.startswith(OF_ENGINES)]
+    for length in plan.lengths:
+        texts = [
+            (task, sample, maker.text(task, length, depth, subject.seed + 7919 * sample + round(1000 * depth)))
+            for task, depth, sample in product(plan.tasks, plan.depths, range(plan.samples))
+        ]
+        if tiled:
+            weights = TileWeights(tiled, plan.ks)
+            with running(model, weights.add, subject.device, subject.dtype) as run:
+                run({"input_ids": texts[0][2].ids[None]})
+            tables.append(weights.table(model.path, length))
+        at_once = max(1, _TOKENS // length)
+        with in_evaluation(model, subject.device, subject.dtype) as (module, device, _):
+            for start in range(0, len(texts), at_once):
+                part = texts[start : start + at_once]
+                ids = torch.stack([told.ids for *_, told in part]).to(device)
+                for mask, k, keep in masks:
+                    with nullcontext() if keep is None else sparsify(module, keep):
+                        logits = _logits(model.path, module, ids)
+                    for (task, sample, told), row in zip(part, logits, strict=True):
+                        place = {"task": task, "length": length, "distance": told.distance, "sample": sample}
+                        rows.append({"model": model.path, **place, "mask": mask, "k": k, **_read(row, told)})
+                    subject.after_point(len(part))
+    end = maker.words(first_text(model, plan, subject.seed)[0, -60:])
+    subject.remark(f"the first text ends: {end}", "retrieval-text")
+    return {"retrieval": RETRIEVAL.of_rows(rows), "tiles": TILES.of_parts(tables)}
+
+
+def _logits(path: str, module: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits of the next token at every position, (B, L, V)."""
+    try:
+        output = batching.call(module, {"input_ids": ids})
+    except InputError:
+        raise
+    except Exception as error:  # models raise anything
+        what = f"{path} cannot read texts of {ids.shape[1]:,} tokens"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise no_room(path, {"input_ids": ids}, error) or InputError(f"{what} ({reason}).") from error
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or logits.shape[2] <= int(ids.max()):
+        raise InputError(
+            f"{path} has no language head: its output is no distribution over tokens at each position. Take a "
+            "causal language model, with its head."
+        )
+    return logits
+
+
+def _read(logits: Tensor, told: Told) -> dict[str, Any]:
+    """Return hits and losses of one text from its logits, (L, V)."""
+    targets, hits, losses = told.ids[1:].to(logits.device), list[Tensor](), list[Tensor]()
+    for start in range(0, len(targets), _ROWS):
+        part, wanted = (
+            logits[start : start + _ROWS][: len(targets) - start].float(),
+            targets[start : start + _ROWS],
+        )
+        hits.append(part.argmax(-1) == wanted)
+        losses.append(F.cross_entropy(part, wanted, reduction="none"))
+    right, loss = torch.cat(hits).cpu(), torch.cat(losses).double().cpu()
+    own, rest = loss[-told.answer :].sum(), loss[: -told.answer].sum()
+    return {
+        "tokens": told.answer,
+        "hits": int(right[-told.answer :].sum()),
+        "loss": float(own) if own.isfinite() else math.inf,
+        "text_loss": float(rest) if rest.isfinite() else math.inf,
+        "text_tokens": len(loss) - told.answer,
+    }
+
+
+def _provenance(plan: RetrievalPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"retrieval_samples": plan.samples, "retrieval_depths": list(plan.depths)}
+
+
+PROBE = Probe("retrieval", RetrievalPlan, (RETRIEVAL, TILES), retrieval, provenance=_provenance)

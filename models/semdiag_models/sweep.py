@@ -1,0 +1,614 @@
+"""Sweeps: a TOML grid becomes runs; each is trained in a process of its own, and has a record and a row."""
+
+import csv
+import hashlib
+import io
+import json
+import math
+import re
+import shlex
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from semdiag_models.attention import ATTENTIONS
+from semdiag_models.checkpoint import Checkpoint, read_checkpoint, weights_sha256
+from semdiag_models.config import ListOpsTrees, ModelConfig, TrainingConfig
+from semdiag_models.reading import (
+    LARGEST_JSON,
+    InputError,
+    csv_cell,
+    open_file,
+    read_bytes,
+    read_json,
+    read_toml,
+    unknown_name,
+    write_text,
+)  # fmt: skip
+from semdiag_models.run_folder import SeedRun, open_run, run_name, train_run, train_seed_runs
+from semdiag_models.tasks import Text, configure, find_task, listops, open_text, task_of
+from semdiag_models.training import HISTORY_COLUMNS, DivergedError, find_device, random_state
+from semdiag_models.workers import TICK, Workers
+
+MOST_RUNS = 100_000  # largest number of runs of one file
+_MOST_PROBLEMS = 1000  # largest number of problems that are told
+_RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
+_TEXT = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
+_TREES = tuple(f.name for f in fields(ListOpsTrees))
+_LISTS = ("snapshots", "frozen")  # keys whose values are lists that do not multiply the runs
+_HIDDEN = ("vocabulary_size", "classes", "listops", "text", "cls_as_key")  # fields that users cannot set
+_FIELDS = {f.name: (record, f) for record in reversed(_RECORDS) for f in fields(record) if f.name not in _HIDDEN}
+_CONTINUABLE = ("epochs", "until", "snapshots")  # fields that may differ when a run continues
+
+
+# --- a file's runs
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    name: str  # name of its folder; no two configurations share one
+    model: ModelConfig
+    training: TrainingConfig
+
+
+class Setting(NamedTuple):
+    """A value with its position: ``grid.attention[2].k (line 9)``."""
+
+    value: Any
+    place: str
+
+
+Settings = dict[str, Setting]
+
+
+class SweepError(InputError):
+    """Raised for a sweep file with problems; ``problems`` has a line for each, ``summary`` their number."""
+
+    def __init__(self, path: Path, problems: list[str]) -> None:
+        self.problems = problems[:_MOST_PROBLEMS]
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        self.summary = f"{path} has {count}; nothing was run."
+        super().__init__(f"{self.summary} {' '.join(self.problems)}")
+
+
+def read_sweep(path: Path) -> list[SweepRun]:
+    """Read a sweep's file, and check every run in it before any starts."""
+    expanded, found = read_settings(path)
+    problems, runs, build = dict.fromkeys(found), dict[str, SweepRun](), _Builder(path.parent)
+    for settings in expanded if not found else ():
+        try:
+            run = build({key: setting.value for key, setting in settings.items()})
+        except InputError as error:
+            said = re.sub(r"\b[a-z]+ attention", "attention", str(error).replace("_", " ").lower())
+            named = [key for key in settings if re.search(rf"\b{key.replace('_', ' ')}\b", said)]
+            problems[f"{_places(settings, named) or 'the grid'}: {error}"] = None
+            continue
+        if runs.setdefault(run.name, run) != run:
+            why = "one run cannot have two of these; the longer training contains the shorter."
+            problems[f"{_places(settings, _CONTINUABLE)}: {why}"] = None
+    if problems or not runs:
+        none = 'there is no run: name a task, like task = "even-pairs".'
+        raise SweepError(path, list(problems) or [none])
+    return list(runs.values())
+
+
+def _places(settings: Settings, names: Iterable[str]) -> str:
+    """Return the positions of these settings in one phrase; unset ones have none."""
+    return ", ".join(dict.fromkeys(settings[name].place for name in names if name in settings))
+
+
+def read_settings(path: Path) -> tuple[list[Settings], list[str]]:
+    """Read a TOML file: the settings of all runs, and what is wrong with single values, with positions."""
+    if not path.exists():
+        raise InputError(f"{path} does not exist. Name a TOML file, like experiments/study.toml.")
+    content, text = read_toml(path)
+    grid = content.pop("grid", {})
+    tables = grid if isinstance(grid, list) else [grid]
+    if not all(isinstance(table, dict) for table in tables):
+        return [], [f"grid: must be a table, [grid] or [[grid]]. Got {grid!r}."]
+    if sum(_count(table) for table in tables) > MOST_RUNS:
+        raise InputError(f"{path} asks for more than {MOST_RUNS:,} runs. Use shorter lists in [grid].")
+    lines, problems = _lines_of_keys(text), dict[str, None]()
+    (common,) = _combinations(content, "", lines, problems)
+    found = []
+    for number, table in enumerate(tables):
+        name = f"grid[{number}]" if isinstance(grid, list) else "grid"
+        found += [{**common, **settings} for settings in _combinations(table, name, lines, problems)]
+    return found, list(problems)
+
+
+def _combinations(
+    table: dict[str, Any], name: str, lines: dict[tuple[str, str], int], problems: dict[str, None]
+) -> Iterator[Settings]:
+    """Yield the combinations of a table's entries; at the top of the file (no name) there is one."""
+    axes = []
+    for key, value in table.items():
+        path, line = f"{name}.{key}" if name else key, lines.get((name, key))
+        at, entries = "" if line is None else f" (line {line})", _entries(key, value)
+        if isinstance(value, list) and key not in _LISTS and not (name and value):
+            why = "the list is empty." if name else "a list multiplies the runs, and stands in [grid]."
+            problems[f"{path}{at}: {why}"] = None
+            continue
+        axis: list[Settings] = []
+        for number, entry in enumerate(entries):
+            here = f"{path}[{number}]" if isinstance(value, list) and name else path
+            if name and isinstance(entry, dict):
+                inside = {
+                    key: [Setting(v, f"{here}.{key}{at}") for v in _entries(key, vs)] for key, vs in entry.items()
+                }
+            else:
+                inside = {key: [Setting(entry, f"{here}{at}")]}
+            for inner, settings in inside.items():
+                for setting in settings:
+                    try:
+                        _check_alone(inner, setting.value)
+                    except InputError as error:
+                        problems[f"{setting.place}: {error}"] = None
+            axis += [dict(zip(inside, choice, strict=True)) for choice in product(*inside.values())]
+        axes.append(axis)
+    for parts in product(*axes):
+        together: Settings = {}
+        for part in parts:
+            for key in part.keys() & together.keys():
+                problems[f"{part[key].place}: {key} is also set at {together[key].place}."] = None
+            together |= part
+        yield together
+
+
+def _entries(key: str, value: Any) -> list[Any]:
+    """Return the values of a key; for ``snapshots`` and ``frozen``, a list of plain values is one value."""
+    if key in _LISTS and not (isinstance(value, list) and any(isinstance(v, list) for v in value)):
+        return [value]
+    return value if isinstance(value, list) else [value]
+
+
+def _count(table: dict[str, Any]) -> int:
+    """Return the number of combinations of a table's lists."""
+    return math.prod(
+        sum(_count(entry) if isinstance(entry, dict) else 1 for entry in _entries(key, value))
+        for key, value in table.items()
+    )
+
+
+def _lines_of_keys(text: str) -> dict[tuple[str, str], int]:
+    """Return the first line of every key at the top and in the grids, by table and key."""
+    found: dict[tuple[str, str], int] = {}
+    seen, within = -1, ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*(\[\[?)\s*grid\s*\]", line):
+            seen += 1
+            within = f"grid[{seen}]" if header[1] == "[[" else "grid"
+        elif "=" in line:
+            found.setdefault((within, line.partition("=")[0].strip().strip("\"'")), number)
+    return found
+
+
+def _check_alone(key: str, value: Any) -> None:
+    """Refuse a key that is unknown, and a value that is wrong regardless of other keys."""
+    if key in _TEXT:
+        if type(value) is not _TEXT[key]:
+            raise InputError(f"{key} must be {_TEXT[key].__name__}. Got {value!r}.")
+        return
+    if key not in _FIELDS:
+        raise unknown_name("key", key, [*_FIELDS, *_TEXT])
+    record, declared = _FIELDS[key]
+    try:
+        record.check_type(key, value)
+    except InputError as error:
+        raise InputError(str(error).partition(".")[2]) from None
+    record.check_value(declared, value)
+    if key == "task" and value != Text.name:
+        find_task(value)
+    if key == "attention" and value not in ATTENTIONS:
+        raise unknown_name(key, value, ATTENTIONS)
+
+
+class _Builder:
+    """Makes runs of settings, and refuses those that no run can have."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._text = lru_cache(self._open_text)
+        self._try_to_draw = lru_cache(_try_to_draw)
+
+    def __call__(self, values: dict[str, Any]) -> SweepRun:
+        if "task" not in values:
+            raise InputError('A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
+        trees, text = ({key: values.pop(key) for key in keys if key in values} for keys in (_TREES, _TEXT))
+        name = values.pop("task")
+        task = self._text(values.get("length"), **text) if name == Text.name else find_task(name)
+        for extra, home in ((text, Text.name), (trees, "listops")):
+            if extra and task.name != home:
+                raise InputError(f"{next(iter(extra))} belongs to the task {home}. Got task {name!r}.")
+        law = ListOpsTrees(**trees) if trees else None
+        if law is not None:
+            task = listops(law)
+            values.setdefault("length", law.longest)
+        epochs = values.get("epochs", task.recipe.epochs)
+        values["snapshots"] = [epoch for epoch in values.get("snapshots", ()) if epoch <= epochs]
+        model, training = configure(task, values, law)
+        if training.text is None and (refused := self._try_to_draw(_samples_alike(training))):
+            raise InputError(refused)
+        return SweepRun(name_run(model, training), model, training)
+
+    def _open_text(
+        self, window: int | None, text: str = "", holdout_text: str | None = None, tokenizer: str = "unigram",
+        vocabulary: int = 4096,
+    ) -> Text:  # fmt: skip
+        if not text:
+            raise InputError('The task text needs a file: text = "FILE", beside the sweep\'s own file.')
+        holdout = None if holdout_text is None else self._folder / holdout_text
+        return Text(open_text(self._folder / text, holdout, tokenizer, vocabulary), window)
+
+
+def _samples_alike(training: TrainingConfig) -> TrainingConfig:
+    """Return the training with the same shortest samples and all else equal, to draw one sample only once."""
+    length = training.least_length or training.length
+    return TrainingConfig(training.task, length, 1, train_samples=1, holdout_samples=1, listops=training.listops)
+
+
+def _try_to_draw(training: TrainingConfig) -> str:
+    """Return why a task has no string of a length, or nothing."""
+    try:
+        task_of(training).draw(1, 1, training.length, torch.Generator().manual_seed(0))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+# --- a run's name
+
+
+_IN_THE_NAME = (
+    "task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops",
+    "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient", *_CONTINUABLE,
+)  # fmt: skip
+_LONGEST_NAME = 90  # without the hash; longer names are cut
+
+
+def identity(model: ModelConfig, training: TrainingConfig) -> str:
+    """Return a hash of a run's configuration, 8 hexadecimal digits."""
+    ran = replace(training, epochs=1, until=None, snapshots=())
+    values = {"model": _not_default(model), "training": _not_default(ran)}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _not_default(record: ModelConfig | TrainingConfig) -> dict[str, Any]:
+    values = record.to_dict()
+    for f in fields(record):
+        # For compatibility: the empty list of snapshots has always been part of the hash.
+        compared = values[f.name] if f.name == "snapshots" else getattr(record, f.name)
+        if f.default is not MISSING and compared == f.default:
+            del values[f.name]
+        elif "float" in str(f.type) and values[f.name] is not None:
+            values[f.name] = float(values[f.name])  # 1 and 1.0 are one learning rate
+    return values
+
+
+def name_run(model: ModelConfig, training: TrainingConfig) -> str:
+    """Return a folder's name: task, attention, seed, differences from the recipe, and the hash."""
+    chosen = {"attention": model.attention, "k": model.k, "optimizer": training.optimizer}
+    usual = configure(task_of(training), chosen, training.listops)
+    words = []
+    for record, ordinary in zip((model, training), usual, strict=True):
+        for name, value in vars(record).items():
+            plain = TrainingConfig.optimizer if name == "optimizer" else getattr(ordinary, name)
+            if name not in _IN_THE_NAME and value != plain:
+                words.append(_word(name, value))
+    if training.length != usual[1].length and training.listops is None:
+        words.append(f"length-{training.length}")
+    readable = run_name(model, training)
+    for word in words:
+        if len(readable) + len(word) > _LONGEST_NAME:
+            break
+        readable += f"-{word}"
+    return f"{readable}-{identity(model, training)}"
+
+
+def _word(name: str, value: object) -> str:
+    said = "-".join(value) if isinstance(value, tuple) else value
+    text = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
+    return re.sub(r"[^\w.-]+", "-", str(text)).replace("_", "-")
+
+
+# --- training in a process
+
+
+class Order(NamedTuple):
+    """What a worker process needs to train runs; everything in it can be pickled."""
+
+    runs: tuple[SweepRun, ...]  # runs to train; several of the same size share their steps
+    folder: Path  # absolute folder of the run folders, which have the runs' names
+    device: str  # ``cpu``, ``cuda`` or ``mps``
+    provenance: dict[str, Any]  # stored in every snapshot
+
+
+class Outcome(NamedTuple):
+    """End of an attempt: a status, and one line with the reason unless it is ``done``."""
+
+    status: str
+    problem: str = ""
+    retry: bool = False  # whether another attempt may succeed
+
+
+KILLED = Outcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
+
+
+def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
+    """Return the progress of a run: waiting (also if what is there cannot be read), begun or done."""
+    try:
+        saved = read_checkpoint(folder / "last.pt")
+    except InputError:
+        return "waiting", None
+    if identity(saved.model, saved.training) != identity(run.model, run.training):
+        raise InputError(f"{folder} holds a run of another configuration. Move it away, or choose another --out.")
+    return ("done" if _at_its_end(saved.history, run.training) else "begun"), saved
+
+
+def _at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> bool:
+    """Return whether a run with this history has all its epochs, or has reached the target accuracy."""
+    accuracies = history.get("train_accuracy", [])
+    converged = training.until is not None and bool(accuracies) and accuracies[-1] >= training.until
+    return len(accuracies) >= training.epochs or converged
+
+
+def train_order(order: Order) -> list[Outcome]:
+    """Train runs to their ends from their current state, on one CPU thread, in a process of its own."""
+    torch.set_num_threads(1)
+    ended = {run.name: Outcome("done") for run in order.runs}
+    left: list[SweepRun] = []
+    device, runs = find_device(order.device), list[SeedRun]()
+    try:
+        with ExitStack() as undo:
+            for run in order.runs:
+                folder = order.folder / run.name
+                try:
+                    status, saved = inspect(folder, run)
+                except InputError as error:
+                    ended[run.name] = Outcome("failed", str(error))
+                    continue
+                if status == "done":
+                    continue
+                left.append(run)
+                begun = saved is not None
+                trainer = open_run(folder, run.model, run.training, device, resume=begun, overwrite=not begun)
+                undo.callback(trainer.release)
+                runs.append(SeedRun(folder, trainer, random_state(device)))
+            if len(runs) == 1:
+                train_run(runs[0].folder, runs[0].trainer, order.provenance)
+            elif runs:
+                train_seed_runs(runs, order.provenance)
+    except DivergedError as error:
+        ended |= {left[member].name: Outcome("diverged", str(error)) for member in error.members}
+    except InputError as error:
+        ended |= {run.name: Outcome("failed", str(error)) for run in left}
+    except Exception as error:  # full disk, no memory, a bug of ours: record it, and try again
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        ended |= {run.name: Outcome("failed", problem, retry=True) for run in left}
+    return list(ended.values())
+
+
+def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
+    """Train many runs, several at a time; yield each with its end, and None now and then."""
+    waiting, attempts = deque(orders), Counter[str]()
+    running: dict[Any, tuple[Order, list[int]]] = {}
+
+    def epochs(order: Order) -> list[int]:
+        return [epochs_so_far(order.folder / run.name) for run in order.runs]
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers.capacity:
+                order = waiting.popleft()
+                running[workers.submit(order)] = order, epochs(order)
+            for handle in workers.wait(list(running), TICK):
+                order, before = running.pop(handle)
+                outcomes = workers.outcomes(handle) or [KILLED] * len(order.runs)
+                again = []
+                for run, outcome, was, now in zip(order.runs, outcomes, before, epochs(order), strict=True):
+                    attempts[run.name] += outcome.retry and now <= was
+                    if outcome.retry and attempts[run.name] <= retries:
+                        again.append(run)
+                    else:
+                        yield run, outcome
+                if again:
+                    waiting.append(order._replace(runs=tuple(again)))
+            yield None
+    finally:
+        workers.close()
+
+
+def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
+    """Group runs that differ only in their seed, in order."""
+    alike: dict[Any, list[SweepRun]] = {}
+    for run in runs:
+        alike.setdefault((run.model, replace(run.training, seed=0, query_key_scale=1.0)), []).append(run)
+    return [tuple(group[i : i + most]) for group in alike.values() for i in range(0, len(group), most)]
+
+
+def epochs_so_far(folder: Path) -> int:
+    """Return the finished epochs of a run that may be training, from ``history.csv``."""
+    try:
+        return read_bytes(folder / "history.csv", LARGEST_JSON).count(b"\n") - 1
+    except InputError:
+        return 0
+
+
+# --- records of finished runs
+
+
+SCHEMA = "semdiag.run/1"
+RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study
+
+
+def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
+    """Write a finished run's record, ``NAME.json``; a history has seven digits, as float32 has no more."""
+    facts = {k: _without_folders(v) if k == "command" else v for k, v in saved.provenance.items()}
+    short = {
+        name: [v if isinstance(v, int) else float(f"{v:.7g}") for v in values]
+        for name, values in saved.history.items()
+    }
+    content = {
+        "schema": SCHEMA, "run": run.name, "model": saved.model.to_dict(), "training": saved.training.to_dict(),
+        "epochs": saved.epoch, "weights": weights_sha256(saved.state), "provenance": facts, "history": short,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{run.name}.json", json.dumps(content, allow_nan=False) + "\n")
+
+
+def _without_folders(command: str) -> str:
+    """Reduce absolute paths in a command, also after ``--option=``, to their last parts."""
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+        words.append(f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}")
+    return shlex.join(words)
+
+
+def read_packed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the records in a folder's two tables by run; none without tables."""
+    paths = folder / RUNS, folder / HISTORIES
+    if not all(path.exists() for path in paths):
+        return {}
+    return _kept_tables(*paths, *(path.stat().st_mtime_ns for path in paths))
+
+
+def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str, Any]]:
+    """Return the records in two tables by run."""
+    import pandas as pd
+
+    tables = []
+    for path in (runs, histories):
+        with open_file(path, LARGEST_JSON) as file:
+            try:
+                tables.append(pd.read_parquet(file))
+            except Exception as error:  # on damaged files the library raises anything
+                raise InputError(f"{path} cannot be read as a table ({type(error).__name__}).") from None
+    try:
+        found = {
+            name: {str(column): rows[column].tolist() for column in rows if column != "run"}
+            for name, rows in tables[1].groupby("run", sort=False)
+        }
+        pairs = zip(tables[0]["run"], tables[0]["record"], strict=True)
+        return {name: {**json.loads(record), "history": found[name]} for name, record in pairs}
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"{runs.parent} holds no records of runs ({error}).") from None
+
+
+_kept_tables = lru_cache(maxsize=4)(read_tables)  # until a stamp changes
+
+
+def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
+    """Return the history in a run's record: its file, or the tables of a finished study."""
+    path = folder / f"{run.name}.json"
+    content = read_json(path) if path.exists() else read_packed(folder).get(run.name)
+    if content is None:
+        return None
+    try:
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {content['schema']!r}")
+        training, model = TrainingConfig.from_dict(content["training"]), ModelConfig.from_dict(content["model"])
+        history: dict[str, list[float]] = content["history"]
+        whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
+        if not whole or not all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c):
+            raise ValueError("its history is not a list of numbers per quantity")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
+    if identity(model, training) != identity(run.model, run.training):
+        raise InputError(f"{path} is the record of another configuration. Move it away.")
+    return history
+
+
+# --- results
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One row of a sweep's results."""
+
+    run: str  # name of the folder
+    status: str  # done, begun, waiting, diverged or failed: docs/commands/training.md
+    task: str  # label of the task
+    attention: str  # kind of attention, with k and global tokens in columns of their own
+    k: int | None
+    global_tokens: int
+    activation: str
+    seed: int
+    epochs: int  # number of finished epochs, among those requested
+    epochs_to_target: int | None  # first epoch that reaches the target's training accuracy; None if none does
+    train_accuracy: float | None  # after the last epoch, in [0, 1]
+    holdout_accuracy: float | None  # after the last epoch
+    best_holdout_accuracy: float | None  # after the best epoch
+    seconds: float  # of all epochs, including evaluation; summed over interruptions
+    problem: str  # what went wrong, or that there are more epochs, in one line
+
+
+def result(
+    run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None
+) -> RunResult:
+    """Return a run's row, from its folder or, if that is not finished, from its record."""
+    problem = "" if outcome is None else outcome.problem
+    recorded, saved = None, None
+    try:
+        recorded = None if records is None else read_history(records, run)
+        status, saved = inspect(folder, run)
+        if status == "done" and records and saved and saved.epoch > len((recorded or {"epoch": []})["epoch"]):
+            write_record(records, run, saved)
+    except InputError as error:
+        status, problem = "failed", str(error)
+    history = {} if saved is None else saved.history
+    if recorded is not None and status not in ("done", "failed") and _at_its_end(recorded, run.training):
+        status, history = "done", recorded
+    if outcome is not None and status != "done":
+        status = outcome.status
+    epochs, asked = len(history.get("epoch", ())), run.training.epochs
+    if epochs > asked:  # the file requested more epochs before
+        history = {name: values[:asked] for name, values in history.items()}
+        problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {asked}"
+    train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
+    return RunResult(
+        run.name, status, run.training.task_label, run.model.attention, run.model.k, run.model.global_tokens,
+        run.model.activation, run.training.seed, min(epochs, asked),
+        next((n for n, reached in enumerate(train, start=1) if reached >= target), None),
+        train[-1] if train else None, holdout[-1] if holdout else None, max(holdout, default=None),
+        round(sum(history.get("seconds", [])), 3), problem,
+    )  # fmt: skip
+
+
+def epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
+    """Return the number of epochs that a run has left to train, at most."""
+    recorded = None if records is None else read_history(records, run)
+    if recorded is not None and _at_its_end(recorded, run.training):
+        return 0
+    try:
+        status, saved = inspect(folder, run)
+    except InputError:
+        return 0
+    return 0 if status == "done" else max(0, run.training.epochs - (0 if saved is None else saved.epoch))
+
+
+def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the results as plain values for JSON."""
+    return {"schema": "semdiag.sweep/1", "provenance": provenance, "results": [asdict(row) for row in rows]}
+
+
+def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
+    """Write ``results.csv`` and ``results.json``, each whole or not at all."""
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [f.name for f in fields(RunResult)], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        cells = asdict(row)
+        writer.writerow({key: csv_cell(cell) if isinstance(cell, str) else cell for key, cell in cells.items()})
+    write_text(folder / "results.csv", table.getvalue())
+    document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
+    write_text(folder / "results.json", document + "\n")

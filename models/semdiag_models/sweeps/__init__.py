@@ -1,1 +1,0 @@
-"""Grids of runs: read, plan, and train them in processes or on Ray."""

@@ -1,0 +1,141 @@
+"""Dumps of engines, rebuilt as small files in the layouts that their sources name."""
+
+import base64
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import semdiag
+from semdiag.measuring.engine_dumps import read_queries_and_keys, read_routed_experts
+from semdiag_models import InputError
+
+CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
+
+
+def hook_dump(**changes):
+    """What vLLM-Hook saves of two requests of 5 and 3 tokens, in three layers."""
+    generator = torch.Generator().manual_seed(0)
+    cache = {
+        f"model.layers.{n}.self_attn.attn": {
+            "q": [torch.randn(length, 32, generator=generator) for length in (5, 3)],
+            "k_all": [torch.randn(length, 16, generator=generator) for length in (5, 3)],
+            "layer_num": n,
+        }
+        for n in range(3)
+    }
+    return {"config": CONFIG | {"attention_multiplier": 0.25}, "qk_cache": cache, **changes}
+
+
+def test_queries_and_keys_of_vllm_hook_give_the_statistics_of_a_loop(tmp_path):
+    dump = hook_dump()
+    torch.save(dump, tmp_path / "qk.pt")
+    read = read_queries_and_keys(tmp_path / "qk.pt")
+    assert [(each.layer, each.q.shape[2]) for each in read] == [(0, 5), (0, 3), (1, 5), (1, 3), (2, 5), (2, 3)]
+    one = read[2]
+    rows = semdiag.row_statistics(one.q, one.k, one.scale, causal=True, first_query=one.first_query)
+    entry = dump["qk_cache"]["model.layers.1.self_attn.attn"]
+    for head in range(4):
+        q, k = entry["q"][0][3, 8 * head : 8 * head + 8], entry["k_all"][0][:4, 8 * (head // 2) :][:, :8]
+        scores = [0.25 * float(q @ key) for key in k]
+        assert rows.dispersion()[0, head, 3] == pytest.approx(max(scores) - min(scores), rel=1e-5)
+
+
+def test_the_last_token_alone_stands_behind_its_keys(tmp_path):
+    dump = hook_dump()
+    for entry in dump["qk_cache"].values():
+        entry["q"] = [rows[-1] for rows in entry["q"]]
+    torch.save(dump, tmp_path / "qk.pt")
+    assert [each.first_query for each in read_queries_and_keys(tmp_path / "qk.pt")[:2]] == [4, 2]
+
+
+def without(layer):
+    dump = hook_dump()
+    del dump["qk_cache"][f"model.layers.{layer}.self_attn.attn"]
+    dump["qk_cache"]["model.layers.3.self_attn.attn"] = hook_dump()["qk_cache"][
+        "model.layers.0.self_attn.attn"
+    ] | {"layer_num": 3}
+    return dump
+
+
+def swapped():
+    dump = hook_dump()
+    for entry in dump["qk_cache"].values():
+        entry["q"], entry["k_all"] = entry["k_all"], entry["q"]
+    return dump
+
+
+def turned():
+    dump = hook_dump()
+    for entry in dump["qk_cache"].values():
+        entry["q"] = [rows.T for rows in entry["q"]]
+    return dump
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch harm",)
+
+
+@pytest.mark.parametrize(
+    ("dump", "said"),
+    [
+        (without(2), "lacks layers 2 between 0 and 3"),
+        (hook_dump(config=CONFIG | {"num_attention_heads": 8}), r"8 heads of width 8 need tensors \(tokens, 64\)"),
+        (swapped(), r"Got \(5, 16\)"),
+        (turned(), r"Got \(32, 5\)"),
+        (hook_dump(qk_cache={}), "holds no layer"),
+        (hook_dump(config={}), "num_attention_heads"),
+        (hook_dump(config=CONFIG | {"attention_multiplier": math.nan}), "holds no layer"),
+        ([1, 2], "no dump of vLLM-Hook"),
+        (Code(), "refused"),
+    ],
+)
+def test_other_dumps_are_refused_in_one_line_and_run_nothing(tmp_path, monkeypatch, dump, said):
+    monkeypatch.chdir(tmp_path)
+    torch.save(dump, "qk.pt")
+    with pytest.raises(InputError, match=said) as error:
+        read_queries_and_keys("qk.pt")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "harm").exists()
+
+
+EXPERTS = torch.arange(24).view(4, 3, 2).int()  # tokens, layers, k
+
+
+def test_routed_experts_of_three_engines_are_the_same(tmp_path):
+    np.savez(tmp_path / "vllm.npz", routed_experts=EXPERTS.numpy())
+    text = base64.b64encode(EXPERTS.numpy().tobytes()).decode()
+    (tmp_path / "sglang.json").write_text(json.dumps({"text": "…", "meta_info": {"routed_experts": text}}))
+    torch.save(list(EXPERTS.unbind(1)), tmp_path / "megatron.pt")
+    for name, shape in (("vllm.npz", ()), ("sglang.json", (3, 2)), ("megatron.pt", (3, 2))):
+        assert torch.equal(read_routed_experts(tmp_path / name, *shape), EXPERTS.long())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([EXPERTS[:, 0], None], "layer 1 was not recorded"),
+        ([EXPERTS[:, 0], EXPERTS[:3, 1]], "differ in size"),
+        ([], "there are none"),
+        (EXPERTS.transpose(0, 1).contiguous(), r"shape \(3, 4, 2\), not \(tokens, 3, 2\): are axes swapped"),
+        (EXPERTS.float(), "whole numbers"),
+    ],
+)
+def test_other_experts_are_refused(tmp_path, content, said):
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=said):
+        read_routed_experts(tmp_path / "a.pt", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "said"),
+    [("AAAA", 3, "no int32"), ("!", 3, "no int32"), (None, 3, "base64"), ("AAAA", None, "named")],
+)
+def test_other_responses_are_refused(tmp_path, text, layers, said):
+    (tmp_path / "a.json").write_text(json.dumps({"meta_info": {"routed_experts": text}}))
+    with pytest.raises(InputError, match=said):
+        read_routed_experts(tmp_path / "a.json", layers, 2)

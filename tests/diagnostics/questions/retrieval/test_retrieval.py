@@ -1,0 +1,129 @@
+"""Retrieval by a model whose answers are known: it copies what came after the same two tokens."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import beta
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
+from semdiag.measuring.survey import Inputs, survey
+from semdiag.presenting.answer import Outcome
+from semdiag.questions import retrieval as question
+from semdiag.questions.retrieval.answer import answer, retrieval_table
+from semdiag.questions.retrieval.figures import retrieval_by_distance
+from semdiag.questions.retrieval.measure import Maker, first_text
+from semdiag_models import InputError
+
+pytest.importorskip("transformers")
+copier = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "copier.py"), run_name="copier")
+Copier, tokenizer_of, WORDS = copier["Copier"], copier["tokenizer"], copier["WORDS"]
+
+
+def loaded(module=None, words=WORDS):
+    tokenizer = tokenizer_of(words)
+    module = Copier(len(tokenizer)) if module is None else module
+    return LoadedModel("copier", "", module, "hugging face", "unknown", tokenizers={None: tokenizer})
+
+
+def measured(model, **plan):
+    plan = question.RetrievalPlan(**plan)
+    conditions = Conditions(samples=1, seed=1, plans=(plan,))
+    given = Inputs([{"input_ids": first_text(model, plan, 1)}], None, "made", model)
+    return Findings(survey([model], conditions, own=True, given=given))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return measured(
+        loaded(), tasks=("passkey", "induction"), kinds=("window", "topk", "tile-8x8-quest", "skip-20-8x8"),
+        ks=(64,), lengths=(160,), samples=4, depths=(0.0, 0.9),
+    )  # fmt: skip
+
+
+def test_a_window_loses_what_it_cannot_reach_and_top_k_does_not(found):
+    table = found(retrieval_table).set_index(["task", "mask", "distance"]).sort_index()
+    for task in ("passkey", "induction"):
+        near, far = sorted(set(table.loc[task].index.get_level_values("distance")))
+        assert near < 64 < far
+        own = table.loc[(task, "none")]["right"]
+        assert own.tolist() == [4, 4]
+        for mask in ("topk", "skip-20-8x8"):
+            assert table.loc[(task, mask)]["right"].to_dict() == own.to_dict()
+        assert table.loc[(task, "window"), "right"].to_dict() == {near: own[near], far: 0}
+        low = table.loc[(task, "window", far)]
+        assert (low["low"], low["high"]) == (0, pytest.approx(1 - 0.025 ** (1 / 4)))  # Clopper and Pearson, 0 of 4
+    whole = table[table["right"] == 4]
+    assert whole["low"].to_numpy() == pytest.approx(beta.ppf(0.025, 4, 1))
+    assert table["judged"].all()
+
+
+def test_the_answer_says_it_in_words_and_the_figure_by_distance(found):
+    said = answer(found)
+    assert said.glance.answer == Outcome.MEASURED
+    assert said.glance.number == "2 of 8 masks"
+    text = " ".join(said.headline)
+    assert "as it is answers induction in 8 of 8 texts of 160 tokens" in text
+    assert "window, k = 64 0 of 4 (0%–60%; as it is 4; perplexity of the text" in text
+    kept = said.tables["tiles"]
+    assert set(kept["kind"]) == {"tile-8x8-quest", "skip-20-8x8"}
+    assert (kept["weight"] <= kept["exact_weight"] + 1e-6).all()
+    figure = retrieval_by_distance(found)
+    ax = next(ax for ax in figure.axes if ax.get_title(loc="left").startswith("induction"))
+    lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+    assert lines["as it is"] == [1, 1]
+    assert lines["window, k = 64"] == [1, 0]
+
+
+@pytest.mark.parametrize("task", question.TASKS)
+def test_texts_have_their_length_and_the_answer_stands_at_its_distance(task):
+    maker = Maker(loaded())
+    for depth in (0, 0.5, 1):
+        told = maker.text(task, 150, depth, 3)
+        ids, n = told.ids.tolist(), told.answer
+        assert len(ids) == 150
+        assert torch.equal(told.ids, maker.text(task, 150, depth, 3).ids)
+        place = 150 - n - told.distance
+        answer = ids[-n:]
+        there = [at for at in range(place, 150 - n) if ids[at : at + n] == answer]
+        assert there
+        assert not any(ids[at : at + n] == answer for at in range(place))
+
+
+def test_a_model_that_cannot_do_it_is_not_judged():
+    blind = Copier(len(tokenizer_of()), sharp=0.0)
+    said = answer(
+        measured(loaded(blind), tasks=("passkey",), kinds=("window",), ks=(16,), lengths=(100,), samples=2)
+    )
+    assert said.glance.answer == Outcome.OPEN
+    assert said.headline == [
+        "copier as it is answers passkey in 0 of 6 texts of 100 tokens (too few to judge masks by)."
+    ]
+
+
+class Headless(Copier):
+    def forward(self, input_ids):
+        return super().forward(input_ids)["logits"][..., :5]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "said"),
+    [
+        (lambda: loaded(words="The pass key is"), {}, "makes nothing of the pass key"),
+        (lambda: loaded(Headless(len(tokenizer_of()))), {}, "has no language head"),
+        (loaded, {"lengths": (20,)}, "A text of passkey takes"),
+        (loaded, {"lengths": (20,), "tasks": ("induction",)}, "A text of induction takes 48"),
+        (loaded, {"tasks": ("passkeys",)}, "passkey"),
+        (loaded, {"kinds": ("windows",)}, "no kind of sparse attention 'windows'"),
+        (loaded, {"kinds": ("tile-512x64",), "ks": (64,)}, "larger than a text of 100 tokens"),
+        (loaded, {"ks": (0,)}, "at least 1"),
+        (loaded, {"depths": (2.0,)}, "depths from 0 to 1"),
+    ],
+)
+def test_bad_input_is_one_line(model, plan, said):
+    with pytest.raises(InputError, match=said) as error:
+        measured(model(), **{"lengths": (100,), "kinds": ("window",), "ks": (16,), "samples": 1, **plan})
+    assert "\n" not in str(error.value)

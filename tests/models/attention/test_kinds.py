@@ -1,0 +1,363 @@
+"""Kinds of attention against naive ones: which keys each keeps, and what the table says."""
+
+import dataclasses
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semdiag_models import ATTENTIONS, AttentionKind, InputError, ModelConfig
+from semdiag_models import attention as module
+from semdiag_models.attention import (
+    DRAWN,
+    LOCAL,
+    first_centroids,
+    random_priorities,
+)
+from semdiag_models.encoder import Encoder
+
+CPU = torch.device("cpu")
+
+
+def select_keys(
+    kind, k, q, keys, scale, valid, everywhere=(0, 0), apart=False, centroids=None, planes=None, **fields
+):
+    """What the kind's function in the table keeps, in a layer with these properties."""
+    (_, heads, length, width), select = q.shape, ATTENTIONS[kind].select
+    sizes = {"heads": heads, "head_width": width, "blocks": 1}
+    config = ModelConfig(3, 2, max(length, k or 1), kind, k, **sizes, **fields)
+    layer = SimpleNamespace(
+        config=config, layer=0, scale=scale, training=False, draw_seed=None, centroids=centroids,
+        core=SimpleNamespace(everywhere=everywhere, apart=apart),
+    )  # fmt: skip
+    if planes is None:
+        return None if select is None else select(q, keys, valid, layer)
+    with mock.patch.object(module, "hash_directions", return_value=planes[None]):
+        return select(q, keys, valid, layer)
+
+
+def vectors(batch=3, heads=2, length=10, width=4):
+    return torch.randn(2, batch, heads, length, width, dtype=torch.float64)
+
+
+def choose(kind, k, length, valid=None):
+    """One row per query, of the input-agnostic kinds."""
+    q = torch.zeros(1, 1, length, 2)
+    return select_keys(kind, k, q, q, 1.0, valid)[0, 0].tolist()
+
+
+def naive_band(length, k):
+    rows = []
+    for query in range(length):
+        first = query - (k - 1) // 2
+        while first < 0:
+            first += 1
+        while first + k > length:
+            first -= 1
+        rows.append(list(range(first, first + k)))
+    return rows
+
+
+def naive_blocks(length, k):
+    rows = []
+    for query in range(length):
+        own = [key for key in range(length) if key // k == query // k]
+        rows.append(own + [-1] * (k - len(own)))
+    return rows
+
+
+def naive_heavy_hitters(q, keys, k, scale, valid):
+    batch, heads, length, _ = q.shape
+    chosen = torch.full((batch, heads, length, k), -1)
+    for b in range(batch):
+        candidates = [j for j in range(length) if valid is None or valid[b, j]]
+        for h in range(heads):
+            for i in range(length):
+                scores = {j: scale * float(q[b, h, i] @ keys[b, h, j]) for j in candidates}
+                best = sorted(candidates, key=lambda j: -scores[j])[:k]
+                chosen[b, h, i, : len(best)] = torch.tensor(best)
+    return chosen
+
+
+def test_full_attention_selects_nothing_in_particular():
+    q, keys = vectors()
+    assert select_keys("full", None, q, keys, 1.0, None) is None
+
+
+@given(st.integers(1, 30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_bands_are_k_consecutive_keys_shifted_inward_at_the_ends(length, data):
+    k = data.draw(st.integers(1, length))
+    assert choose("banded", k, length) == naive_band(length, k)
+
+
+def test_an_even_band_reaches_one_further_to_the_right():
+    assert choose("banded", 4, 9)[4] == [3, 4, 5, 6]
+    assert choose("banded", 5, 9)[4] == [2, 3, 4, 5, 6]
+    assert choose("banded", 5, 9)[0] == [0, 1, 2, 3, 4]
+    assert choose("banded", 5, 9)[8] == [4, 5, 6, 7, 8]
+
+
+@given(st.integers(1, 30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_disjoint_and_the_last_one_may_be_short(length, data):
+    k = data.draw(st.integers(1, length))
+    assert choose("block", k, length) == naive_blocks(length, k)
+
+
+@pytest.mark.parametrize("kind", ["banded", "block"])
+def test_an_invalid_key_leaves_an_empty_place_in_a_fixed_selection(kind):
+    valid = torch.tensor([[True] * 4 + [False] + [True] * 2 + [False] * 3])
+    with_all, without = choose(kind, 3, 10), choose(kind, 3, 10, valid)
+    gone = {-1, 4, 7, 8, 9}
+    assert without == [[-1 if key in gone else key for key in row] for row in with_all]
+
+
+@pytest.mark.parametrize("kind", ["banded", "block"])
+def test_fixed_selections_are_those_of_every_sample_and_head(kind):
+    q, keys = vectors()
+    selected = select_keys(kind, 3, q, keys, 1.0, None)
+    assert selected.shape == (3, 2, 10, 3)
+    assert (selected == selected[0, 0]).all()
+
+
+@pytest.mark.parametrize("strip", [2**20, 1])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 10])
+@pytest.mark.parametrize("scale", [0.3, -2.0])
+def test_heavy_hitters_are_those_of_a_stable_sort(monkeypatch, strip, k, padded, scale):
+    monkeypatch.setattr(module, "_STRIP", strip)
+    q, keys = vectors()
+    valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
+    selected = select_keys("topk", k, q, keys, scale, valid)
+    assert selected.dtype == torch.int64
+    assert torch.equal(selected, naive_heavy_hitters(q, keys, k, scale, valid))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_bottom_k_keeps_the_smallest_scores_lowest_first(padded):
+    q, keys = vectors()
+    valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
+    selected = select_keys("bottomk", 3, q, keys, 0.3, valid)
+    assert torch.equal(selected, naive_heavy_hitters(q, -keys, 3, 0.3, valid))
+
+
+def orders(seed=3, blocks=2, heads=2, length=10):
+    return random_priorities(seed, blocks, heads, length, CPU)
+
+
+@pytest.mark.parametrize("strip", [2**20, 1])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_random_attention_keeps_the_valid_keys_first_in_each_query_s_order(monkeypatch, strip, k, padded):
+    monkeypatch.setattr(module, "_STRIP", strip)
+    q, keys = vectors()
+    valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
+    selected = select_keys("random", k, q, keys, 1.0, valid, selection_seed=3)
+    assert selected.shape == (3, 2, 10, k)
+    for b, h, i in torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(10)).tolist():
+        order = orders()[0, h, i].tolist()
+        expected = sorted((j for j in range(10) if valid is None or valid[b, j]), key=lambda j: -order[j])[:k]
+        assert selected[b, h, i].tolist() == expected + [-1] * (k - len(expected))
+    assert torch.equal(select_keys("random", k, 5 - q, keys, -2.0, valid, selection_seed=3), selected)
+
+
+def test_random_orders_differ_by_block_head_query_and_seed_and_come_again():
+    drawn = orders()
+    assert (drawn.sort(-1).values == torch.arange(10)).all()
+    assert len(set(map(tuple, drawn.flatten(0, 2).tolist()))) == 2 * 2 * 10
+    assert not (orders(seed=4) == drawn).all(-1).any()
+    random_priorities.cache_clear()
+    before = torch.get_rng_state()
+    assert torch.equal(orders(), drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_key_is_kept_equally_often_by_random_attention():
+    q = torch.zeros(1, 1, 400, 1)
+    selected = select_keys("random", 20, q, q, 1.0, None, selection_seed=0)
+    load = torch.bincount(selected.flatten(), minlength=400).double()
+    assert abs(load.mean() - 20) < 1e-12
+    # Binomial: 400 draws with probability 20/400. The variance of 400 loads is good to √(2/400), times 4.5.
+    assert abs(load.var() / (20 * 0.95) - 1) < 4.5 * (2 / 400) ** 0.5
+
+
+@given(st.integers(1, 12), st.integers(0, 2), st.integers(0, 3), st.data())
+@settings(max_examples=80, deadline=None)
+def test_local_attention_keeps_its_own_and_the_tokens_everywhere(inner, first, last, data):
+    k = data.draw(st.integers(1, inner))
+    kind, padded = data.draw(st.sampled_from(["banded", "block"])), data.draw(st.booleans())
+    length = first + inner + last
+    valid = torch.ones(1, length, dtype=torch.bool)
+    valid[0, first + inner // 2 : first + inner] = not padded
+    q = torch.zeros(1, 1, length, 2)
+    rows = select_keys(kind, k, q, q, 1.0, valid if padded else None, (first, last))[0, 0].tolist()
+    own = (naive_band if kind == "banded" else naive_blocks)(inner, k)
+    for query, row in enumerate(rows):
+        if query < first or query >= first + inner:
+            assert set(row) == {-1}
+        else:
+            everywhere = {*range(first), *range(first + inner, length)}
+            expected = everywhere | {first + j for j in own[query - first] if j >= 0}
+            kept = [j for j in row if j >= 0]
+            assert len(row) == k + first + last
+            assert sorted(kept) == kept == sorted(j for j in expected if valid[0, j])
+
+
+def test_among_ties_every_choice_has_the_largest_scores_and_no_key_comes_twice():
+    q = torch.ones(1, 1, 6, 1)
+    keys = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0]).view(1, 1, 6, 1)
+    for row in select_keys("topk", 3, q, keys, 1.0, None)[0, 0].tolist():
+        assert row[0] == 1
+        assert set(row[1:]) < {2, 3, 4}
+        assert len(set(row)) == 3
+
+
+def test_selecting_is_not_differentiated():
+    q, keys = vectors().requires_grad_()
+    assert not select_keys("topk", 2, q, keys, 1.0, None).requires_grad
+
+
+def test_an_input_shorter_than_k_has_all_its_keys_selected():
+    q, keys = vectors(length=4)
+    everything = [0, 1, 2, 3]
+    for kind in ("banded", "topk", "bottomk", "block"):
+        rows = select_keys(kind, 6, q, keys, 1.0, None).flatten(0, 2).tolist()
+        assert all(sorted(key for key in row if key >= 0) == everything for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["banded", "block", "topk", "bottomk"])
+def test_a_token_apart_in_front_is_no_ones_key(kind):
+    """What the others keep is what they keep without it; its own row is left to the attention."""
+    generator = torch.Generator().manual_seed(4)
+    q, keys = (torch.randn(2, 2, 9, 4, generator=generator) for _ in range(2))
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[1, 7:] = False
+    for counted in (None, valid):
+        found = select_keys(kind, 3, q, keys, 0.5, counted, everywhere=(1, 0), apart=True)
+        rest = None if counted is None else counted[:, 1:]
+        alone = select_keys(kind, 3, q[:, :, 1:], keys[:, :, 1:], 0.5, rest)
+        assert torch.equal(found[:, :, 1:], torch.where(alone < 0, alone, alone + 1))
+        assert (found[:, :, 0] == -1).all()
+
+
+# --- the table
+
+
+# dense, input_dependent, has_bounds, ranks_scores
+PROPERTIES = {
+    "full": (True, False, True, True),
+    "banded": (False, False, True, False),
+    "block": (False, False, True, False),
+    "topk": (False, True, True, True),
+    "bottomk": (False, True, False, False),
+    "random": (False, False, True, False),
+    "redrawn": (False, False, False, False),
+    "lsh": (False, True, False, False),
+    "routing": (False, True, False, False),
+}
+
+
+def test_every_kind_is_known_here():
+    assert list(ATTENTIONS) == list(PROPERTIES)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_properties(name):
+    kind = ATTENTIONS[name]
+    found = (kind.dense, kind.input_dependent, kind.has_bounds, kind.ranks_scores)
+    assert found == PROPERTIES[name]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_kind_is_said_in_words_and_cannot_be_changed(name):
+    kind = ATTENTIONS[name]
+    assert kind.meaning
+    assert "\n" not in kind.meaning
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kind.keeps = "all"
+
+
+def test_the_derived_names():
+    assert LOCAL == ("banded", "block")
+    assert DRAWN == ("random", "lsh", "routing")
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_only_dense_attention_takes_no_k(name, tiny_model):
+    right, wrong = (None, 3) if ATTENTIONS[name].dense else (3, None)
+    assert tiny_model(attention=name, k=right).attention == name
+    with pytest.raises(InputError, match="takes no k;" if right is None else "needs k"):
+        tiny_model(attention=name, k=wrong)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_kept_keys_follow_the_scores_exactly_where_it_says_so(name):
+    """Scores turned round keep other keys if and only if the kind is input-dependent."""
+    kind, k = ATTENTIONS[name], None if ATTENTIONS[name].dense else 3
+    q, keys = torch.randn(2, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    centroids = first_centroids(0, 0, (1, 3, 4)) if name == "routing" else None
+    one, other = (select_keys(name, k, sign * q, keys, 1.0, None, centroids=centroids) for sign in (1, -1))
+    if kind.keeps == "redrawn":
+        assert not torch.equal(one, other)
+        assert one.shape == (1, 1, 8, 3)
+    elif kind.dense:
+        assert one is other is None
+    else:
+        assert torch.equal(one, other) != kind.input_dependent
+        assert one.shape == (1, 1, 8, 3) or name == "routing"
+
+
+@pytest.mark.parametrize("name", ["", "Full", "top-k", "causal", "masked", "sparse"])
+def test_an_unknown_kind_is_refused_with_those_that_are_known(name, tiny_model):
+    with pytest.raises(InputError, match="full") as refused:
+        tiny_model(attention=name, k=3)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize(
+    ("option", "value", "takers"),
+    [
+        ("global_tokens", 1, "banded and block"),
+        ("selection_seed", 1, "random, lsh and routing"),
+        ("hash_rounds", 2, "lsh"),
+        ("clusters", 2, "routing"),
+        ("score_gradient", "straight-through", "topk"),
+    ],
+)
+def test_an_option_that_a_kind_does_not_know_is_refused_with_the_kinds_that_know_it(
+    name, option, value, takers, tiny_model
+):
+    fields = {"attention": name, "k": None if ATTENTIONS[name].dense else 3, option: value}
+    if option in ATTENTIONS[name].options:
+        assert getattr(tiny_model(**fields), option) == value
+        return
+    with pytest.raises(InputError) as refused:
+        tiny_model(**fields)
+    verb = "does" if " and " not in takers else "do"
+    assert str(refused.value) == f"{name} attention takes no {option}; {takers} {verb}. Got {option}={value}."
+
+
+def test_a_new_kind_is_one_function_and_one_line_of_the_table(monkeypatch, tiny_model, naive_attention):
+    """Every second key: the model, its training and evaluation follow."""
+
+    def strided(q, keys, valid, layer):
+        length = q.shape[2]
+        return (2 * torch.arange(layer.config.k) % length).expand(*q.shape[:3], -1)
+
+    monkeypatch.setitem(ATTENTIONS, "strided", AttentionKind("every second key", "fixed", strided))
+    model = Encoder(tiny_model(attention="strided", k=4, dropout=0.0)).double()
+    calls = []
+    model.attention(0).core.register_forward_hook(lambda _, given, output: calls.append((given, output)))
+    tokens = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1]])
+    trained, evaluated = model.train()(tokens), model.eval()(tokens)
+    torch.testing.assert_close(trained, evaluated, rtol=0, atol=1e-14)
+    allowed = (torch.arange(8) % 2 == 0).expand(1, 1, 8, 8)
+    for (q, k, v, scale, *_), mixed in calls:
+        torch.testing.assert_close(mixed, naive_attention(q, k, v, scale, allowed), rtol=0, atol=1e-12)
+    with pytest.raises(InputError, match="strided attention takes no clusters; routing does"):
+        tiny_model(attention="strided", k=4, clusters=2)
