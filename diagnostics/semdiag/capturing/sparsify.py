@@ -178,8 +178,8 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     window computes only the keys near it. On a GPU, from 512 queries, top-k masks, windows and sinks run in
     torch's FlexAttention with a threshold for each row, halfway between the last kept and the first dropped score;
     where the two are within rounding, the other may be kept: the audit counts such rows. Where another watch has
-    to see the mask, weights are dropped at random, or attention is written by hand, the mask is a tensor of
-    B · H · Lq · Lk bytes.
+    to see the mask, a bias is learned, weights are dropped at random, or attention is written by hand, the mask is
+    a tensor of B · H · Lq · Lk bytes.
 
     Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.

@@ -234,7 +234,7 @@ def test_targets_are_tokens_of_the_other_language():
         ([{"text": "a"}], "9" * 5000, r"no class '9{40}'"),
         ([{"text": "a"}], "-5", r"the model has 3 classes, 0 to 2\. Got -5"),
         ([{"text": "a", "label": 10**400}], None, r"a label must be a whole number or a name.* Got 10{39}\.$"),
-        ([{"text": "a"}, {"text": "b"}], "1", r"labels\.txt has 1 labels, but .*texts\.jsonl has 2 texts"),
+        ([{"text": "a"}, {"text": "b"}], "1", r"labels\.txt has 1 label, but .*texts\.jsonl has 2 texts"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path, classifier, rows, labels, said):
