@@ -59,6 +59,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def site(session: nox.Session) -> None:
+    """The docs as a site, in site/."""
+    session.install("-e", ".[docs]")
+    session.run("mkdocs", "build", "--strict")
+
+
+@nox.session
 def lowest(session: nox.Session) -> None:
     """The default tests with the lowest versions that pyproject.toml allows."""
     session.install("-e", ".[dev]", "-c", ".ci/lowest.txt")

@@ -17,7 +17,7 @@ from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import running
 from semdiag.questions.k_sweep.budgets import NeededKeys, Place, greedy, rules
-from semdiag.questions.k_sweep.rerun import mean_change, rerun, upper_change
+from semdiag.questions.k_sweep.rerun import mean_change, rerun
 
 SAMPLES, TOLERANCE, MOST_RUNS = 2000, 0.01, 200
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
         def changed(budget: Mapping[Place, Sequence[int]], part: torch.Tensor) -> tuple[float, float]:
             own = None if labels is None else labels[part]
             again = rerun(loaded, split(tokens[part], 500), own, [("budget", -1, rules(budget))])
-            return mean_change(again, "budget", -1)[1], upper_change(again, "budget", -1)
+            return mean_change(again, "budget", -1)
 
         def cost(budget: Mapping[Place, Sequence[int]], part: torch.Tensor = parts[0]) -> float:
             return changed(budget, part)[1]

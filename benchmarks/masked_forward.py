@@ -37,7 +37,7 @@ def main() -> None:
     for length in map(int, (sys.argv[1:] or ["2048,4096"])[0].split(",")):
         tokens = torch.randint(49152, (1, length))
 
-        def masked(rule: TopK | Window, tokens: torch.Tensor = tokens) -> None:
+        def masked(rule: TopK, tokens: torch.Tensor = tokens) -> None:
             with sparsify(model, keep=rule):
                 model(tokens)
 

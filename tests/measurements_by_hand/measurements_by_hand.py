@@ -6,18 +6,26 @@ from contextlib import contextmanager
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from semdiag.capturing.batches import split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import unnamed
+from semdiag.measuring.calls.tile_weights import TILES
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import optional_tables
+from semdiag.measuring.probe import Subject, optional_tables
 from semdiag.measuring.probe import probes as every_probe
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import typed
 from semdiag.questions.convergence import answer as speed_and_dispersion
 from semdiag.questions.dispersion import answer as dispersion
+from semdiag.questions.k_sweep import KSweepPlan
+from semdiag.questions.k_sweep.measure import PROBE as K_SWEEP
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
+from semdiag.questions.retrieval.measure import RETRIEVAL
 from semdiag.questions.stability import answer as stability
 from semdiag.reporting.report import write_report
 
@@ -324,6 +332,21 @@ def probes():
     return with_probes
 
 
+def with_retrieval(found):
+    """Two texts of one task for every model: a window loses one of them; and what a choice of tiles keeps."""
+    text = {"task": "passkey", "length": 64, "distance": 40, "k": 16, "tokens": 5, "text_tokens": 58}
+    rows = [
+        {"model": model, **text, "sample": sample, "mask": mask, "hits": hits, "loss": 1.0, "text_loss": loss}
+        for model in found.models["model"]
+        for sample in range(2)
+        for mask, hits, loss in (("none", 5, 100.0), ("window", 5 * sample, 101.0))
+    ]
+    kept = {"length": 64, "kind": "tile-4x4-mean", "k": 16, "module": "a", "layer": 0, "head": 0, "recall": 0.5}
+    kept |= {"keys": 0.4, "weight": 0.6, "exact_weight": 0.7, "top_weight": 0.8}
+    tiles = TILES.of_rows({"model": model, **kept} for model in found.models["model"])
+    return found.replace(retrieval=RETRIEVAL.of_rows(rows), tiles=tiles)
+
+
 @pytest.fixture(scope="session")
 def make_everything(make_four, unequal, tiny_runs):
     """Call: one model of each attention with every table that a section may need; a plane of two of them.
@@ -332,7 +355,9 @@ def make_everything(make_four, unequal, tiny_runs):
     """
 
     def make():
-        found = unequal(with_runs(with_reruns(with_sweep(with_masks(with_probes(with_theory(make_four())))))))
+        found = unequal(
+            with_retrieval(with_runs(with_reruns(with_sweep(with_masks(with_probes(with_theory(make_four())))))))
+        )
         shown = found.landscape["model"].str.contains("full|topk") & (found.landscape["plane"] == 0)
         found = found.replace(landscape=found.landscape[shown])
         new = [p for p in every_probe().values() if not any(len(getattr(found, table.name)) for table in p.tables)]
@@ -374,3 +399,12 @@ def many():
         one_model("odd", None, None, path="unknown/x.pt"),
     ]
     return Measurements.concat(parts)
+
+
+def k_sweep_tables(model, tokens, labels=None, plan=None, *, min_keys=1, said=None, **how):
+    """All tables of a k-sweep of one model, without a survey; remarks are added to ``said``."""
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    chosen = {"batch_size": 100, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, **how}
+    batches = split(tokens, chosen["batch_size"])
+    subject = Subject(loaded, batches, labels, **chosen, said=[] if said is None else said)
+    return K_SWEEP.measure(subject, plan or KSweepPlan(), min_keys)

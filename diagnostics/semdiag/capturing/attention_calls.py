@@ -44,15 +44,16 @@ from semdiag.capturing.recording import (
     put_below_dispatch,
     put_on,
     take_off,
+    undone,
 )
 from semdiag_models import AttentionCore, Encoder, InputError
 
-_TABLES = (
-    "_forward_pre_hooks",
+_TABLES = (  # those of the hooks come last: by them the numbers are found again after an interrupt
     "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_hooks",
 )
 
 
@@ -115,7 +116,7 @@ def watch_attention(
     consume: Callable[[AttentionCall], None],
     *,
     mask: Mask | None = None,
-    inside: bool = False,
+    inside: tuple[object, ...] | None = None,
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
 
@@ -143,7 +144,8 @@ def watch_attention(
             gradient, autocast and modes.
         mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run, and its
             inputs where its function may be replaced, to its kept keys or to its output with them.
-        inside: whether the model is already running, because a hook of its forward pass opens the context.
+        inside: arguments of the model, if it is already running because a hook of its forward pass opens the
+            context.
 
     Yields:
         Audit: the modules with attention, what was captured and what was not. It fills while the model runs; the
@@ -159,9 +161,9 @@ def watch_attention(
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)
-    with ExitStack() as stack:
+    with undone() as stack:
         stack.enter_context(recorder.opened())
-        stack.callback(hooks.restore)
+        stack.enter_context(undone(hooks.restore))
         # First, because in after() a watch with a mask undoes what the others look at.
         stack.enter_context(hooks.held(first=mask is None))
         stack.enter_context(intercepted_interface(recorder))
@@ -170,10 +172,14 @@ def watch_attention(
             stack.enter_context(MADE_OUTSIDE_MODES.held())
             stack.enter_context(followed(here.handed_on))
             stack.callback(_say_where, threading.current_thread())
-            stack.callback(here.stop)
+            stack.enter_context(undone(here.stop))
             here.start()
-        if inside:
-            hooks.before(model, ())
+            if not (isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn.")):
+                arguments = Hooks(model, recorder.find_edges, lambda *given: None)
+                stack.enter_context(undone(arguments.remove))
+                arguments.put_on()
+        if inside is not None:
+            hooks.before(model, inside)
         yield recorder.audit
 
 
@@ -183,22 +189,20 @@ class _Hooks:
     def __init__(self, recorder: Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
         self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
         self._unmasked: dict[AttentionCore, tuple[int, int]] = {}
-        self._ended = self.after  # the same object is registered and removed
+        self._started, self._ended = self.before, self.after  # the same objects are registered and removed
 
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
         """Hook all modules; after the context, other threads remove the hooks when they finish."""
-        started = self.before
-        try:
-            register_module_forward_pre_hook(started)  # type: ignore[arg-type]
+        with undone(self._take_off):
+            register_module_forward_pre_hook(self._started)  # type: ignore[arg-type]
             ended = register_module_forward_hook(self._ended, always_call=True)
             if first:
                 _global_forward_hooks.move_to_end(ended.id, last=False)  # type: ignore[attr-defined]
             yield
-        finally:
-            if not self._lent:
-                take_off_hooks(None, self._ended)
-            take_off_hooks(None, started)
+
+    def _take_off(self) -> None:
+        take_off_hooks(None, self._started, *[self._ended] * (not self._lent))
 
     def restore(self) -> None:
         """Give the attention cores their masks back."""
@@ -331,12 +335,14 @@ def _masks(mode: object) -> bool:
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written: a compiled graph shows nothing."""
-    with ExitStack() as stack:
+    with undone() as stack:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             # our hooks, intended
             warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+            # of torch 2.12: what runs as it was written has no compiled frames
+            warnings.filterwarnings("ignore", message=".*fullgraph=True found no compiled frames")
         else:
             original = torch.compile
 
@@ -350,7 +356,7 @@ def _uncompiled() -> Iterator[None]:
                 if torch.compile is eager_compile:
                     torch.compile = original
 
-            stack.callback(restore)
+            stack.enter_context(undone(restore))
             torch.compile = eager_compile
         yield
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches
-from semdiag.capturing.batches import Batch
+from semdiag.capturing.batches import Batch, counted
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.pretrained import check_files, find_folder, first_line, silent, transformers_for
 from semdiag_models import InputError
@@ -294,7 +294,9 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
     if not named:
         return None
     if len(named) != len(given.texts):
-        raise InputError(f"{where} has {len(named)} labels, but {path} has {len(given.texts)} texts.")
+        raise InputError(
+            f"{where} has {counted(len(named), 'label')}, but {path} has {counted(len(given.texts), 'text')}."
+        )
     if "labels" not in inspect.signature(model.module.forward).parameters:
         raise InputError(
             f"{where}: {type(model.module).__name__} takes no labels. Name a model with a classification head."

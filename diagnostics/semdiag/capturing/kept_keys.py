@@ -62,7 +62,7 @@ class Choice:
         self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
         self._k = integers(*self.counts, device=call.q.device)[:, None, None]
         grouped = isinstance(rule, TopK) and rule.shared == "group" and not self.whole
-        self._key_heads = different_key_heads(call.k) if grouped else call.k.shape[1]
+        self.key_heads = different_key_heads(call.k) if grouped else call.k.shape[1]
         # A choice that later layers use is held as a mask, (B, 1 or H, Lq, Lk) bool.
         self._reused, self.chosen = chosen is not None, chosen
         if self.whole or self._reused:
@@ -102,7 +102,7 @@ class Choice:
         banded = banded and self.by_position and self.near is not None and call.selected is None
         together = heads == 1 or getattr(self.rule, "shared", "") == "layer" or (self.by_position and not banded)
         if not together and batch * heads * queries * length > most:
-            heads //= self._key_heads
+            heads //= self.key_heads
         if banded and self.near is not None:
             width = sum(self.near) + 1
             rows = min(max(_BAND[0], width if call.causal else width // 2), _BAND[1])
@@ -218,7 +218,7 @@ class Choice:
         if isinstance(self.rule, TopP):
             return _heaviest(scores, self.rule.p) & free
         heads = scores.shape[1]
-        groups = {"head": heads, "group": heads * self._key_heads // self.call.q.shape[1], "layer": 1}
+        groups = {"head": heads, "group": heads * self.key_heads // self.call.q.shape[1], "layer": 1}
         kept = _ranked(self.rule, k, scores, self.call, strip, self.order(strip), groups[self.rule.shared])
         return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
 

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Remark, failure
-from semdiag.capturing.batches import TokenMasks, readings, takes_masks, token_masks
+from semdiag.capturing.batches import TokenMasks, counted, readings, takes_masks, token_masks
+from semdiag.capturing.recording import undone
 
 
 def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
@@ -165,9 +167,7 @@ class Padding:
     def watched(self, running: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Iterator[None]:
         """Observe the arguments of the model's modules in the context, by hooks."""
         self._running.clear()  # left by forward passes in this thread that began under another watch
-        with ExitStack() as stack:
-            stack.callback(self._running.clear)
-            stack.callback(self._take_off, *self._model.modules())
+        with undone(partial(self._take_off, *self._model.modules()), self._running.clear):
             for module in self._model.modules():
                 if takes_masks(module):
                     self._put_on(module)
@@ -182,7 +182,8 @@ class Padding:
     def _take_off(self, *modules: nn.Module) -> list[nn.Module]:
         taken = [module for module in modules if module in self._hooks]
         for module in taken:
-            self._hooks.pop(module).remove()
+            self._hooks[module].remove()
+            del self._hooks[module]
         return taken
 
     def _step_aside(self, module: nn.Module) -> None:
@@ -249,9 +250,9 @@ class Padding:
         if own is None:
             own = own_part_of_folded(given, call)
         if own is None:
-            why = f"it has {given.shape[1]} tokens, but there are {first + length}"
+            why = f"it has {counted(given.shape[1], 'token')}, but there are {first + length}"
             if given.shape[1] == first + length:
-                why = f"it has {len(given)} samples, but the batch axis has {batch} rows"
+                why = f"it has {counted(len(given), 'sample')}, but the batch axis has {counted(batch, 'row')}"
             return call.queries, f"{NOT_APPLIED}: {why}"
         self.fitted = True
         return own if call.queries is None else own & call.queries, None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from semdiag.capturing.batches import counted
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json
 
@@ -42,8 +43,8 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
         few = len(held) if "layer" in name or "block" in name else elements if name == "num_labels" else None
         if few is not None and value > max(_FEW, few):
             raise InputError(
-                f"{spec}: its config.json says {name} = {value:.3g}, but its files hold {len(held):,} tensors "
-                f"with {elements:,} numbers. They are not of one model."
+                f"{spec}: its config.json says {name} = {value:.3g}, but its files hold "
+                f"{counted(len(held), 'tensor')} with {counted(elements, 'number')}. They are not of one model."
             )
     allowed = _FACTOR * elements + _MORE
     made = 0
@@ -61,7 +62,7 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
     except _TooLargeError:
         raise InputError(
             f"{spec}: its config.json describes a model of more than {allowed:,} parameters, but its files hold "
-            f"{elements:,} numbers. They are not of one model."
+            f"{counted(elements, 'number')}. They are not of one model."
         ) from None
     except Exception:  # loading will report it
         return

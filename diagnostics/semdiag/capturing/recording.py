@@ -182,6 +182,11 @@ class Recorder(threading.local):
         self._watched.ran.add(name)
         return True
 
+    def find_edges(self, module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
+        """Note a graph's edges among the arguments of the model, by name too."""
+        with torch._C.DisableTorchFunction():
+            self._watched.find_parameters((*inputs, *named.values()))
+
     def _is_meant(self, module: nn.Module) -> bool:
         """Return whether a call in this thread or task is for this watch, not for another one opened here."""
         own = [r for r in _OPEN.get() if id(module) in r.names and not r._watched.closed]
@@ -210,15 +215,15 @@ class Recorder(threading.local):
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Record what this thread or task runs in the context, and what threads without their own watch run."""
-        try:
+        with undone(self._close):
             _OPEN.set((*(other for other in _OPEN.get() if not other.closed), self))
             yield
-        finally:
-            _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
-            self._close()
 
     def _close(self) -> None:
         """Stop recording, also in wrappers that outlive the watch; note which blocks had no attention."""
+        _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
+        if self.closed:
+            return
         self._watched.closed = True
         ran = self._watched.ran
         known = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
@@ -422,6 +427,23 @@ def _masks_faintly(bias: Tensor) -> bool:
     return bool(faint.any()) and not bool((~faint & (below < _FAINT / 2)).any())
 
 
+@contextmanager
+def undone(*undo: Callable[[], object]) -> Iterator[ExitStack]:
+    """Yield a stack; afterwards close it and call the functions, again in case an interrupt cut that short."""
+    stack = ExitStack()
+    for step in reversed(undo):
+        stack.callback(step)
+    try:
+        try:
+            yield stack
+        finally:
+            stack.close()
+    finally:
+        stack.close()
+        for step in undo:
+            step()
+
+
 class SharedChange:
     """A change of the process's state that watches share: the first one makes it, the last one undoes it."""
 
@@ -434,18 +456,13 @@ class SharedChange:
     def held(self) -> Iterator[None]:
         """Hold the change inside the context."""
         own = object()
-        try:
-            try:
-                with self._lock:
-                    self._holders.add(own)
-                    if self._made is None:
-                        self._made = ExitStack()
-                        self._made.enter_context(self._change())
-                yield
-            finally:
-                self._let_go(own)
-        finally:
-            self._let_go(own)  # again, if an interrupt cut the first one short
+        with undone(partial(self._let_go, own)):
+            with self._lock:
+                self._holders.add(own)
+                if self._made is None:
+                    self._made = ExitStack()
+                    self._made.enter_context(self._change())
+            yield
 
     def _let_go(self, own: object) -> None:
         """Undo the change if nobody else holds it; a second call does what the first one left."""
@@ -473,24 +490,19 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
         if vars(owner).get(name) is replacement:  # else someone replaced it later, and calls ours
             setattr(owner, name, original) if own else delattr(owner, name)
 
-    try:
-        try:
-            setattr(owner, name, replacement)
-            yield
-        finally:
-            put_back()
-    finally:
-        put_back()  # again, if an interrupt cut the first one short
+    with undone(put_back):
+        setattr(owner, name, replacement)
+        yield
 
 
 def take_off(mode: TorchFunctionMode) -> bool:
     """Remove a function mode from this thread's stack, wherever it is; the others keep their order."""
-    return _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, None)  # type: ignore[no-untyped-call]
+    return _reordered(TorchFunctionMode, _get_current_function_mode_stack, mode, None)
 
 
 def take_off_dispatch(mode: TorchDispatchMode) -> bool:
     """Remove a dispatch mode from this thread's stack, wherever it is; return whether it was there."""
-    return _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack(), mode, None)
+    return _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack, mode, None)
 
 
 def put_on(mode: TorchFunctionMode) -> None:
@@ -500,12 +512,12 @@ def put_on(mode: TorchFunctionMode) -> None:
 
 def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None:
     """Move a function mode in this thread's stack below others: it then sees what they call."""
-    _reordered(TorchFunctionMode, _get_current_function_mode_stack(), mode, others)  # type: ignore[no-untyped-call]
+    _reordered(TorchFunctionMode, _get_current_function_mode_stack, mode, others)
 
 
 def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]) -> None:
     """Move a dispatch mode in this thread's stack below others, as :func:`put_below` does."""
-    _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack(), mode, others)
+    _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack, mode, others)
 
 
 def modes_here() -> list[object]:
@@ -540,18 +552,29 @@ def _kinds_of_modes() -> list[tuple[Any, Any]]:
     ]
 
 
-def _reordered(kind: Any, stack: list[Any], mode: object, others: Callable[[object], bool] | None) -> bool:
+def _reordered(
+    kind: Any, modes: Callable[[], list[Any]], mode: object, others: Callable[[object], bool] | None
+) -> bool:
     """Move a mode below others, or remove it; return whether it was in the stack."""
+    stack = modes()
     if mode not in stack:
         return False
     own = stack.index(mode)
     lowest = own if others is None else next((i for i, other in enumerate(stack[:own]) if others(other)), own)
-    if others is None or lowest < own:
-        for other in reversed(stack[lowest:]):
-            kind.__exit__(other, None, None, None)
-        for other in [mode] * (others is not None) + [other for other in stack[lowest:] if other is not mode]:
-            kind.__enter__(other)
-    return True
+    above = [mode] * (others is not None) + [other for other in stack[lowest:] if other is not mode]
+    with undone(partial(_restack, kind, modes, [*stack[:lowest], *above])):
+        return True
+
+
+def _restack(kind: Any, modes: Callable[[], list[Any]], wanted: list[Any]) -> None:
+    """Make the modes of a kind those that are wanted, from the lowest on."""
+    now = modes()
+    alike = next((i for i, (one, other) in enumerate(zip(now, wanted, strict=False)) if one is not other), None)
+    alike = min(len(now), len(wanted)) if alike is None else alike
+    for mode in reversed(now[alike:]):
+        kind.__exit__(mode, None, None, None)
+    for mode in wanted[alike:]:
+        kind.__enter__(mode)
 
 
 Entered = Callable[[], AbstractContextManager[None]]
@@ -569,12 +592,14 @@ def is_followed() -> bool:
 @contextmanager
 def followed(watch: Callable[[], Entered | None]) -> Iterator[None]:
     """Run under a watch what this thread gives to other threads in the context."""
-    with _STARTS.held():
-        _WATCHES.append(watch)
-        try:
-            yield
-        finally:
+
+    def forget() -> None:
+        if watch in _WATCHES:
             _WATCHES.remove(watch)
+
+    with _STARTS.held(), undone(forget):
+        _WATCHES.append(watch)
+        yield
 
 
 def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -621,7 +646,7 @@ def _raw(start: Callable[..., Any], function: Callable[..., Any], *args: Any) ->
 @contextmanager
 def _starts() -> Iterator[None]:
     """Make every way of giving a function to a thread ask the watches first."""
-    with ExitStack() as stack:
+    with undone() as stack:
         stack.enter_context(replaced(threading.Thread, "start", _started))
         stack.enter_context(replaced(_thread, "start_new_thread", _raw))
         stack.enter_context(replaced(ThreadPoolExecutor, "submit", _given))

@@ -4,7 +4,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
@@ -30,7 +30,7 @@ from semdiag.capturing.masked_attention import (
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
-from semdiag.capturing.recording import Inputs, Mixed, is_followed, outside_all_modes
+from semdiag.capturing.recording import Inputs, Mixed, is_followed, outside_all_modes, undone
 from semdiag.capturing.rules import Keep, RandomK, SkipTiles, TopK, TopP, Window, check_keep, rule_for
 from semdiag_models import InputError
 
@@ -262,10 +262,10 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             _check(masked, partial)
 
     try:
-        with ExitStack() as stack:
+        with undone() as stack:
             stack.enter_context(OWN_GRADIENTS.held())
             stack.enter_context(padding.watched())
-            stack.callback(take_off_hooks, None, before, after)
+            stack.enter_context(undone(lambda: take_off_hooks(None, before, after)))
             register_module_forward_pre_hook(before)
             masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
             register_module_forward_hook(after)

@@ -8,17 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import (
-    Reach,
-    Strip,
-    different_key_heads,
-    heads_of,
-    integers,
-    is_square,
-    largest,
-    ordered,
-    real_first,
-)
+from semdiag.capturing.call_strips import Reach, Strip, heads_of, integers, is_square, largest, ordered, real_first
 from semdiag.capturing.rules import SkipTiles, TopK
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate, TileSums
 from semdiag_models import InputError
@@ -95,17 +85,15 @@ class Tiles:
             return (sums.ranking("gap") >= -rule.threshold) & seen
         values = sums.ranking(rule.by) if rule.estimate is None else self.estimates(rule.estimate)
         counts = integers(*choice.counts, device=values.device)[:, None, None]
-        return self.best(values, seen, counts, rule.shared, rule.by)
+        sets = {"head": values.shape[1], "group": choice.key_heads, "layer": 1}[rule.shared]
+        return self.best(values, seen, counts, sets, rule.by)
 
-    def best(
-        self, values: Tensor, seen: Tensor, counts: Tensor, shared: str = "head", by: str = "weight"
-    ) -> Tensor:
+    def best(self, values: Tensor, seen: Tensor, counts: Tensor, sets: int, by: str = "weight") -> Tensor:
         """Return the k best blocks of each tile, (B, 1 or H, T, N) bool, its own among them."""
         heads = values.shape[1]
         values = values.masked_fill(~seen, -torch.inf)
-        if shared != "head":
-            sets = different_key_heads(self.call.k) if shared == "group" else 1
-            several, together = (x.unflatten(1, (sets, -1)) for x in (values, seen))
+        if sets < heads:
+            several, together = (x.reshape(len(x), sets, -1, *x.shape[2:]) for x in (values, seen))
             values = several.amax(2) if by == "best" else several.where(together, 0).mean(2)
             seen, counts = together.any(2), counts[:1]
             values = values.masked_fill(~seen, -torch.inf)
@@ -113,8 +101,8 @@ class Tiles:
             kept = largest(values, counts)
         else:
             own = self.own[:, None] & seen
-            kept = own | largest(values.masked_fill(own, torch.inf), counts)
-        return kept.repeat_interleave(heads // kept.shape[1], 1) if shared == "group" else kept
+            kept = own | largest(values.masked_fill(own, torch.finfo(values.dtype).max), counts)
+        return kept.repeat_interleave(heads // sets, 1) if 1 < sets < heads else kept
 
     def estimates(self, estimate: str | Estimate) -> Tensor:
         """Return the estimated scores of blocks, (B, H, T, N), text by text without its padding."""

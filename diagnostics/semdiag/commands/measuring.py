@@ -273,7 +273,7 @@ class Asked:
             with beside_json(as_json):
                 say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
                 show(question.answered(findings), values.get("every", False))
-                say(f"Figures and tables: {page}")
+                say(f"Page: {page}")
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:
@@ -317,6 +317,7 @@ def with_options(question: Question) -> Callable[..., None]:
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     for name in shared_names:
         annotation, default = _SHARED[name]
+        default = "none" if name == "figures" and question.name not in _PICTURED else default
         default = question.defaults.get(name, default)
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -326,6 +327,7 @@ def with_options(question: Question) -> Callable[..., None]:
 
 
 _KIND = inspect.Parameter.KEYWORD_ONLY
+_PICTURED = ("report", "k-sweep", "compare", "selections")  # others draw figures only when asked
 _GIVEN = ("plan", "shared")  # arguments of a command that are no options
 
 
@@ -334,7 +336,7 @@ def _is_taken(name: str, question: Question) -> bool:
     if name == "models" and question.ask is None:
         return True
     if name in _OF_TEXTS and "inputs" in question.leave_out:
-        return False
+        return name in question.takes
     return name in question.takes if name in _OF_SOME else name not in question.leave_out
 
 

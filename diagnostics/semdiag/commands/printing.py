@@ -145,6 +145,9 @@ class SweepProgress(TimedBar):
             self._bar.console.print(line, soft_wrap=True)
 
 
+_COLORS = {"holds": "green", "FAILS": "red", "cannot tell": "yellow"}
+
+
 def print_check(result: Verification) -> None:
     """Print pairs, layers, invariants, rules, and what was not compared with the baseline."""
     console = wide_console()
@@ -152,11 +155,12 @@ def print_check(result: Verification) -> None:
         console.print(_pair(pair))
         console.print(_layers(gate))
     for invariant in result.invariants:
-        console.print(f"{'holds' if invariant.passed else 'FAILS'}: {invariant.words}")
+        word = "holds" if invariant.passed else "FAILS"
+        console.print(f"{word}: {invariant.words}", style=_COLORS[word])
     for rule in result.rules:
         word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
         value = four_digits(rule.value) if rule.known else "undefined"
-        console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}")
+        console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}", style=_COLORS[word])
     for words in result.compared.words if result.compared else ():
         console.print(f"not compared: {words}")
 

@@ -11,6 +11,12 @@ from torch import Tensor
 Estimate = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 
 
+def _parts(rows: Tensor, size: int, value: float) -> Tensor:
+    """Return (…, n) as (…, ⌈n / size⌉, size), the last part filled up."""
+    filled = F.pad(rows, (0, -rows.shape[-1] % size), value=value)
+    return filled.reshape(*rows.shape[:-1], -1, size)
+
+
 def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
     """Return scores that rank blocks of consecutive keys for single queries.
 
@@ -32,7 +38,7 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
     """
     if block == 1:
         return scores
-    blocks = F.pad(scores, (0, -scores.shape[-1] % block), value=-torch.inf).unflatten(-1, (-1, block))
+    blocks = _parts(scores, block, -torch.inf)
     if by == "weight":
         return blocks.logsumexp(-1)
     if by == "best":
@@ -91,10 +97,7 @@ class TileSums:
         weights = (block_scores(scores, block) - whole).exp().nan_to_num(0)
         best, seen = block_scores(scores, block, "best"), (scores > -torch.inf).to(scores.dtype)
         gap = (best - best.cummax(-1).values).masked_fill(best == -torch.inf, -torch.inf)
-        rest = (0, -scores.shape[-1] % block)
-        total, pairs = (
-            F.pad(x, rest).unflatten(-1, (-1, block)).sum(-1) for x in (scores.where(seen > 0, 0), seen)
-        )
+        total, pairs = (_parts(x, block, 0.0).sum(-1) for x in (scores.where(seen > 0, 0), seen))
         at = tiles[:, None, :, None].expand(best.shape)
         for sums, part in ((self.weight, weights), (self.total, total), (self.pairs, pairs)):
             sums[..., : part.shape[-1]].scatter_add_(2, at, part)
@@ -115,7 +118,8 @@ def _grouped(k: Tensor, heads: int) -> Tensor:
 
 def _cut(rows: Tensor, size: int, value: float = 0.0) -> Tensor:
     """Return rows (H, L, D) as (H, ⌈L / size⌉, size, D), the last part filled up."""
-    return F.pad(rows, (0, 0, 0, -rows.shape[1] % size), value=value).unflatten(1, (-1, size))
+    filled = F.pad(rows, (0, 0, 0, -rows.shape[1] % size), value=value)
+    return filled.reshape(len(rows), -1, size, rows.shape[2])
 
 
 def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:

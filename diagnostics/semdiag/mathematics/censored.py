@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from statistics import median
 
 import numpy as np
 import scipy
@@ -71,8 +71,8 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     many = n > 1
     return MedianInterval(
         count=n,
-        low=_middle(below),
-        high=_middle(above),
+        low=median(below),
+        high=median(above),
         interval_low=below[rank - 1] if many else math.nan,
         interval_high=above[n - rank] if many else math.nan,
         coverage=_coverage(n, rank) if many else 0.0,
@@ -138,24 +138,19 @@ def logrank_p(
     moments, arrivals = np.unique(times[there], return_counts=True)
     hazard = np.cumsum(arrivals / (times >= moments[:, None]).sum(1))
     scores = there - np.concatenate([[0.0], hazard])[np.searchsorted(moments, times, side="right")]
-    n, count = len(first[0]), len(times)
-    observed = abs(scores[:n].sum()) - 1e-9  # tolerance for sums in another order
-    if math.comb(count, n) <= _ALL:
-        chosen = np.fromiter(chain.from_iterable(combinations(range(count), n)), int).reshape(-1, n)
-        return float((abs(scores[chosen].sum(1)) >= observed).mean())
-    draws = np.random.default_rng(0)
-    sums = [abs(draws.permutation(scores)[:n].sum()) for _ in range(_SOME)]
-    return float((1 + (np.array(sums) >= observed).sum()) / (1 + _SOME))
+    n = len(first[0])
+    found = scipy.stats.permutation_test(
+        (scores[:n], scores[n:]),
+        lambda one, other, axis: abs(one.sum(axis)).round(9),  # sums in another order are equal
+        n_resamples=_ALL if math.comb(len(times), n) <= _ALL else _SOME,
+        alternative="greater",
+        random_state=np.random.default_rng(0),
+    )
+    return float(found.pvalue)
 
 
 def _coverage(n: int, rank: int) -> float:
     return float(max(0.0, 1 - 2 * scipy.stats.binom.cdf(rank - 1, n, 0.5)))
-
-
-def _middle(ordered: Sequence[float]) -> float:
-    n = len(ordered)
-    low, high = ordered[(n - 1) // 2], ordered[n // 2]
-    return low if low == high else (low + high) / 2
 
 
 NO_CLASS = -1  # predicted class where a logit is NaN: never right

@@ -2,11 +2,10 @@
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,82 +17,60 @@ from semdiag_models.checkpoint import read_plain
 from semdiag_models.reading import read_json
 
 
-@dataclass(frozen=True, eq=False)
-class DumpedLayer:
-    """Queries and keys of one pass of one layer, as :func:`semdiag.row_statistics` takes them.
+class DumpedLayer(NamedTuple):
+    """Queries and keys of one pass of one layer, as :func:`semdiag.row_statistics` takes them, causal."""
 
-    Attributes:
-        module: name of the module in the engine's model.
-        layer: number of the layer in the engine's model.
-        q: (1, H, Lq, D) queries, the last Lq of the tokens.
-        k: (1, Hk, Lk, D) keys.
-        scale: factor on their products.
-        first_query: position of query 0 among the keys: ``row_statistics(…, causal=True, first_query=…)``.
-    """
-
-    module: str
-    layer: int
-    q: Tensor
-    k: Tensor
-    scale: float
-    first_query: int
+    module: str  # dotted name in the engine's model
+    layer: int  # number in the engine's model
+    q: Tensor  # (1, H, Lq, D), the queries of the last Lq tokens
+    k: Tensor  # (1, Hk, Lk, D)
+    scale: float  # factor on their products
+    first_query: int  # position of query 0 among the keys
 
 
 def read_queries_and_keys(path: str | Path) -> list[DumpedLayer]:
-    """Read what vLLM-Hook wrote, queries and keys: ``qk.pt``, or ``qk.safetensors`` with ``qk.json`` beside it.
+    """Read the queries and keys that vLLM-Hook wrote into ``qk.pt``.
 
-    Source: IBM/vLLM-Hook, vllm_hook_plugins/vllm_hook_plugins/workers/probe_hookqk_worker.py (``config`` and, by
-    module in ``qk_cache``, lists q and k_all of (tokens, heads · width), and layer_num) and
-    mia/graph/artifact_writer.py (qk.safetensors, padded; lengths in qk.json). Deviation: of safetensors, the form
-    ``compact_all_tokens`` is refused; shards of tensor parallelism (tp_rank_N) are read one by one.
+    Source: IBM/vLLM-Hook, vllm_hook_plugins/vllm_hook_plugins/workers/probe_hookqk_worker.py: ``config``, and by
+    module in ``qk_cache`` lists q and k_all of (tokens, heads · width), and layer_num. Deviation: the files of
+    ranks of tensor parallelism (tp_rank_N) are read one by one.
 
     Args:
-        path: the file.
+        path: the file; nothing in it is executed.
 
     Returns:
-        One entry per pass and layer, passes of a layer in their order.
+        One entry per layer and pass.
 
     Raises:
-        InputError: if the file is missing or damaged, holds another layout, lacks layers between others, or if
-            tensors do not fit the heads that its configuration names.
+        InputError: if the file is missing, damaged or of another layout, lacks a layer between others, or has
+            tensors that do not fit the heads of its configuration.
     """
-    path = Path(path)
-    content = read_plain(path) if path.suffix == ".pt" else _padded_dump(path)
+    content = read_plain(Path(path))
     try:
-        config, cache = content["config"], content["qk_cache"]
+        config, read = content["config"], []
         heads, shared, width = (int(config[n]) for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         scale = float(config.get("attention_multiplier", width**-0.5))
-        passes = [
-            (str(name), int(entry["layer_num"]), q, k)
-            for name, entry in cache.items()
-            for q, k in zip(entry["q"], entry["k_all"], strict=True)
-        ]
-        read = [
-            DumpedLayer(name, layer, _by_head(q, heads, width), _by_head(k, shared, width), scale, 0)
-            for name, layer, q, k in passes
-        ]
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InputError(f"{path} is no dump of vLLM-Hook: it lacks {error}.") from None
+        for name, entry in content["qk_cache"].items():
+            for rows, keys in zip(entry["q"], entry["k_all"], strict=True):
+                q, k = _by_head(rows, heads, width), _by_head(keys, shared, width)
+                read.append(DumpedLayer(name, int(entry["layer_num"]), q, k, scale, k.shape[2] - q.shape[2]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is no dump of vLLM-Hook: {type(error).__name__} {error}.") from None
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     numbers = sorted({each.layer for each in read})
     if not numbers or heads % shared or not (math.isfinite(scale) and scale > 0):
-        raise InputError(f"{path} holds no layer, or heads that do not share keys: {heads} and {shared}.")
-    if missing := sorted({*range(numbers[0], numbers[-1], _step(numbers))} - {*numbers}):
+        raise InputError(
+            f"{path} holds no layer, no scale, or heads that cannot share keys: {heads} and {shared}."
+        )
+    step = math.gcd(*(b - a for a, b in pairwise(numbers))) or 1
+    if missing := sorted({*range(numbers[0], numbers[-1], step)} - {*numbers}):
         raise InputError(
             f"{path} lacks layers {', '.join(map(str, missing))} between {numbers[0]} and {numbers[-1]}."
         )
-    if any(each.q.shape[2] > each.k.shape[2] for each in read):
+    if any(each.first_query < 0 for each in read):
         raise InputError(f"{path} has more queries than keys: are q and k swapped?")
-    return [
-        DumpedLayer(each.module, each.layer, each.q, each.k, scale, each.k.shape[2] - each.q.shape[2])
-        for each in read
-    ]
-
-
-def _step(numbers: Sequence[int]) -> int:
-    """Return the distance of layers where only every second or third attends."""
-    return math.gcd(*(b - a for a, b in pairwise(numbers))) or 1
+    return read
 
 
 def _by_head(rows: Any, heads: int, width: int) -> Tensor:
@@ -103,29 +80,6 @@ def _by_head(rows: Any, heads: int, width: int) -> Tensor:
         got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"{heads} heads of width {width} need tensors (tokens, {heads * width}). Got {got}.")
     return rows.view(1, len(rows), heads, width).transpose(1, 2)
-
-
-def _padded_dump(path: Path) -> dict[str, Any]:
-    """Return a dump of padded tensors as one of lists."""
-    meta = read_json(path.with_suffix(".json"))
-    try:
-        if meta.get("compact_all_tokens"):
-            raise InputError(f"{path} is in the form compact_all_tokens: write .pt files (MIA_USE_SAFETENSORS=0).")
-        order, cache = meta["layer_order"], {}
-        arrays = read_arrays(path, [item[key] for item in order for key in ("key_q", "key_k")])
-        for item in order:
-            q, k = arrays[item["key_q"]], arrays[item["key_k"]]
-            entry = {"layer_num": item["layer_num"], "k_all": _cut(k, meta.get("k_seq_lens"))}
-            cache[item["module_name"]] = entry | {"q": _cut(q, meta.get("q_seq_lens")) if q.ndim == 3 else list(q)}
-        return {"config": meta["config"], "qk_cache": cache}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path.with_suffix('.json')} is no index of a dump of vLLM-Hook: it lacks {error}."
-        ) from None
-
-
-def _cut(padded: Tensor, lengths: Sequence[int] | None) -> list[Tensor]:
-    return [rows if lengths is None else rows[: int(lengths[at])] for at, rows in enumerate(padded)]
 
 
 def read_routed_experts(path: str | Path, layers: int | None = None, k: int | None = None) -> Tensor:

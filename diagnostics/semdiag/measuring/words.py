@@ -6,15 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from semdiag.capturing.batches import counted as counted  # in words, too
+
 FEWEST = 5  # fewest sequences or planes for an interval
 UNKNOWN = "–"
 Value = float | str | None  # a number, or what JSON has in its place
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number and what it counts."""
-    many = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else many}"
 
 
 def layer_name(layer: int, modules: Sequence[str]) -> str:

@@ -230,6 +230,7 @@ def test_a_model_without_attention_has_an_empty_audit():
     assert (calls, audit.modules, audit.captured, audit.skipped) == ([], [], {}, {})
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # in torch 2.12
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_products_run_in_the_form_that_torch_chose_for_trained_weights(context):
     """``matmul`` folds batches where the other factor is trained; not to do so may round otherwise."""

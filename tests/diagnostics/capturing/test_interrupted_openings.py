@@ -1,4 +1,4 @@
-"""An interrupt at any line of an opening, or while a shared change closes, leaves nothing behind."""
+"""An interrupt at any line while a context opens or closes leaves nothing behind."""
 
 import gc
 import sys
@@ -63,39 +63,39 @@ def interrupted(run, line, closing=False):
     return False
 
 
-def opened_capture(model):
-    with capture(model):
-        sys.settrace(None)
+OPENED = {"capture": capture, "sparsify": lambda model: sparsify(model, TopK(2)), "monitor": Monitor}
 
 
-def opened_sparsify(model):
-    with sparsify(model, TopK(2)):
-        sys.settrace(None)
-
-
-def opened_monitor(model):
-    with Monitor(model):
-        sys.settrace(None)
+def small(hooked):
+    """A model, of which semdiag hooks only some modules, or also torch's own layer."""
+    if hooked:
+        return nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    return nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("opened", [opened_capture, opened_sparsify, opened_monitor])
+@pytest.mark.parametrize("opened", OPENED)
 @pytest.mark.parametrize("hooked", [False, True], ids=["any model", "torch's layer"])
-def test_an_interrupt_while_a_context_opens_leaves_nothing_behind(opened, hooked):
-    model = (
-        nn.TransformerEncoderLayer(8, 2, batch_first=True)
-        if hooked
-        else nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
-    )
-    opened(model)
-    before, line, left = state(model), 1, []
-    while interrupted(lambda: opened(model), line):
+@pytest.mark.parametrize("closing", [False, True], ids=["opening", "closing"])
+def test_an_interrupt_while_a_context_opens_or_closes_leaves_nothing_behind(opened, hooked, closing):
+    """But before the first instruction of a monitor's end, which no code of ours can precede: stop() ends it."""
+    model, made = small(hooked), []
+
+    def run():
+        made[:] = [OPENED[opened](model)]
+        with made[0]:
+            sys.settrace(INSIDE[0] if closing else None)
+
+    INSIDE[0] = None
+    run()
+    before, line = state(model), 1
+    while interrupted(run, line, closing):
+        if closing and opened == "monitor" and line == 1:
+            made[0].stop()
+        made.clear()
         gc.collect(0)
-        if state(model) != before:
-            left.append((line, *PLACE))
-            break
+        assert state(model) == before, (line, *PLACE)
         line += 1
-    assert not left
     assert line > 50
 
 

@@ -1,6 +1,7 @@
 """Attention without a softmax beside one with: the audit names its module, and no mask passes it over."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -203,16 +204,21 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["buffer", "input"])
+@pytest.mark.parametrize("graph", ["buffer", "input", "by name"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_products_with_constants_and_graphs_are_no_attention(mix, graph):
-    model = Mixing(MIXES[mix])
-    inputs = (stream(), torch.rand(2, LENGTH, LENGTH)) if graph else (stream(),)
+    model, edges = Mixing(MIXES[mix]), torch.rand(2, LENGTH, LENGTH)
+    inputs = (stream(), edges) if graph == "input" else (stream(),)
+    named = {"edges": edges} if graph == "by name" else {}
     with torch.no_grad(), semdiag.capture(model) as calls:
-        model(*inputs)
+        model(*inputs, **named)
     assert (len(calls), len(calls.audit)) == (1, 0)
     with semdiag.sparsify(model, semdiag.TopK(2)):
-        model(*inputs)
+        model(*inputs, **named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with semdiag.Monitor(model):
+            model(*inputs, **named)
 
 
 def test_a_constant_that_was_overwritten_by_queries_is_none():

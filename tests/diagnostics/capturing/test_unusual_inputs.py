@@ -120,6 +120,8 @@ class NoWidth(nn.Module):
 @pytest.mark.parametrize("way", NO_WIDTH)
 def test_keys_of_width_zero_weigh_alike(way):
     model, x = NoWidth(way), drawn(2, 2, 6, 4)
+    if torch.__version__ < "2.13" and "fused" in way:
+        pytest.skip("this torch returns memory that nothing was written to")
     calls = captured(model, x)
     scores = torch.arange(6.0 if "biased" in way else 1.0).expand(6)
     rows = calls.dispersion()

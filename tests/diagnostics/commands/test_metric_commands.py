@@ -40,7 +40,7 @@ def test_tables_go_to_stdout_and_progress_to_stderr(run_semdiag, here, tiny_runs
     assert (outcome.code, outcome.err) == (0, "semdiag: measuring 1 model in 1 stage.\n")
     said = " ".join(outcome.out.split())  # a long title is folded
     assert all(words in said for words in (*shown, "p50", "p100", "0 k=2", "all k=2"))
-    assert "Figures and tables: " in outcome.out
+    assert "Page: " in outcome.out
     assert "…" not in outcome.out  # no number is cut short
 
 
@@ -214,7 +214,7 @@ def test_beside_json_the_tables_go_to_stderr(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.full, "--json", *FEW)
     assert json.loads(outcome.out)["schema"] == "semdiag.dispersion/2"
     assert "dispersion δ (nats)" in outcome.err
-    assert "Figures and tables: " in outcome.err
+    assert "Page: " in outcome.err
 
 
 def heads(shown):

@@ -154,7 +154,7 @@ def test_two_files_with_a_difference_end_with_1_and_say_what_it_is(run_semdiag, 
     assert (entry["file"], entry["against"], entry["changed"], entry["passed"]) == ("a.npz", "b.npz", 1, False)
     assert (entry["classes"]["bug"], entry["by_own_scores"], entry["first_layer"]) == (1, 0, 0)
     words = " ".join(outcome.err.split())
-    assert "1 of 3 rows differ (33.3%); layer 0 is the first with a difference" in words
+    assert "1 of 3 rows differs (33.3%); layer 0 is the first with a difference" in words
     assert "Rounding explains 0 of 1 differences. It does not explain 1" in words
     coarse = run_semdiag("selections", first, second, "--format", "fp8-e5m2")
     assert coarse.code == 1, "3 and 1 are no rounding of each other in any format"

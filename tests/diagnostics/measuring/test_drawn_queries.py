@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import KeptRows, percentiles
 from semdiag.questions.counterfactual import within_sentences
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag_models import Encoder, InputError
 
 PLACE = ["sample", "layer", "head", "query"]

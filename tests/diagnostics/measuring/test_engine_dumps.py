@@ -8,7 +8,6 @@ import os
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import semdiag
 from semdiag.measuring.engine_dumps import read_queries_and_keys, read_routed_experts
@@ -43,29 +42,6 @@ def test_queries_and_keys_of_vllm_hook_give_the_statistics_of_a_loop(tmp_path):
         q, k = entry["q"][0][3, 8 * head : 8 * head + 8], entry["k_all"][0][:4, 8 * (head // 2) :][:, :8]
         scores = [0.25 * float(q @ key) for key in k]
         assert rows.dispersion()[0, head, 3] == pytest.approx(max(scores) - min(scores), rel=1e-5)
-
-
-def test_safetensors_of_vllm_hook_are_the_same(tmp_path):
-    dump = hook_dump()
-    arrays, order = {}, []
-    for name, entry in dump["qk_cache"].items():
-        key = name.replace(".", "__")
-        for letter, part in (("q", "q"), ("k", "k_all")):
-            arrays[f"{key}__{letter}"] = torch.nn.utils.rnn.pad_sequence(entry[part], batch_first=True)
-        order.append(
-            {"key_q": f"{key}__q", "key_k": f"{key}__k", "module_name": name, "layer_num": entry["layer_num"]}
-        )
-    save_file(arrays, tmp_path / "qk.safetensors")
-    meta = {"config": dump["config"], "layer_order": order, "q_seq_lens": [5, 3], "k_seq_lens": [5, 3]}
-    (tmp_path / "qk.json").write_text(json.dumps(meta))
-    torch.save(dump, tmp_path / "qk.pt")
-    both = zip(*(read_queries_and_keys(tmp_path / f"qk.{kind}") for kind in ("pt", "safetensors")), strict=True)
-    for one, other in both:
-        assert torch.equal(one.q, other.q)
-        assert torch.equal(one.k, other.k)
-    (tmp_path / "qk.json").write_text(json.dumps(meta | {"compact_all_tokens": True}))
-    with pytest.raises(InputError, match="compact_all_tokens"):
-        read_queries_and_keys(tmp_path / "qk.safetensors")
 
 
 def test_the_last_token_alone_stands_behind_its_keys(tmp_path):

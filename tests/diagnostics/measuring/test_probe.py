@@ -18,7 +18,7 @@ from semdiag.measuring.survey import survey
 from semdiag.measuring.table import TABLES, column_types
 from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.dispersion.measure import InitialisationPlan
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
@@ -272,7 +272,7 @@ def test_a_plan_says_the_same_twice(probe, tiny_models):
         pd.testing.assert_frame_equal(table, again[name])
 
 
-@pytest.mark.parametrize("function", [k_sweep_tables, mask_stability, mask_overlap])
+@pytest.mark.parametrize("function", [mask_stability, mask_overlap])
 def test_a_plan_of_another_probe_is_refused_by_name(function, tiny_models):
     with pytest.raises(InputError, match=r"^The plan must be a \w+Plan\. Got BoundsPlan"):
         function(tiny_models[0], torch.zeros(1, 4, dtype=torch.int64), plan=BoundsPlan())

@@ -21,6 +21,8 @@ SHOWN = [
     ("mask-precision", "answer:_SHOWN", ("mask_precision",), set()),
     ("mask-stability", "answer:_SHOWN_COLUMNS", ("mask_stability",), {"noise"}),
     ("overlap", "answer:_COLUMNS_SHOWN", ("overlap",), set()),
+    ("retrieval", "answer:_COLUMNS", ("retrieval",), set()),
+    ("retrieval", "answer:_TILES", ("tiles",), set()),
 ]
 
 

@@ -103,3 +103,59 @@ def test_the_probe_sees_what_is_broken(in_browser, four, tmp_path):
     assert found["content"] > 390
     assert len(found["broken"]) == 1
     assert len(found["outside"]) == 1
+
+
+_CARD = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="index.html" style="border:0;width:{width}px;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = (event) => {{
+  const frame = event.target.contentWindow, page = event.target.contentDocument;
+  const all = (chosen) => [...page.querySelectorAll(chosen)];
+  const pressed = (key) => new frame.KeyboardEvent("keydown", {{ key, bubbles: true }});
+  const press = (key) => page.activeElement.dispatchEvent(pressed(key));
+  const over = (part) => part.dispatchEvent(new frame.PointerEvent("pointerover", {{ bubbles: true }}));
+  const said = (part) => part.closest("figure, section").querySelector(".value").textContent;
+  const svg = all(".drawn svg").filter((one) => frame.getComputedStyle(one).display !== "none");
+  const off = () => all('.drawn [data-kind="topk"].off').length, kinds = all('.drawn [data-kind="topk"]').length;
+  const found = {{ shown: svg.length, kinds, off: [off()] }};
+  const point = svg[0].querySelector('.point[data-kind="topk"]');
+  over(point.querySelector("use, path"));
+  found.point = [said(point), point.querySelector("title").textContent];
+  const name = svg[0].querySelector('.name[data-kind="topk"]');
+  name.dispatchEvent(new frame.MouseEvent("click", {{ bubbles: true }}));
+  found.off.push(off());
+  name.focus(); press("Enter");
+  found.off.push(off());
+  const cells = all(".heads a");
+  cells[0].focus();
+  found.cell = said(cells[0]);
+  press("ArrowDown"); press("ArrowRight");
+  found.address = page.activeElement.getAttribute("href");
+  found.stops = cells.filter((cell) => cell.tabIndex === 0).length;
+  found.copy = all("pre button").length;
+  const scale = svg[0].getBoundingClientRect().width / svg[0].viewBox.baseVal.width;
+  const size = (one) => parseFloat(frame.getComputedStyle(one).fontSize);
+  const sizes = [...svg[0].querySelectorAll("text")].map(size);
+  found.small = scale * Math.min(...sizes);
+  document.getElementById("found").textContent = JSON.stringify(found);
+}};
+</script>"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_card_says_values_hides_lines_and_is_walked_by_keys(
+    in_browser, model, probed, reruns, tmp_path, width
+):
+    findings = Findings(reruns(probed(model("full", path="own:build"))))
+    sections = ["k-sweep", "heads"]
+    page, _ = write_report(findings, tmp_path / "r", "x", ["svg"], sections=sections, look="<p>one text</p>")
+    found = in_browser(page.parent, _CARD.format(width=width))
+    assert found["shown"] == 1
+    assert found["point"][0] == found["point"][1]
+    assert found["point"][0].startswith("top-k by head, k = ")
+    assert found["off"] == [0, found["kinds"], 0]
+    assert found["cell"].startswith("Layer 0, head 0: ")
+    assert found["address"] == "look.html#1.0"  # below it is no head
+    assert found["stops"] == 1
+    assert found["copy"] == 1
+    assert found["small"] >= 11.8

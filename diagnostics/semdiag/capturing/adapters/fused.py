@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.provenance.score_history import ScoreHistory
-from semdiag.capturing.recording import FORBIDDING, ROOM, SharedChange, full_rows, split_scores
+from semdiag.capturing.recording import FORBIDDING, ROOM, SharedChange, full_rows, split_scores, undone
 
 
 class CachedKeys(NamedTuple):
@@ -83,12 +83,9 @@ def _patched() -> Iterator[None]:
             _note(self, layer_idx, key_states, result)
         return result
 
-    cache.update = update
-    try:
+    with undone(lambda: setattr(cache, "update", original), forget_last):
+        cache.update = update
         yield
-    finally:
-        cache.update = original
-        forget_last()
 
 
 _PATCHED = SharedChange(_patched)

@@ -31,6 +31,7 @@ from semdiag.capturing.recording import (
     not_plain,
     outside_all_modes,
     split_mask,
+    undone,
 )
 
 
@@ -82,13 +83,15 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
     if not hasattr(_interface(), "get_interface"):  # absent or too old: other mechanisms see its models
         yield
         return
-    try:
+
+    def forget() -> None:
+        if recorder in _RECORDERS:
+            _RECORDERS.remove(recorder)
+
+    with undone(forget):
         _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
         with _PATCHED.held(), watched_caches():
             yield
-    finally:
-        with contextlib.suppress(ValueError):  # interrupted before
-            _RECORDERS.remove(recorder)
 
 
 def _interface() -> Any:
@@ -106,11 +109,9 @@ def _patched() -> Iterator[None]:
             attend = _recorded(recorder, implementation, attend)
         return attend
 
-    try:
+    with undone(lambda: setattr(interface, "get_interface", original)):
         interface.get_interface = get_interface
         yield
-    finally:
-        interface.get_interface = original
 
 
 _PATCHED = SharedChange(_patched)

@@ -32,6 +32,7 @@ from semdiag.capturing.recording import (
     outside_all_modes,
     split_mask,
     take_off,
+    undone,
 )
 from semdiag_models import AttentionCore, Encoder
 from semdiag_models.encoder import Affine, Attention, Block
@@ -362,12 +363,13 @@ def _made_outside_modes() -> Iterator[None]:
         with _disable_current_modes():
             return Tensor.__new__(kind, *args, **kwargs)
 
-    try:
-        biases.CausalBias.__new__ = made
-        yield
-    finally:
+    def remove() -> None:
         if "__new__" in vars(biases.CausalBias):
             del biases.CausalBias.__new__
+
+    with undone(remove):
+        biases.CausalBias.__new__ = made
+        yield
 
 
 MADE_OUTSIDE_MODES = SharedChange(_made_outside_modes)

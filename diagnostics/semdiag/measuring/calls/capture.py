@@ -27,6 +27,7 @@ from semdiag.capturing.batches import (
 )
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.recording import undone
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.measuring.calls.collector import (
     KeptScores,
@@ -107,18 +108,23 @@ class Calls:
         return self._table("query", "separation", k, lambda statistics, n: statistics.separation(n))
 
     def loads(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
-        """Return the key load: how many queries attend to each key, a raw count.
+        """Return the key load, how many queries attend to each key, and the weight that the key receives.
 
         Args:
             k: numbers as in :meth:`dispersion`.
 
         Returns:
-            One row per key (and k), with the further columns k and load; no row for padded keys.
+            One row per key (and k), with the further columns k, load and received, Σ_i p_ij over the queries that
+            were looked at (NaN with a k); no row for padded keys.
 
         Raises:
             ValueError: if a k is not in 1 … the capture's k.
         """
-        return self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
+        received = self._table(
+            "key", "received", k, lambda s, n: s.received if n is None else s.received * torch.nan
+        )
+        table = self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
+        return table.assign(received=received["received"])
 
     def entropy(self) -> pd.DataFrame:
         """Return the entropy −Σ p ln p of the attention weights of every query, in nats.
@@ -185,7 +191,7 @@ class Calls:
         parts = []
         for layer in range(len(self._layers)):
             weight = self.weights(layer).sum(2)
-            places = pd.MultiIndex.from_product(map(range, weight.shape), names=["sample", "head", "key"])
+            places = pd.MultiIndex.from_product([*map(range, weight.shape)], names=["sample", "head", "key"])
             rows = pd.DataFrame({"received": weight.flatten()}, places).reset_index()
             parts.append(rows.assign(layer=layer))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
@@ -247,9 +253,8 @@ class Calls:
         for layer, chosen in indices.items():
             weights, scores = self.weights(layer).double(), self.scores(layer)
             size, length = weights.shape, weights.shape[3]
-            fits = isinstance(chosen, Tensor) and not chosen.is_floating_point() and chosen.ndim == 4
-            if not fits or chosen.shape[:3] not in (size[:3], (size[0], 1, size[2])):
-                got = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
+            if chosen.is_floating_point() or chosen.shape[:-1] not in (size[:3], (size[0], 1, size[2])):
+                got = tuple(chosen.shape)
                 raise InputError(f"Indices of layer {layer} are whole numbers {(*size[:3], 'k')}. Got {got}.")
             if int(chosen.max()) >= length or int(chosen.min()) < -1:
                 raise InputError(f"Indices of layer {layer} lie in 0 … {length - 1}, or are -1.")
@@ -356,7 +361,7 @@ class Calls:
         if problem is not None:
             self._audit.remarks[Remark(call.module, f"{problem}: each row counts as a sample")] += 1
         remark_path(call, self._audit)
-        rows = counted_rows(call, self._k, self._draws.places(call))
+        rows = counted_rows(call, self._k, self._draws.places(call), received=True)
         layer = self._layers.add(rows, self._arrivals)
         if self._kept is not None:
             self._kept.add(call, layer)
@@ -399,11 +404,9 @@ class _Batch(threading.local):
             yield
             return
         own = hooks.Hooks(model, self._before, self._after)
-        try:
+        with undone(own.remove):
             own.put_on()
             yield
-        finally:
-            own.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.samples = samples_of((*args, *kwargs.values()))

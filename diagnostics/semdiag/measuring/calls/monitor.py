@@ -19,6 +19,7 @@ from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import broken_parts
+from semdiag.capturing.recording import undone
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors
 from semdiag.measuring.calls.monitor_alarms import (
     Alarm,
@@ -251,7 +252,7 @@ class Monitor:
         self._looked_at: int | None = None
         self._looker: threading.Thread | None = None  # thread of the current look
         self._forwards: set[int] = set()  # threads that run the model
-        self._turn = threading.Lock()  # held while counting a call and starting a look
+        self._turn = threading.RLock()  # held while counting a call and starting a look
         self._now = Looking(self.step)
         self._behind: Looking | None = None  # a look whose numbers are on their way
         self._last: list[dict[str, Any]] = []  # rows of heads in the last look
@@ -307,10 +308,12 @@ class Monitor:
 
     def stop(self) -> None:
         """Restore the model; rows remain readable."""
-        self._catch_up()
         begun, reports = self._hooks is not None, self._ranks.reports
         unseen = begun and self.step == self._first_step and not self._micro
-        self._leave()
+        try:
+            self._catch_up()
+        finally:
+            self._leave()
         never = {rule.quantity for rule in self._watch.rules} - self._watch.met
         if begun and self._last and never and reports:
             names = ", ".join(sorted(never))
@@ -320,6 +323,10 @@ class Monitor:
             warn(f"{mode} {_COMPILED}")
 
     def _leave(self) -> None:
+        with undone(self._undo):
+            pass
+
+    def _undo(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks = None
@@ -335,9 +342,12 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.stop()
-        else:
+        try:
+            if error is None:
+                self.stop()
+            else:
+                self._leave()
+        finally:
             self._leave()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -366,7 +376,9 @@ class Monitor:
             now = self._now = Looking(step)
             with self._faults.reporting(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
-                watch = watch_attention(model, lambda call: self._reduce(call, now), inside=True)
+                watch = watch_attention(
+                    model, lambda call: self._reduce(call, now), inside=(*args, *kwargs.values())
+                )
                 now.audit = look.enter_context(watch)
                 self._look, now.seen = look.pop_all(), False
 

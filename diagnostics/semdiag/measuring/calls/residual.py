@@ -12,9 +12,10 @@ from semdiag.capturing.provenance.softmaxes import MECHANISM as BY_HAND
 from semdiag.mathematics.planes import unraveled
 
 _CHECKED_ROWS = 32  # number of random rows, over all samples, heads and queries
-_LEAST_ROWS = 8  # of calls so long that more would take much memory
-_MOST = 2**24  # numbers of these rows' keys at a time, on a device; on the CPU as many as fit its cache
-_CACHED = 2**19
+_LEAST_ROWS = 8  # of calls so long that more would take much memory or time
+_MOST = 2**24  # numbers of these rows' keys, on a device
+_MOST_HERE = 2**20  # on the CPU
+_CACHED = 2**19  # on the CPU at a time
 _DEVIATIONS = 6  # standard deviations allowed for a sum of rounding errors, taken as independent
 _UNDIVIDED = 32  # largest difference of ln Σ e^z from 0, in units, where z is less a rounded logsumexp
 _HALVES = torch.float16, torch.bfloat16
@@ -50,7 +51,7 @@ def residual_numbers(call: AttentionCall, generator: torch.Generator) -> Tensor:
         return torch.full((3,), math.nan)
     shape, numbers, there = call.q.shape[:3], call.k.shape[2] * call.k.shape[3], call.q.device.type != "cpu"
     rows = math.prod(shape)
-    checked = max(_LEAST_ROWS, min(_CHECKED_ROWS, _MOST // numbers)) if there else _CHECKED_ROWS
+    checked = max(_LEAST_ROWS, min(_CHECKED_ROWS, (_MOST if there else _MOST_HERE) // numbers))
     drawn = (
         torch.randperm(rows, generator=generator)[:checked]
         if rows <= (2**12 if there else 2**20)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, each
-from semdiag.capturing.call_strips import integers
+from semdiag.capturing.call_strips import integers, largest
 from semdiag.capturing.kept_keys import Choice
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import SkipTiles
@@ -61,20 +61,19 @@ class TileWeights:
             assert tiles is not None
             assert tiles.found is not None
             weight, pairs = tiles.found.weight[:, :, :-1], tiles.found.pairs[:, :, :-1]
-            seen, exact = pairs > 0, tiles.found.ranking("weight")
+            seen, exact, heads = pairs > 0, tiles.found.ranking("weight"), call.q.shape[1]
             for kind, k, rule in self._rules:
                 if (rule.query_block, rule.block) != size:
                     continue
-                top = choice.call.q.new_full((call.q.shape[1],), math.nan, dtype=torch.float64)
                 if isinstance(rule, SkipTiles):
                     kept = (tiles.found.ranking("gap") >= -rule.threshold) & seen
-                    number = kept.sum(-1, keepdim=True)
+                    best = largest(exact, kept.sum(-1, keepdim=True))
+                    top = torch.full((heads,), math.nan)
                 else:
                     number = integers(k // rule.block, device=seen.device)[:, None, None]
-                    top = _top_weight(choice, tiles, k)
                     values = exact if rule.estimate is None else tiles.estimates(rule.estimate)
-                    kept = tiles.best(values, seen, number)
-                best = tiles.best(exact, seen, number)
+                    kept, best = (tiles.best(x, seen, number, heads) for x in (values, exact))
+                    top = _top_weight(choice, tiles, k)
                 drops = (best.sum(-1) < seen.sum(-1))[..., None]
                 parts = [
                     pairs * kept,
@@ -85,9 +84,9 @@ class TileWeights:
                     kept & best & drops,
                     best & drops,
                 ]
-                sums = torch.stack([x.double().sum((0, 2, 3)).cpu() for x in parts])
+                sums = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(seen.device)]).cpu()
                 place = (kind, k, call.module, call.layer)
-                self._sums[place] = torch.cat([sums, top.cpu()[None]]) + self._sums.get(place, 0)
+                self._sums[place] = sums + self._sums.get(place, 0)
 
     def table(self, model: str, length: int) -> pd.DataFrame:
         """Return a row for each kind, k, layer and head."""

@@ -205,7 +205,7 @@ def stacked() -> Iterator[None]:
 
 def page_width() -> float:
     """Return the width of a figure in inches: the page's text, or a telephone."""
-    return 4.2 if _STACKED.get() else 10.0
+    return 3.75 if _STACKED.get() else 10.0
 
 
 def panel_inches(ax: Axes) -> float:

@@ -52,8 +52,8 @@ class KSweepPlan:
         tuple[str, ...],
         option(
             "Which kinds of sparse attention to run, of topk, topk-group, topk-layer, topk-4-layers, block-16, "
-            "block-32, block-64, window, topp and random. Default: topk and random; of external models "
-            "topk-layer, block-16 and window, too.",
+            "block-32, block-64, window, topp, random, or of engines: tile-64x64, skip-8 … Default: topk and "
+            "random; of external models topk-layer, block-16 and window, too.",
             metavar="KIND,KIND",
         ),
         options.listed_names,

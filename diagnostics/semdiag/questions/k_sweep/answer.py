@@ -13,17 +13,14 @@ from semdiag.measuring.findings.estimates import drawing, drawn
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.table import ALL, rows_of
 from semdiag.measuring.words import (
-    FEWEST,
     Value,
     counted,
     interval,
-    interval_words,
     limit_of_share,
     number,
     number_from_json,
     percent,
     plain,
-    significant,
     span_words,
     strict_percent,
     text,
@@ -35,9 +32,10 @@ from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.bounds.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.changes import (
-    SEEN,
     WHOLE,
     Row,
+    Unit,
+    all_alike,
     budget_content,
     change_table,
     condition_table,
@@ -46,119 +44,23 @@ from semdiag.questions.k_sweep.changes import (
     harmless,
     judged_conditions,
     quarter_table,
+    rounded,
     smallest_enough,
     smallest_from,
     tolerance_of,
+    unit_of,
+    units_of,
     within,
 )
-from semdiag.questions.k_sweep.rerun import HARM, LEAST_SAMPLES, MOST_HARMED, NO_MASK, measure_of
+from semdiag.questions.k_sweep.rerun import HARM, LEAST_SAMPLES, MOST_HARMED, NO_MASK
 
-ROUNDING = 5e-5  # anything smaller may be rounding: nats, or relative
 MASS = 0.95  # of the attention weight, where nothing else is known
 MOST_KEYS = 0.5  # share of all keys above which a mask is hardly sparse
-_DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
-_WORDS = {  # what changes; a cost; another change; the end of a limit
-    "perplexity": ("perplexity", "costs {} perplexity", "changes perplexity by {}", "of perplexity"),
-    "loss": ("the loss", "costs {} of loss", "changes the loss by {}", "of loss"),
-    "divergence": (
-        "the output distribution (KL divergence)", "", "changes the output distribution by {} (KL divergence)",
-        "of KL divergence",
-    ),
-    "output_change": (
-        "the outputs (of their norm)", "", "changes the outputs by {} of their norm", "of the outputs' norm",
-    ),
-}  # fmt: skip
 SCOPE = (
     "Within one model: its own scores, if each query kept only its k largest. A model trained with that k has "
     "other scores, so this does not compare trained models."
 )
-
-
-@dataclass(frozen=True)
-class Unit:
-    """How changes of a measure are written: in per cent of perplexity, in nats, or as shares of a norm."""
-
-    measure: str = ""
-    perplexity: bool = False
-
-    @property
-    def _words(self) -> tuple[str, str, str, str]:
-        return _WORDS["perplexity" if self.perplexity else self.measure]
-
-    @property
-    def what(self) -> str:
-        """Return what it is that changes: "perplexity", "the loss", "the outputs (of their norm)"."""
-        return self._words[0]
-
-    def amount(self, value: float, unit: bool = False) -> str:
-        """Return a change: "+1.4%", "× 7.4", "+0.31 nats"."""
-        if not math.isfinite(value):
-            return "no finite number"
-        if self.measure == "output_change":
-            return f"{value:.1%}"
-        value = _rounded(value)
-        if self.perplexity and value > _DOUBLED:
-            return f"× {significant(math.exp(min(value, 700)))}"
-        if self.perplexity:
-            return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
-        return f"{value:+.3g}{' nats' * unit}"
-
-    def limit(self, value: float, named: bool = False) -> str:
-        """Return a limit, with what it is a change of if ``named``: "1%", "0.01 nats of loss"."""
-        return self.amount(value, True).removeprefix("+") + f" {self._words[3]}" * named
-
-    def cost(self, row: Row) -> str:
-        """Return what a mask costs, and how sure that is: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)"."""
-        low, change, high = (float(row[name]) for name in ("low", "change", "high"))
-        known = math.isfinite(low)
-        if self.perplexity and _DOUBLED < change < math.inf and known:
-            low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
-            return f"multiplies perplexity by {significant(change)} ({interval_words(low, high, significant)})"
-        cost, other = self._words[1:3]
-        costs = bool(cost) and ROUNDING <= change < math.inf
-
-        def said(value: float, unit: bool) -> str:
-            return self.amount(value, unit).removeprefix("+" * costs)
-
-        ends = f"95% interval {said(low, False)} to {said(high, self.perplexity)}"
-        words = (cost if costs else other).format(said(change, True))
-        return f"{words} ({ends if known else self.without_interval(row)})"
-
-    def without_interval(self, row: Row) -> str:
-        """Return what is known of a mean change that has no interval."""
-        if row["seen"] == 0:
-            seen = f"0 of {units_of(row)} changed by more than {self.limit(SEEN * row['tolerance'])}"
-            return f"{seen}; {limit_of_share(row['seen_high'])}"
-        return "all samples alike" if _alike(row) else "no interval"
-
-
-def _rounded(value: float) -> float:
-    """Return a change, 0 where it is as small as rounding."""
-    return 0.0 if abs(value) < ROUNDING else value
-
-
-def _alike(row: Row) -> bool:
-    return bool(row["units"] >= FEWEST and row["least"] == row["worst"])
-
-
-def units_of(row: Row) -> str:
-    """Return what an interval is over: "24 samples", "32 chunks of 128 tokens or more"."""
-    if row["chunk"]:
-        return f"{counted(row['units'], 'chunk')} of {counted(row['chunk'], 'token')} or more"
-    return counted(row["units"], "sample")
-
-
-def unit_of(findings: Findings, model: str) -> Unit:
-    """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
-    measurements = findings.measurements
-    own = rows_of(measurements.rerun, model)
-    measure = measure_of(own)
-    if own.empty:  # its texts alone were cut into lengths
-        measure = "loss" if rows_of(measurements.rerun_quarters, model)["targets"].sum() else "divergence"
-    causal = rows_of(measurements.models, model)["attention"].iloc[0] == "causal"
-    targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
-    return Unit(measure, bool(measure == "loss" and causal and targets > 1))
 
 
 @dataclass(frozen=True)
@@ -342,7 +244,7 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
     yield from place_lines(findings, model)
     if verdict.samples:
         unit, samples = unit_of(findings, model), counted(verdict.samples, "sample")
-        before = f"{_rounded(verdict.before):.4g} nats" if math.isfinite(verdict.before) else "not a finite number"
+        before = f"{rounded(verdict.before):.4g} nats" if math.isfinite(verdict.before) else "not a finite number"
         without = f" Without a mask the loss is {before}." * (unit.measure == "loss")
         yield (
             f"Run with masks on {samples}.{without} A k is enough if the upper end of its interval, and of that "
@@ -454,7 +356,7 @@ _NO_STREAM = (
 
 
 def _change(value: Value) -> str:
-    return number(_rounded(number_from_json(value)))
+    return number(rounded(number_from_json(value)))
 
 
 def _growth(change: Value) -> str:
@@ -471,8 +373,8 @@ def _interval(row: Summary) -> str:
     """Return the interval of a change, or in a few words why there is none."""
     low, high = number_from_json(row["low"]), number_from_json(row["high"])
     if math.isfinite(low) and math.isfinite(high):
-        return interval(_rounded(low), _rounded(high), between=" to ")
-    return "none seen" if row["seen"] == 0 else "all alike" if _alike(row) else "none"
+        return interval(rounded(low), rounded(high), between=" to ")
+    return "none seen" if row["seen"] == 0 else "all alike" if all_alike(row) else "none"
 
 
 # On a narrow terminal stays what the verdict stands on: the change with its interval, harm, and the control.

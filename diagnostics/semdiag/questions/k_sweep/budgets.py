@@ -20,7 +20,7 @@ from semdiag.mathematics.block_estimates import block_scores
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
 from semdiag.measuring.words import counted
-from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, measure_of, rerun, upper_change
+from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, mean_change, measure_of, rerun
 from semdiag_models import InputError
 
 BUDGET_TABLE = Table(
@@ -81,18 +81,13 @@ class NeededKeys:
             if block > 1 and weights.shape[-1] <= block:
                 continue
             kept = _by_block(weights, block).gather(-1, falling).cumsum(-1)
+            heads, wide = kept.shape[1], kept.shape[-1] + 1
+            first = wide * torch.arange(heads, device=kept.device)[:, None]  # of each head among all counts
             for level in LEVELS:
-                need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
-                for head in range(need.shape[1]):
-                    counts = torch.bincount(need[:, head][several[:, head]], minlength=kept.shape[-1] + 1)
-                    self._count((place, block, level), head, need.shape[1], counts.cpu().numpy())
-
-    def _count(self, key: tuple[Place, int, float], head: int, heads: int, counts: NDArray[np.int64]) -> None:
-        old = self.counts.get(key, np.zeros((heads, 1), np.int64))
-        if old.shape[1] < len(counts):
-            old = np.pad(old, ((0, 0), (0, len(counts) - old.shape[1])))
-        old[head, : len(counts)] += counts
-        self.counts[key] = old
+                need = first + 1 + (kept < level).sum(-1).clamp(max=wide - 2)
+                counts = torch.bincount(need[several], minlength=heads * wide).view(heads, wide)
+                old = self.counts.get((place, block, level), np.zeros((1, 1), np.int64))
+                self.counts[place, block, level] = _padded_sum(old, counts.cpu().numpy())
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
         """Return the smallest k of each head with which 95% of its queries keep a share of their weight."""
@@ -115,21 +110,11 @@ class NeededKeys:
         for (name, block), budget in budgets.items():
             for place, numbers in budget.items():
                 ranked = self.ranked[place, block]
-                rows += [
-                    {
-                        "model": model,
-                        "budget": name,
-                        "block": block,
-                        "layer": self.layers[place],
-                        "head": head,
-                        "module": place[0],
-                        "occurrence": place[1],
-                        "k": k,
-                        "all_keys": ranked[head].sum(),
-                        "kept_keys": ranked[head, :k].sum(),
-                    }
-                    for head, k in enumerate(numbers)
-                ]
+                whose = {"model": model, "budget": name, "block": block, "layer": self.layers[place]}
+                whose |= {"module": place[0], "occurrence": place[1]}
+                for head, k in enumerate(numbers):
+                    sums = {"all_keys": ranked[head].sum(), "kept_keys": ranked[head, :k].sum()}
+                    rows.append({**whose, "head": head, "k": k, **sums})
         return BUDGET_TABLE.of_rows(rows)
 
 
@@ -195,7 +180,7 @@ def search(
 
     def cost(budget: Mapping[Place, Sequence[int]]) -> float:
         again = rerun(loaded, first, known, [("budget", -1, rules(budget))], device, dtype)
-        return upper_change(again, "budget", -1)
+        return mean_change(again, "budget", -1)[1]
 
     limit = tolerance or TOLERANCES[measure_of(rerun(loaded, first, known, [], device, dtype))]
     named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}

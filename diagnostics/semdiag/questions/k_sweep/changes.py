@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
 
@@ -16,13 +17,22 @@ from semdiag.measuring.findings.estimates import drawn
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL, rows_of
-from semdiag.measuring.words import FEWEST
+from semdiag.measuring.words import FEWEST, counted, interval_words, limit_of_share, significant
 from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
 from semdiag.questions.k_sweep.budgets import KINDS, TOP_K
-from semdiag.questions.k_sweep.rerun import HARM, MOST_HARMED, NO_MASK, QUARTERS, TOLERANCES, measure_of
+from semdiag.questions.k_sweep.rerun import (
+    HARM,
+    MOST_HARMED,
+    NO_MASK,
+    QUARTERS,
+    TOLERANCES,
+    UNITS,
+    Numbers,
+    measure_of,
+    unit_changes,
+)
 
 Row = Mapping[str, Any]
-Numbers = NDArray[np.float64]
 SEEN = 0.1  # of the tolerance: a smaller change of a sample is as good as none
 WHOLE = 0  # in the column quarter: all positions
 _OF_THE_SWEEP = ("mass", "mass_without_first", "head_change", "stream_change")
@@ -34,17 +44,17 @@ def change_table(findings: Findings) -> pd.DataFrame:
     for model, again in findings.measurements.rerun.groupby("model", sort=False):
         sweep = rows_of(findings.measurements.sweep, str(model))
         means = sweep[sweep["layer"] == ALL].set_index(["quantity", "k"])["mean"]
-        base = again[again["mask"] == NO_MASK].set_index(["sample", "part"])
+        base = again[again["mask"] == NO_MASK].set_index(UNITS)
         measure = measure_of(again)
         limit = tolerance_of(findings, measure)
         for place, rows_of_mask in again.groupby(["mask", "k"], sort=False):
-            (mask, k), own = cast("tuple[str, int]", place), rows_of_mask.set_index(["sample", "part"])
+            (mask, k), own = cast("tuple[str, int]", place), rows_of_mask.set_index(UNITS)
             before = base.loc[own.index]
             samples, chunk = own.index.get_level_values(0).nunique(), int(own["chunk"].max())
             row: dict[str, Any] = {"model": model, "mask": mask, "k": int(k), "samples": samples}
             row |= {"units": len(own), "chunk": chunk, "measure": measure, "classes": int(own["classes"].max())}
             row["before"] = _ratio(before["loss"], before["targets"])
-            sums, counts = _sums(measure, own, before)
+            sums, counts = unit_changes(measure, own, base)
             row |= _interval(sums, counts, limit) | {"tolerance": limit} | _shares(sums, counts, limit)
             for name, share in (("divergence", False), ("changed", True)):
                 values = own[name].to_numpy(np.float64), own["predictions"].to_numpy(np.float64)
@@ -55,14 +65,6 @@ def change_table(findings: Findings) -> pd.DataFrame:
                 row[name] = float(means[name, k]) if known else math.nan
             rows.append(row | {"kept": _ratio(own["kept"], own["keys"])})
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k", "kept"])
-
-
-def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> tuple[Numbers, Numbers]:
-    """Return the summed change of each unit, and the number of its terms."""
-    output = measure == "output_change"
-    sums = own[measure] if output else own[measure] - before[measure]
-    counts = own[measure].notna() if output else own["targets" if measure == "loss" else "predictions"]
-    return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
 
 
 def change_interval(sums: Numbers, counts: Numbers, tolerance: float) -> Interval:
@@ -268,3 +270,105 @@ def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
         names = {name: row[name] for name in ("layer", "module", "occurrence")}
         attentions.setdefault((row["module"], row["occurrence"]), {**names, "k": []})["k"].append(row["k"])
     return list(attentions.values())
+
+
+ROUNDING = 5e-5  # anything smaller may be rounding: nats, or relative
+_DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
+_WORDS = {  # what changes; a cost; another change; the end of a limit
+    "perplexity": ("perplexity", "costs {} perplexity", "changes perplexity by {}", "of perplexity"),
+    "loss": ("the loss", "costs {} of loss", "changes the loss by {}", "of loss"),
+    "divergence": (
+        "the output distribution (KL divergence)", "", "changes the output distribution by {} (KL divergence)",
+        "of KL divergence",
+    ),
+    "output_change": (
+        "the outputs (of their norm)", "", "changes the outputs by {} of their norm", "of the outputs' norm",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How changes of a measure are written: in per cent of perplexity, in nats, or as shares of a norm."""
+
+    measure: str = ""
+    perplexity: bool = False
+
+    @property
+    def _words(self) -> tuple[str, str, str, str]:
+        return _WORDS["perplexity" if self.perplexity else self.measure]
+
+    @property
+    def what(self) -> str:
+        """Return what it is that changes: "perplexity", "the loss", "the outputs (of their norm)"."""
+        return self._words[0]
+
+    def amount(self, value: float, unit: bool = False) -> str:
+        """Return a change: "+1.4%", "× 7.4", "+0.31 nats"."""
+        if not math.isfinite(value):
+            return "no finite number"
+        if self.measure == "output_change":
+            return f"{value:.1%}"
+        value = rounded(value)
+        if self.perplexity and value > _DOUBLED:
+            return f"× {significant(math.exp(min(value, 700)))}"
+        if self.perplexity:
+            return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
+        return f"{value:+.3g}{' nats' * unit}"
+
+    def limit(self, value: float, named: bool = False) -> str:
+        """Return a limit, with what it is a change of if ``named``: "1%", "0.01 nats of loss"."""
+        return self.amount(value, True).removeprefix("+") + f" {self._words[3]}" * named
+
+    def cost(self, row: Row) -> str:
+        """Return what a mask costs, and how sure that is: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)"."""
+        low, change, high = (float(row[name]) for name in ("low", "change", "high"))
+        known = math.isfinite(low)
+        if self.perplexity and _DOUBLED < change < math.inf and known:
+            low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
+            return f"multiplies perplexity by {significant(change)} ({interval_words(low, high, significant)})"
+        cost, other = self._words[1:3]
+        costs = bool(cost) and ROUNDING <= change < math.inf
+
+        def said(value: float, unit: bool) -> str:
+            return self.amount(value, unit).removeprefix("+" * costs)
+
+        ends = f"95% interval {said(low, False)} to {said(high, self.perplexity)}"
+        words = (cost if costs else other).format(said(change, True))
+        return f"{words} ({ends if known else self.without_interval(row)})"
+
+    def without_interval(self, row: Row) -> str:
+        """Return what is known of a mean change that has no interval."""
+        if row["seen"] == 0:
+            seen = f"0 of {units_of(row)} changed by more than {self.limit(SEEN * row['tolerance'])}"
+            return f"{seen}; {limit_of_share(row['seen_high'])}"
+        return "all samples alike" if all_alike(row) else "no interval"
+
+
+def rounded(value: float) -> float:
+    """Return a change, 0 where it is as small as rounding."""
+    return 0.0 if abs(value) < ROUNDING else value
+
+
+def all_alike(row: Row) -> bool:
+    """Return whether all units, enough for an interval, change by the same."""
+    return bool(row["units"] >= FEWEST and row["least"] == row["worst"])
+
+
+def units_of(row: Row) -> str:
+    """Return what an interval is over: "24 samples", "32 chunks of 128 tokens or more"."""
+    if row["chunk"]:
+        return f"{counted(row['units'], 'chunk')} of {counted(row['chunk'], 'token')} or more"
+    return counted(row["units"], "sample")
+
+
+def unit_of(findings: Findings, model: str) -> Unit:
+    """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
+    measurements = findings.measurements
+    own = rows_of(measurements.rerun, model)
+    measure = measure_of(own)
+    if own.empty:  # its texts alone were cut into lengths
+        measure = "loss" if rows_of(measurements.rerun_quarters, model)["targets"].sum() else "divergence"
+    causal = rows_of(measurements.models, model)["attention"].iloc[0] == "causal"
+    targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
+    return Unit(measure, bool(measure == "loss" and causal and targets > 1))

@@ -23,9 +23,8 @@ from semdiag.presenting.drawing.style import (
     panel_grid,
     wrapped,
 )
-from semdiag.questions.k_sweep.answer import Unit, unit_of
-from semdiag.questions.k_sweep.budgets import KINDS, RANDOM
-from semdiag.questions.k_sweep.changes import WHOLE, change_table, quarter_table, tolerance_of
+from semdiag.questions.k_sweep.budgets import KINDS, OF_ENGINES, RANDOM
+from semdiag.questions.k_sweep.changes import WHOLE, Unit, change_table, quarter_table, tolerance_of, unit_of
 
 _CHANGES = {
     "loss": "increase of the loss (nats)",
@@ -44,7 +43,7 @@ _APART = 0.075  # of a panel's height, between two names
 def cost(findings: Findings) -> Figure:
     """Draw what each kind of mask costs, against the keys it keeps and the length of the text."""
     table = findings(change_table)
-    table = table[table["mask"].isin(KINDS) & (table["kept"] < 1)] if len(table) else table
+    table = table[table["mask"].isin(_kinds(table)) & (table["kept"] < 1)]
     labels = short_labels(findings.measurements.models) if len(table) else {}
     models = [model for model in labels if model in set(table["model"])]
     if not models:
@@ -52,8 +51,9 @@ def cost(findings: Findings) -> Figure:
     by_length = _fixed_k(findings, models[0]) if len(models) == 1 else table.iloc[:0]
     panels, height = len(models) + bool(len(by_length)), 3.4 if page_width() > 5 else 4
     figure, axes = panel_grid(panels, height=height, sharey=False)
-    if len(by_length) and page_width() > 5:
-        axes[0].get_gridspec().set_width_ratios([1.6, 1])
+    grid = axes[0].get_gridspec()
+    if grid is not None and len(by_length) and page_width() > 5:
+        grid.set_width_ratios([1.6, 1])
     for ax, model in zip(axes, models, strict=False):
         own = table[table["model"] == model]
         _draw(figure, ax, findings, own, "kept")
@@ -79,6 +79,14 @@ def cost(findings: Findings) -> Figure:
     return figure
 
 
+def _kinds(rows: pd.DataFrame) -> list[str]:
+    """Return the kinds of masks that were run, those of engines last; budgets are none."""
+    known = set(rows["mask"])
+    return [kind for kind in KINDS if kind in known] + sorted(
+        kind for kind in known if kind.startswith(OF_ENGINES)
+    )
+
+
 def _share_axis(ax: Axes, shares: pd.Series) -> None:
     """Label the axis in percent; logarithmic where shares are far apart."""
     smallest = float(shares.min())
@@ -94,7 +102,7 @@ def _fixed_k(findings: Findings, model: str) -> pd.DataFrame:
     """Return what the largest k that was run at every length costs at each; empty for one length."""
     table = findings(quarter_table)
     table = table[(table["model"] == model) & (table["length"] > 0) & (table["quarter"] == WHOLE)]
-    table = table[table["mask"].isin(set(KINDS) - {RANDOM})]
+    table = table[table["mask"].isin(set(_kinds(table)) - {RANDOM})]
     lengths = table.groupby("k")["length"].nunique()
     common = lengths[lengths == table["length"].nunique()].index
     return table[table["k"] == common.max()] if table["length"].nunique() > 1 and len(common) else table.iloc[:0]
@@ -143,7 +151,7 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
     )  # fmt: skip
     ax.set_ylabel("increase of perplexity" if unit.perplexity else _CHANGES[measure])
     names: list[tuple[float, str, str]] = []
-    for kind in (kind for kind in KINDS if kind in set(rows["mask"])):
+    for kind in _kinds(rows):
         own, style = rows[rows["mask"] == kind], mask_style(kind)
         own = own[np.isfinite(own["change"])]
         if own.empty:

@@ -1,24 +1,23 @@
 """Within one model, for many k at once: what its scores would be if each query kept its k largest."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pandas as pd
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from semdiag.capturing.attention_call import SCORED, AttentionCall
 from semdiag.capturing.batches import Batch, first_samples, longest, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import QueryDraws
-from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.calls.running import running
 from semdiag.measuring.outputs import masked_language
-from semdiag.measuring.probe import Probe, Subject, percentiles, plan_of
+from semdiag.measuring.probe import Probe, Subject, percentiles
 from semdiag.measuring.table import ALL, Table
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
@@ -35,7 +34,6 @@ from semdiag.questions.k_sweep.rerun import (
     NO_MASK,
     QUARTERS_TABLE,
     RERUN_TABLE,
-    check_placed,
     few_ks,
     packed,
     rerun,
@@ -71,27 +69,18 @@ class CleanPass:
         self.scores.add(call)
 
 
-def clean_pass(
-    loaded: LoadedModel,
-    tokens: Batch | Iterable[Batch],
-    plan: KSweepPlan,
-    batch_size: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    min_keys: int,
-    queries: int | None,
-    seed: int,
-) -> CleanPass:
-    """Return what is to see a clean pass."""
-    batches = split(tokens, batch_size)
-    longest, keys = longest_call(loaded, batches, device, dtype)
+def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> CleanPass:
+    """Return what is to see a clean pass of a model."""
+    loaded, size = subject.model, subject.batch_size
+    batches = split(subject.first[0], size)
+    longest, keys = longest_call(loaded, batches, subject.device, subject.dtype)
     largest = _largest_k(plan, keys)
     if plan.budget:
         halves(batches)  # refused before minutes are spent
     if plan.lengths and not loaded.external:
         raise InputError("--lengths takes external models; for a run of semdiag train see experiments/lengths.py.")
-    pieces = {n: packed(batches, n, max(1, batch_size * keys // n)) for n in plan.lengths}
-    draws = QueryDraws(queries, seed)
+    pieces = {n: packed(batches, n, max(1, size * keys // n)) for n in plan.lengths}
+    draws = QueryDraws(subject.queries, subject.seed)
     draws.expect(longest)
     run, every_k = plan.ks or tuple(rerun_ks(largest)), not loaded.external or plan.max_k is not None
     scores = TopScores(largest, draws, min_keys, every_k=every_k, own_keys=plan.reruns(loaded.external), run=run)
@@ -139,88 +128,67 @@ SWEEP_ESTIMATES = Table(
 _TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, QUARTERS_TABLE, BUDGET_TABLE)
 
 
-def k_sweep_tables(
-    model: LoadedModel | nn.Module,
-    tokens: Batch | Iterable[Batch],
-    labels: Tensor | None = None,
-    plan: KSweepPlan | None = None,
-    *,
-    batch_size: int = 100,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    min_keys: int = 1,
-    queries: int | None = None,
-    seed: int = 0,
-    remark: Callable[[str, str], None] = lambda text, code: None,
-    after_batch: Callable[[int], None] = lambda samples: None,
-    expect: Callable[[int], None] = lambda steps: None,
-    seen: CleanPass | None = None,
-) -> dict[str, pd.DataFrame]:
+def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
     """Return all tables of a k-sweep of one model."""
-    plan = plan_of(KSweepPlan, plan)
-    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    loaded, labels, min_keys = subject.model, subject.first[1], prepared or 1
     tables = {table.name: table.empty() for table in _TABLES}
-    if not loaded.external and loaded.encoder.config.attention not in SCORED:
+    if not _scored(loaded):
         return tables
     whole = 0  # samples of a pass that is made here
+    seen: Any = subject.watchers.pop(PROBE.name, None)
     if seen is None:
-        seen = clean_pass(loaded, tokens, plan, batch_size, device, dtype, min_keys, queries, seed)
-        expect(whole := sum(map(samples_of, seen.batches)))
-        with running(loaded, seen.add, device, dtype) as run, seen.watched(run.module):
+        seen = _clean_pass(subject, plan, min_keys)
+        subject.expect(whole := sum(map(samples_of, seen.batches)))
+        with running(loaded, seen.add, subject.device, subject.dtype) as run, seen.watched(run.module):
             for batch in seen.batches:
                 seen.start(samples_of(batch))
                 run(batch)
-                after_batch(samples_of(batch))
+                subject.after_point(samples_of(batch))
     collected, draws = seen.scores, seen.scores.draws
     for text in draws.remarks:
-        remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
+        subject.remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
     if collected.thinned:
-        remark(collected.thinned, "k-sweep-thinned")
-    ks, reruns = tuple[int, ...](), list[dict[str, Any]]()
+        subject.remark(collected.thinned, "k-sweep-thinned")
+    parts = [collected.table()]
     if plan.reruns(loaded.external) or (plan.seconds and loaded.external):
-        most = max(1, collected.most_keys - 1)
-        usual = rerun_ks(min(collected.largest, most)) if collected.every_k else few_ks(most + 1)
-        ks = plan.ks or tuple(usual)
-        how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
-        tables |= _reruns(loaded, seen, labels, plan, ks, seed, after_batch, lambda n: expect(whole + n), how)
-        reruns += _accuracies(tables["rerun"])
+        tables |= _reruns(subject, seen, plan, whole)
+        parts += [pd.DataFrame(rows)] if (rows := [*_accuracies(tables["rerun"])]) else []
     if plan.budget:
-        budgets, tests = search(loaded, seen.batches, labels, plan.tolerance, min_keys, device, dtype)
+        how = min_keys, subject.device, subject.dtype
+        budgets, tests = search(loaded, seen.batches, labels, plan.tolerance, *how)
         tables |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([tables["rerun"], tests])}
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in collected.estimates())
         tables["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
-    parts = [collected.table(), *([pd.DataFrame(reruns)] if reruns else [])]
     tables["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
     return tables
 
 
-def _reruns(
-    loaded: LoadedModel,
-    seen: CleanPass,
-    labels: Tensor | None,
-    plan: KSweepPlan,
-    ks: Sequence[int],
-    seed: int,
-    after_batch: Callable[[int], None],
-    expect: Callable[[int], None],
-    how: dict[str, Any],
-) -> dict[str, pd.DataFrame]:
+def _scored(loaded: LoadedModel) -> bool:
+    """Return whether a model's mask depends on its scores, or may."""
+    return loaded.external or loaded.encoder.config.attention in SCORED
+
+
+def _reruns(subject: Subject, seen: CleanPass, plan: KSweepPlan, whole: int) -> dict[str, pd.DataFrame]:
     """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
+    loaded, labels, seed, collected = subject.model, subject.first[1], subject.seed, seen.scores
+    most = max(1, collected.most_keys - 1)
+    usual = rerun_ks(min(collected.largest, most)) if collected.every_k else few_ks(most + 1)
     kinds, wanted = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS), plan.reruns(loaded.external)
-    how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
-    masks = masks_of(ks, seed, kinds, plan.kinds, None if plan.ks else how["remark"])
+    how: dict[str, Any] = {"device": subject.device, "dtype": subject.dtype, "remark": subject.remark}
+    how |= {"optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
+    masks = masks_of(plan.ks or usual, seed, kinds, plan.kinds, None if plan.ks else subject.remark)
     batches, pieces = seen.batches, seen.pieces
     if labels is None:
-        batches = masked_language(loaded, batches, seed, how["remark"])
+        batches = masked_language(loaded, batches, seed, subject.remark)
     limit = plan.seconds or 0
-    chosen = batches if wanted else _fitting(batches, seen.seconds, len(masks), limit, how["remark"])
+    chosen = batches if wanted else _fitting(batches, seen.seconds, len(masks), limit, subject.remark)
     of_length = {n: masks_of(plan.ks or few_ks(n), seed, kinds) for n in pieces}
-    usual = max(map(longest, batches)) if pieces else 1
-    steps = {n: max(1, round(n / usual)) for n in pieces}  # what a piece takes, in samples
+    tokens = max(map(longest, batches)) if pieces else 1
+    steps = {n: max(1, round(n / tokens)) for n in pieces}  # what a piece takes, in samples
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
     few = sum(map(samples_of, chosen))
-    expect((1 + len(masks)) * few + more)
+    subject.expect(whole + (1 + len(masks)) * few + more)
     labels = labels if labels is None or wanted else labels[:few]
     places: list[dict[str, Any]] = []
 
@@ -228,17 +196,21 @@ def _reruns(
         places.append({"model": loaded.path, "length": length, **row})
 
     def count(size: int, samples: int) -> None:
-        after_batch(size * samples)
+        subject.after_point(size * samples)
 
     try:
-        again = rerun(loaded, chosen, labels, masks, after_batch=after_batch, quarters=partial(note, 0), **how)
+        again = rerun(
+            loaded, chosen, labels, masks, after_batch=partial(count, 1), quarters=partial(note, 0), **how
+        )
     except InputError as error:
         if plan.reruns(external=False):  # the user asked for it
             raise
-        how["remark"](f"not run with masks: {error}", "not-run-with-masks")
+        subject.remark(f"not run with masks: {error}", "not-run-with-masks")
         again = RERUN_TABLE.empty()
+    if pieces and not again["predictions"].sum():
+        why = f"of {loaded.path} the outputs are compared"
+        raise InputError(f"--lengths is for models that predict tokens, and {why}.")
     for n, cut in pieces.items():
-        check_placed(loaded.path, again)
         rerun(
             loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), quarters=partial(note, n), **how
         )
@@ -274,22 +246,10 @@ def _accuracies(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
 
 
-_SAME = ("batch_size", "device", "dtype", "queries", "seed")  # of a subject and of a k-sweep
-
-
 def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> CleanPass | None:
-    model, inputs = subject.model, split(subject.first[0], subject.batch_size)
-    scored = model.external or model.encoder.config.attention in SCORED
-    if not scored or [*map(samples_of, inputs)] != [*map(samples_of, subject.batches)]:
-        return None
-    return clean_pass(model, inputs, plan, **{n: getattr(subject, n) for n in _SAME}, min_keys=prepared or 1)
-
-
-def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
-    inputs, labels = subject.first
-    how = {name: getattr(subject, name) for name in (*_SAME, "remark", "expect")} | {"min_keys": prepared or 1}
-    seen: Any = subject.watchers.pop(PROBE.name, None)
-    return k_sweep_tables(subject.model, inputs, labels, plan, **how, after_batch=subject.after_point, seen=seen)
+    inputs = split(subject.first[0], subject.batch_size)
+    same = [*map(samples_of, inputs)] == [*map(samples_of, subject.batches)]
+    return _clean_pass(subject, plan, prepared or 1) if same and _scored(subject.model) else None
 
 
 def _provenance(plan: KSweepPlan, samples: int, few: int) -> dict[str, Any]:

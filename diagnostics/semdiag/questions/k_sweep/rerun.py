@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from semdiag.capturing import batches as batching
@@ -71,11 +73,12 @@ def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple
 
 def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
     """Cut the tokens of all samples, one behind the other, into pieces of a length."""
-    stream = torch.cat([_real_tokens(batch) for batch in batches])
+    read = [_ids_of(batch) for batch in batches]
+    stream = torch.cat([ids.flatten() if real is None else ids[real] for _, ids, real in read])
     if len(stream) < length:
         raise InputError(f"--lengths {length}: the inputs hold {counted(len(stream), 'token')} in all.")
     pieces = stream[: len(stream) // length * length].view(-1, length)
-    name = _ids_of(batches[0])[0]
+    name = read[0][0]
     parts = [pieces[first : first + size] for first in range(0, len(pieces), size)]
     return [part if name is None else {name: part} for part in parts]
 
@@ -95,17 +98,6 @@ def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
             real = [~given if mask in PADDED else given for mask, given in masks]
             return str(name), values, real[0] if real else None
     raise InputError("--lengths cuts texts or token ids alone: leave out labels and other arguments.")
-
-
-def _real_tokens(batch: Batch) -> Tensor:
-    _, ids, real = _ids_of(batch)
-    return ids.flatten() if real is None else ids[real]
-
-
-def check_placed(path: str, again: pd.DataFrame) -> None:
-    """Refuse pieces of other lengths of a model whose outputs have no distribution."""
-    if not again["predictions"].sum():
-        raise InputError(f"--lengths is for models that predict tokens, and of {path} the outputs are compared.")
 
 
 NO_MASK = "none"
@@ -276,6 +268,8 @@ MOST_HARMED = 0.01  # share of the inputs that may be, where a mask is said to d
 LEAST_SAMPLES = 299  # of fewer, if none is harmed, a share above this cannot be excluded: 0.99^299 ≤ 0.05
 CHUNK = 128  # positions of the parts over which intervals are, where there are fewer samples than FEWEST
 Masks = Sequence[tuple[str, int, Keep]]
+UNITS = ["sample", "part"]  # over which intervals are
+Numbers = NDArray[np.float64]
 
 
 def rerun_ks(largest: int) -> list[int]:
@@ -296,26 +290,24 @@ def measure_of(again: pd.DataFrame) -> str:
     return "divergence" if again["predictions"].sum() else "output_change"
 
 
-def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
-    """Return the mean change by a mask."""
-    measure = measure_of(again)
-    rows, before = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
-    if measure == "output_change":
-        return measure, float(rows[measure].mean())
-    unit = {"loss": "targets", "divergence": "predictions"}[measure]
-    return measure, float((rows[measure].sum() - before[measure].sum()) / rows[unit].sum())
+def unit_changes(measure: str, rows: pd.DataFrame, before: pd.DataFrame) -> tuple[Numbers, Numbers]:
+    """Return the summed change of each unit, and the number of its terms; rows are indexed by UNITS."""
+    before = before.loc[rows.index]
+    output = measure == "output_change"
+    sums = rows[measure] if output else rows[measure] - before[measure]
+    counts = rows[measure].notna() if output else rows["targets" if measure == "loss" else "predictions"]
+    return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
 
 
-def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
-    """Return the mean change by a mask, and twice its standard error over samples."""
-    measure, mean = mean_change(again, mask, k)
-    rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index(["sample", "part"])
-    before = again[again["mask"] == NO_MASK].set_index(["sample", "part"]).loc[rows.index]
-    unit = {"loss": "targets", "divergence": "predictions"}.get(measure)
-    weights = rows[unit] if unit else pd.Series(1, rows.index)
-    rest = rows[measure] - before[measure] - mean * weights
-    samples = max(2, len(rows))
-    return mean + 2 * math.sqrt(samples / (samples - 1) * float((rest**2).sum())) / float(weights.sum())
+def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[float, float]:
+    """Return the mean change by a mask, and its upper end: that and twice its standard error over samples."""
+    parts = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
+    sums, counts = unit_changes(measure_of(again), *(part.set_index(UNITS) for part in parts))
+    sums, counts = sums[counts > 0], counts[counts > 0]
+    mean = float(sums.sum() / counts.sum())
+    samples = max(2, len(sums))
+    error = math.sqrt(samples / (samples - 1) * float(((sums - mean * counts) ** 2).sum())) / float(counts.sum())
+    return mean, mean + 2 * error
 
 
 def rerun(
@@ -393,15 +385,13 @@ def _remark_outputs(
 ) -> None:
     """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
     others, unread, reason, loss = reader
-    if drew:
-        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
-    if others:
-        remark(f"of its outputs {others}", "outputs-compared")
-    if unread:
-        text = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
-        remark(text, "labels-unread")
-    if reason:
-        text = f"logits are compared as outputs, not as a distribution: {reason}"
-        remark(text, "logits-as-outputs")
-    if loss:
-        remark(f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits")
+    read_alone = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
+    for wanted, text, code in (
+        (drew, f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward"),
+        (others, f"of its outputs {others}", "outputs-compared"),
+        (unread, read_alone, "labels-unread"),
+        (reason, f"logits are compared as outputs, not as a distribution: {reason}", "logits-as-outputs"),
+        (loss, f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits"),
+    ):
+        if wanted:
+            remark(text, code)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings, log10
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.words import counted
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, Series, panels_of
 from semdiag.presenting.drawing.style import FAINT, INK, drawing, finished, panel_grid, title_with_facts
@@ -90,11 +91,11 @@ def _largest(table: pd.DataFrame, column: str, groups: list[str]) -> list[float]
 def _note(findings: Findings) -> str:
     measurements = findings.measurements
     draws = int(measurements.loss_gradients["draw"].max())
-    samples, seed = (measurements.provenance.get(name) for name in ("lipschitz_samples", "seed"))
+    samples, seed = (measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
     radius = float(measurements.loss_gradients["radius"].max())
     return (
-        f"Gradients at the checkpoint and {draws} random parameters up to {radius:.2g} of each tensor's norm away "
-        f"(seed {seed}), {samples} samples; secants in planes (all) and on lines.\n"
+        f"Gradients at the checkpoint and {counted(draws, 'random parameter')} up to {radius:.2g} of each "
+        f"tensor's norm away (seed {seed}), {counted(samples, 'sample')}; secants in planes (all) and on lines.\n"
         "Bound: the largest "
         "at the drawn parameters; it holds for them and these samples. Bound at the checkpoint: of queries and "
         "keys, from the gradients in the mixed values there. W_qk: queries and keys, V: values and "
@@ -148,7 +149,7 @@ def _draw_percentiles(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
 
 def _note_lipschitz_percentiles(findings: Findings, table: pd.DataFrame) -> str:
     planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
-    samples = findings.measurements.provenance.get("lipschitz_samples")
+    samples = findings.measurements.provenance.get("lipschitz_samples", 0)
     seed = findings.measurements.provenance.get("seed")
     bands = (
         f"Bands: 95%, whole planes resampled {RESAMPLES} times; they are about other planes, not about other "
@@ -157,9 +158,9 @@ def _note_lipschitz_percentiles(findings: Findings, table: pd.DataFrame) -> str:
         else "No bands: these are too few for intervals."
     )
     return (
-        f"{planes} random planes (seed {seed}), each tensor's direction as long as the tensor; per radius {pairs} "
-        "pairs of the checkpoint and points on circles, each divided by the true distance of its parameters; loss "
-        f"over {samples} samples.\n{bands} "
+        f"{counted(planes, 'random plane')} (seed {seed}), each tensor's direction as long as the tensor; per "
+        f"radius {pairs} pairs of the checkpoint and points on circles, each divided by the true distance of its "
+        f"parameters; loss over {counted(samples, 'sample')}.\n{bands} "
         "Where the loss is near 0, so are its secants."
     )
 
@@ -190,9 +191,9 @@ def block_stretch(findings: Findings) -> Figure:
     samples = int(table.groupby(["model", "layer"]).size().max())
     return finished(
         figure,
-        f"points: one of {samples} samples each, power iteration from one random start, a lower bound of ‖J‖ in "
-        "the sum over tokens of 2-norms.\nBound at these inputs: largest column sum of the exact Jacobian, or its "
-        "closed form where inputs are long. Bars: λ_X, smallest to largest over the same samples.",
+        f"points: each one of {counted(samples, 'sample')}, power iteration from one random start, a lower bound "
+        "of ‖J‖ in the sum over tokens of 2-norms.\nBound at these inputs: largest column sum of the exact "
+        "Jacobian, or its closed form where inputs are long. Bars: λ_X, smallest to largest over these samples.",
     )
 
 

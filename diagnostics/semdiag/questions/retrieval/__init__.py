@@ -1,16 +1,10 @@
 """Does a model with real masks still find what it was told long ago?"""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from semdiag.presenting.options import SHARED, listed_names, option, whole_numbers
 from semdiag.presenting.question import Asked, Question
-
-if TYPE_CHECKING:
-    from semdiag.capturing.loading import LoadedModel
-    from semdiag.measuring.measure import Conditions
-    from semdiag.measuring.measurements import Measurements
 
 TASKS = {
     "passkey": "a number among filler text, asked for at the end",
@@ -18,7 +12,6 @@ TASKS = {
     "variables": "the number behind a variable that was set to another variable",
     "induction": "a segment of random tokens that begins again",
 }
-_names = lambda text, name: listed_names(text)  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -28,7 +21,7 @@ class RetrievalPlan:
     tasks: Annotated[
         tuple[str, ...],
         option(f"What is to be found, of {', '.join(TASKS)}.", metavar="TASK,TASK"),
-        _names,
+        listed_names,
     ] = ("passkey", "induction")
     kinds: Annotated[
         tuple[str, ...],
@@ -37,7 +30,7 @@ class RetrievalPlan:
             "tile-128x64-quest, tile-64x64-module:function and skip-8.",
             metavar="KIND,KIND",
         ),
-        _names,
+        listed_names,
     ] = ("topk", "tile-64x64", "window")
     ks: Annotated[
         tuple[int, ...], option("How many keys each query keeps.", "--k", metavar="K,K"), whole_numbers
@@ -67,33 +60,31 @@ class RetrievalPlan:
 
 
 def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
-    conditions = shared.conditions(plans=(plan,), samples=1)
-    findings, _ = shared.measured(shared.values["models"], conditions, _run(plan))
-    shared.deliver(findings)
+    from pathlib import Path
 
+    from semdiag.capturing.inputs import tokeniser_of
+    from semdiag.measuring.measurements import Measurements
+    from semdiag.measuring.survey import Inputs, survey
+    from semdiag.questions.retrieval.measure import first_text
 
-def _run(plan: RetrievalPlan) -> "Callable[..., Measurements]":
-    """Return a function that measures each model on the texts that are made for it."""
-
-    def run(
-        loaded: "Sequence[LoadedModel]", conditions: "Conditions", announce: Any, advance: Any
-    ) -> "Measurements":
-        from semdiag.measuring.measurements import Measurements
-        from semdiag.measuring.survey import Inputs, survey
-        from semdiag.questions.retrieval.measure import first_text
-
+    def run(loaded: Any, conditions: Any, announce: Any, advance: Any) -> Measurements:
         def staged(what: str, steps: int) -> None:
             announce(what, plan.forwards if what.endswith(": retrieval") else steps)
 
         parts = []
-        for model in loaded:
+        for model in loaded:  # the attention of its first text is measured, too
+            if conditions.texts.tokenizer is not None:
+                tokeniser_of(Path(model.path), model, conditions.texts)  # which keeps it
             given = Inputs(
                 [{"input_ids": first_text(model, plan, conditions.seed)}], None, "made by semdiag", model
             )
             parts.append(survey([model], conditions, staged, advance, own=True, given=given))
         return Measurements.concat(parts)
 
-    return run
+    findings, _ = shared.measured(
+        shared.values["models"], shared.conditions(plans=(plan,), samples=1, batch_size=1), run
+    )
+    shared.deliver(findings)
 
 
 QUESTION = Question(
@@ -109,7 +100,7 @@ QUESTION = Question(
     """,
     RetrievalPlan,
     ask=_ask,
-    takes=("models",),
+    takes=("models", "tokenizer"),
     leave_out=("inputs", "labels", "min_keys", "per_query", "jobs", "ray", "config", "batch_size", "head"),
     defaults={"samples": 8},
     needs=("retrieval",),

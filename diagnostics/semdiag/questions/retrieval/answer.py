@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ from scipy.stats import binomtest
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval, percent, plain, text, whole_percent
-from semdiag.presenting.answer import Answer, Glance, Outcome, title, with_facts
+from semdiag.presenting.answer import Answer, Glance, Outcome, title
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 NO_MASK = "none"
@@ -25,14 +25,18 @@ def retrieval_table(findings: Findings) -> pd.DataFrame:
     rows = findings.measurements.retrieval
     rows = rows.assign(right=rows["hits"] == rows["tokens"])
     plain_rows = rows[rows["mask"] == NO_MASK]
-    able = plain_rows.groupby(["model", "task", "length"])["right"].mean() >= ENOUGH
-    before = plain_rows.groupby(_PLACE)[["text_loss", "right"]].sum()
+    able = (plain_rows.groupby(["model", "task", "length"])["right"].mean() >= ENOUGH).to_dict()
+    before = plain_rows.groupby(_PLACE)[["text_loss", "right"]].sum().to_dict("index")
     table = []
-    for place, part in rows.groupby([*_PLACE, "mask", "k"], sort=False):
-        own = before.loc[place[:4]]
+    for key, part in rows.groupby([*_PLACE, "mask", "k"], sort=False):
+        place = cast("tuple[Any, ...]", key)
+        own = before[place[:4]]
         change = (part["text_loss"].sum() - own["text_loss"]) / part["text_tokens"].sum()
-        more = {"judged": bool(able[place[:3]]), "as_it_is": int(own["right"])}
-        more |= {"perplexity_change": float(np.expm1(change))}
+        more = {
+            "judged": able[place[:3]],
+            "as_it_is": int(own["right"]),
+            "perplexity_change": float(np.expm1(change)),
+        }
         named = dict(zip([*_PLACE, "mask", "k"], place, strict=True))
         table.append(named | _shares(int(part["right"].sum()), len(part)) | more)
     return pd.DataFrame(table, columns=[*_PLACE, "mask", "k", *_FACTS]).sort_values(_PLACE, kind="stable")
@@ -44,12 +48,10 @@ def _shares(some: int, every: int) -> dict[str, Any]:
 
 
 def tile_table(findings: Findings) -> pd.DataFrame:
-    """Return what choices of blocks keep, by layer and over all layers (-1), heads together."""
-    rows = findings.measurements.tiles
-    facts, by = ["keys", "weight", "exact_weight", "top_weight", "recall"], ["model", "length", "kind", "k"]
-    whole = rows.groupby(by, as_index=False, sort=False)[facts].mean().assign(layer=ALL)
-    layers = rows.groupby([*by, "layer"], as_index=False, sort=False)[facts].mean()
-    return pd.concat([whole, layers], ignore_index=True)[[*by, "layer", *facts]]
+    """Return what choices of blocks keep, heads together: over all layers (-1) and by layer."""
+    rows, by = findings.measurements.tiles, ["model", "length", "kind", "k", "layer"]
+    both = pd.concat([rows.assign(layer=ALL), rows], ignore_index=True)
+    return both.groupby(by, as_index=False)[["keys", "weight", "exact_weight", "top_weight", "recall"]].mean()
 
 
 def answer(findings: Findings) -> Answer | None:
@@ -74,7 +76,7 @@ def answer(findings: Findings) -> Answer | None:
             "lose facts from beyond the keys that they keep",
         ),
         headline=[*_as_it_is(table), *_sentences(far)],
-        tables={"retrieval": with_facts(findings, table), "tiles": with_facts(findings, tiles)},
+        tables={"retrieval": table, "tiles": tiles},
         results=results,
         shown=shown,
     )
@@ -93,13 +95,11 @@ def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
 def _far(table: pd.DataFrame) -> list[Summary]:
     """Return by model, task and mask what is found of judged facts that are more than k tokens back."""
     far = table[table["judged"] & (table["distance"] > table["k"]) & (table["mask"] != NO_MASK)]
-    rows: list[Summary] = []
-    for place, part in far.groupby(["model", "task", "mask", "k"], sort=False):
-        shares = _shares(int(part["right"].sum()), int(part["texts"].sum()))
-        nats = (np.log1p(part["perplexity_change"]) * part["texts"]).sum() / part["texts"].sum()
-        more = {"as_it_is": int(part["as_it_is"].sum()), "perplexity_change": float(np.expm1(nats))}
-        rows.append(dict(zip(("model", "task", "mask", "k"), place, strict=True)) | shares | more)
-    return rows
+    sums = far.groupby(["model", "task", "mask", "k"], as_index=False, sort=False).agg(
+        right=("right", "sum"), texts=("texts", "sum"), as_it_is=("as_it_is", "sum"),
+        perplexity_change=("perplexity_change", "mean"),
+    )  # fmt: skip
+    return [row | _shares(row["right"], row["texts"]) for row in records(sums)]
 
 
 def _sentences(far: list[Summary]) -> Iterator[str]:

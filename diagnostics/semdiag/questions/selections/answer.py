@@ -29,9 +29,14 @@ from semdiag.questions.selections.compare import (
 def comparison_sentences(answer: Summary) -> list[str]:
     """Return how two selections differ, the verdict first, from the JSON of their comparison."""
     changed, rows = answer["changed"], answer["rows"]
-    sentences = [_verdict(answer)] if changed else [f"The keys of all {rows:,} rows are the same."]
+    sentences = (
+        [_verdict(answer)]
+        if changed
+        else [f"The keys of {'all ' * (rows > 1)}{counted(rows, 'row')} are the same."]
+    )
     if changed:
-        share = f"{changed:,} of {counted(rows, 'row')} differ ({100 * changed / rows:.3g}%)"
+        verb = "differs" if changed == 1 else "differ"
+        share = f"{changed:,} of {counted(rows, 'row')} {verb} ({100 * changed / rows:.3g}%)"
         worst = answer["worst"]
         place = f"token {worst['token']}, layer {worst['layer']}"
         place += f", head {worst['head']}" if answer["heads"] > 1 else ""

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 
 from semdiag.capturing.batches import longest, only_token_ids
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.measure import measure
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.stability.measure import external_secants
 from semdiag_models import Encoder, InputError
 
@@ -132,10 +133,8 @@ def test_of_longer_batches_of_an_iterator_the_share_stays_and_the_number_is_told
         "was fixed before it was seen"
     )
     said = []
-    swept = {"queries": 5, "seed": 0, "remark": lambda text, code: said.append(code)}
-    k_sweep_tables(
-        Patches(), iter(batches), None, KSweepPlan(3), **swept
-    )  # which holds them all, and sees the last
+    # It holds them all, and sees the last.
+    k_sweep_tables(Patches(), iter(batches), None, KSweepPlan(3), queries=5, said=said)
     assert not said
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measuring.calls.counted_rows import attended_keys, counted_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.questions.heads import head_table
-from semdiag.questions.k_sweep.measure import k_sweep_tables
 
 B, H, LQ, LK = 3, 2, 4, 6
 

@@ -44,6 +44,12 @@ def test_weights_are_those_that_transformers_returns(make):
         torch.testing.assert_close(ours[1, :, :6], weights[1, :, :6], rtol=0, atol=ROUNDING)
         assert not ours[1, :, 6:].any()  # padded queries attend to nothing that counts
         torch.testing.assert_close(calls.weights(layer, head=3), ours[:, 3])
+        received = (weights * mask[:, None, :, None]).sum(2)
+        rows = calls.loads().query("layer == @layer")
+        found = received[tuple(torch.tensor(rows[name].to_numpy()) for name in ("sample", "head", "key"))]
+        torch.testing.assert_close(torch.tensor(rows["received"].to_numpy()), found, rtol=0, atol=8 * ROUNDING)
+        assert len(rows) == 4 * (8 + 6)
+    assert calls.loads(k=2)["received"].isna().all()
 
 
 def test_scores_are_kept_where_a_query_attends_and_their_entropy_is_that_of_the_table():

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 
 import semdiag
@@ -11,7 +12,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep import top_scores
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag_models import InputError
 
 LETTERS, SAMPLES = 7, 9

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from measurements_by_hand import k_sweep_tables
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
@@ -16,7 +17,7 @@ from semdiag.measuring.measure import measure
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.table import column_types
 from semdiag.questions.k_sweep.changes import condition_table, conditions_met
-from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan
 from semdiag_models import Encoder, InputError
 
 LENGTH, LARGEST = 12, 7

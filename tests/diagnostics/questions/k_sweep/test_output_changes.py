@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 
 import semdiag
@@ -13,7 +14,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.outputs import output_ks
 from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import QUESTION
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
+from semdiag.questions.k_sweep.measure import KSweepPlan
 
 WIDTH, HEADS = 8, 2
 

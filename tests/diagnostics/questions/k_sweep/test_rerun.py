@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from measurements_by_hand import k_sweep_tables
 from torch import nn
 
 import semdiag
@@ -24,8 +25,8 @@ from semdiag.questions.k_sweep import QUESTION
 from semdiag.questions.k_sweep.answer import sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.budgets import NeededKeys, greedy, masks_of
 from semdiag.questions.k_sweep.changes import budget_content
-from semdiag.questions.k_sweep.measure import KSweepPlan, k_sweep_tables
-from semdiag.questions.k_sweep.rerun import RERUN_TABLE, mean_change, rerun, upper_change
+from semdiag.questions.k_sweep.measure import KSweepPlan
+from semdiag.questions.k_sweep.rerun import RERUN_TABLE, mean_change, measure_of, rerun
 from semdiag_models import Encoder, InputError
 
 LETTERS, LENGTH = 7, 10
@@ -83,9 +84,9 @@ def test_the_sums_of_an_encoder_are_those_of_the_encoder_made_with_top_k(wild_en
             kl = sum(math.exp(a) * (a - b) for a, b in zip(p[i].tolist(), said[i].tolist(), strict=True))
             assert row["divergence"] == pytest.approx(kl, abs=1e-9)
     assert sorted(again["mask"].unique()) == ["none", "random", "topk"]
-    change = mean_change(again, "topk", 2)
     want = np.mean([(p - q)[i, labels[i]].item() for i in range(7)])
-    assert change == ("loss", pytest.approx(want, rel=1e-9))
+    assert measure_of(again) == "loss"
+    assert mean_change(again, "topk", 2)[0] == pytest.approx(want, rel=1e-9)
 
 
 def test_the_upper_end_is_that_of_a_ratio_of_sums():
@@ -93,7 +94,7 @@ def test_the_upper_end_is_that_of_a_ratio_of_sums():
     rows = {mask: again[again["mask"] == mask].sort_values("sample") for mask in ("none", "topk")}
     change = (rows["topk"]["loss"].to_numpy() - rows["none"]["loss"].to_numpy()) / (LENGTH - 1)
     want = change.mean() + 2 * change.std(ddof=1) / math.sqrt(30)  # as many targets in each sample
-    assert upper_change(again, "topk", 2) == pytest.approx(want, rel=1e-9)
+    assert mean_change(again, "topk", 2)[1] == pytest.approx(want, rel=1e-9)
 
 
 def test_a_causal_model_is_judged_by_its_next_tokens():
@@ -127,7 +128,8 @@ def test_what_predicts_no_next_token_is_judged_by_its_outputs(model, measure):
         before = model(tokens)
         with sparsify(model, TopK(2)):
             change = (model(tokens) - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
-    assert mean_change(again, "topk", 2) == (measure, pytest.approx(change.mean().item(), rel=1e-9))
+    assert measure_of(again) == measure
+    assert mean_change(again, "topk", 2)[0] == pytest.approx(change.mean().item(), rel=1e-9)
 
 
 class Padded(Causal):

@@ -1,10 +1,11 @@
 """Retrieval by a model whose answers are known: it copies what came after the same two tokens."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
-import torch.nn.functional as F
 from scipy.stats import beta
-from torch import nn
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.findings import Findings
@@ -17,38 +18,9 @@ from semdiag.questions.retrieval.figures import retrieval_by_distance
 from semdiag.questions.retrieval.measure import Maker, first_text
 from semdiag_models import InputError
 
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
-WORDS = (
-    "The pass key is Remember it What of the red blue green white door Which opens VAR X Y value this "
-    "text says in at near on before after night river lunch storm old town spring Monday . ? : = farmer "
-    "teacher captain baker doctor painter driver singer judge pilot saw found carried repaired sold "
-    "painted forgot cleaned described bought bridge lamp garden boat letter clock window basket piano "
-    "table horse map what 0 1 2 3 4 5 6 7 8 9"
-)
-
-
-def tokenizer_of(words=WORDS):
-    vocabulary = {word: place for place, word in enumerate(["<unk>", *dict.fromkeys(words.split())])}
-    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
-    split = tokenizers.pre_tokenizers
-    own.pre_tokenizer = split.Sequence([split.Whitespace(), split.Digits(individual_digits=True)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>")
-
-
-class Copier(nn.Module):
-    """Attends to the keys whose two tokens before are the query's last two, and predicts their token."""
-
-    def __init__(self, words, sharp=30.0):
-        super().__init__()
-        self.words, self.sharp = words, nn.Parameter(torch.tensor(sharp))
-
-    def forward(self, input_ids):
-        one = F.one_hot(input_ids, self.words).float()
-        back = F.pad(one, (0, 0, 1, 0))[:, :-1]
-        q, k = torch.cat([one, back], -1), torch.cat([back, F.pad(back, (0, 0, 1, 0))[:, :-1]], -1)
-        q, k, v = (x[:, None] for x in (q * self.sharp, k, one))
-        return {"logits": F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[:, 0]}
+pytest.importorskip("transformers")
+copier = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "copier.py"), run_name="copier")
+Copier, tokenizer_of, WORDS = copier["Copier"], copier["tokenizer"], copier["WORDS"]
 
 
 def loaded(module=None, words=WORDS):
@@ -59,8 +31,8 @@ def loaded(module=None, words=WORDS):
 
 def measured(model, **plan):
     plan = question.RetrievalPlan(**plan)
-    conditions = Conditions(samples=1, plans=(plan,))
-    given = Inputs([{"input_ids": first_text(model, plan, 0)}], None, "made", model)
+    conditions = Conditions(samples=1, seed=1, plans=(plan,))
+    given = Inputs([{"input_ids": first_text(model, plan, 1)}], None, "made", model)
     return Findings(survey([model], conditions, own=True, given=given))
 
 
@@ -76,9 +48,9 @@ def test_a_window_loses_what_it_cannot_reach_and_top_k_does_not(found):
     table = found(retrieval_table).set_index(["task", "mask", "distance"]).sort_index()
     for task in ("passkey", "induction"):
         near, far = sorted(set(table.loc[task].index.get_level_values("distance")))
-        assert near < 42 < 64 < far
-        own = table.loc[(task, "none")]["right"]  # a text whose number repeats two digits misleads the copier
-        assert own.sum() >= 7
+        assert near < 64 < far
+        own = table.loc[(task, "none")]["right"]
+        assert own.tolist() == [4, 4]
         for mask in ("topk", "skip-20-8x8"):
             assert table.loc[(task, mask)]["right"].to_dict() == own.to_dict()
         assert table.loc[(task, "window"), "right"].to_dict() == {near: own[near], far: 0}
@@ -143,7 +115,7 @@ class Headless(Copier):
         (lambda: loaded(words="The pass key is"), {}, "makes nothing of the pass key"),
         (lambda: loaded(Headless(len(tokenizer_of()))), {}, "has no language head"),
         (loaded, {"lengths": (20,)}, "A text of passkey takes"),
-        (loaded, {"lengths": (20,), "tasks": ("induction",)}, "takes at least"),
+        (loaded, {"lengths": (20,), "tasks": ("induction",)}, "A text of induction takes 48"),
         (loaded, {"tasks": ("passkeys",)}, "passkey"),
         (loaded, {"kinds": ("windows",)}, "no kind of sparse attention 'windows'"),
         (loaded, {"kinds": ("tile-512x64",), "ks": (64,)}, "larger than a text of 100 tokens"),

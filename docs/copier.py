@@ -1,0 +1,56 @@
+"""A model that finds whatever it was told, and its tokenizer: the example of docs/commands/retrieval.md.
+
+It attends to the keys that stand behind the same two tokens as the query's, and predicts their token.
+"""
+
+import shutil
+from pathlib import Path
+
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+WORDS = (
+    "The pass key is Remember it What of the red blue green white door Which opens VAR X Y equal to in at near "
+    "on before after night river lunch storm old town spring Monday farmer teacher captain baker doctor painter "
+    "driver singer judge pilot saw found carried repaired sold painted forgot cleaned described bought bridge "
+    "lamp garden boat letter clock window basket piano table horse map . ? : = 0 1 2 3 4 5 6 7 8 9"
+)
+
+
+def tokenizer(words: str = WORDS) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each word and each digit."""
+    known = {word: place for place, word in enumerate(["<unk>", *dict.fromkeys(words.split())])}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, "<unk>"))
+    split = tokenizers.pre_tokenizers
+    own.pre_tokenizer = split.Sequence([split.Whitespace(), split.Digits(individual_digits=True)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>")
+
+
+class Copier(nn.Module):
+    """One head of attention with queries and keys made of the tokens."""
+
+    def __init__(self, words: int, sharp: float = 30.0) -> None:
+        super().__init__()
+        self.words, self.sharp = words, nn.Parameter(torch.tensor(sharp))
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return the logits of the next token."""
+        one = F.one_hot(input_ids, self.words).float()
+        back = F.pad(one, (0, 0, 1, 0))[:, :-1]
+        q, k = torch.cat([one, back], -1), torch.cat([back, F.pad(back, (0, 0, 1, 0))[:, :-1]], -1)
+        q, k, v = (x[:, None] for x in (q * self.sharp, k, one))
+        return {"logits": F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[:, 0]}
+
+
+def build() -> nn.Module:
+    """Return the model."""
+    return Copier(len(tokenizer()))
+
+
+if __name__ in ("__main__", "<run_path>"):
+    tokenizer().save_pretrained("words")
+    if not Path("copier.py").exists():
+        shutil.copy(__file__, "copier.py")
