@@ -215,6 +215,22 @@ def test_secants_at_matched_loss_are_of_tasks_without_an_advantage():
         )
 
 
+def test_secants_at_matched_loss_on_even_pairs_are_those_of_the_finer_runs():
+    ratios = pd.read_csv(ROOT / "reports" / "lipschitz" / "matched.csv").query("percentile == 50")
+    assert set(ratios["task"]) == {"even-pairs"}
+    assert not lipschitz_pairs.unmatched(ratios).any()
+    assert len(ratios.drop_duplicates("seed")) == 3
+    claim, page = (
+        row("Empirical Lipschitz")[1],
+        (ROOT / "experiments" / "lipschitz.md").read_text(encoding="utf-8"),
+    )
+    for radius in (1 / 64, 1 / 4, 1):
+        at = ratios[ratios["radius"] == radius]
+        said = ", ".join(f"{ratio:.1f}" for ratio in sorted(at["estimate"]))
+        assert said in claim
+        assert f"{said} ({(at['high'] < 1).sum()} flatter, {(at['low'] > 1).sum()} steeper)" in page
+
+
 LISTOPS = ROOT / "experiments" / "listops"
 
 

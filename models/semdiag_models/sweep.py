@@ -33,7 +33,7 @@ from semdiag_models.reading import (
     write_text,
 )  # fmt: skip
 from semdiag_models.run_folder import SeedRun, open_run, run_name, train_run, train_seed_runs
-from semdiag_models.tasks import Text, configure, find_task, listops, open_text, task_of
+from semdiag_models.tasks import Task, Text, configure, find_task, listops, open_text, task_of
 from semdiag_models.training import HISTORY_COLUMNS, DivergedError, find_device, random_state
 from semdiag_models.workers import TICK, Workers
 
@@ -218,7 +218,6 @@ class _Builder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._text = lru_cache(self._open_text)
-        self._try_to_draw = lru_cache(_try_to_draw)
 
     def __call__(self, values: dict[str, Any]) -> SweepRun:
         if "task" not in values:
@@ -236,8 +235,8 @@ class _Builder:
         epochs = values.get("epochs", task.recipe.epochs)
         values["snapshots"] = [epoch for epoch in values.get("snapshots", ()) if epoch <= epochs]
         model, training = configure(task, values, law)
-        if training.text is None and (refused := self._try_to_draw(_samples_alike(training))):
-            raise InputError(refused)
+        if isinstance(task, Task) and (why := _refusal(task, training.least_length or training.length)):
+            raise InputError(why)
         return SweepRun(name_run(model, training), model, training)
 
     def _open_text(
@@ -250,16 +249,11 @@ class _Builder:
         return Text(open_text(self._folder / text, holdout, tokenizer, vocabulary), window)
 
 
-def _samples_alike(training: TrainingConfig) -> TrainingConfig:
-    """Return the training with the same shortest samples and all else equal, to draw one sample only once."""
-    length = training.least_length or training.length
-    return TrainingConfig(training.task, length, 1, train_samples=1, holdout_samples=1, listops=training.listops)
-
-
-def _try_to_draw(training: TrainingConfig) -> str:
+@lru_cache
+def _refusal(task: Task, length: int) -> str:
     """Return why a task has no string of a length, or nothing."""
     try:
-        task_of(training).draw(1, 1, training.length, torch.Generator().manual_seed(0))
+        task.draw(1, 1, length, torch.Generator().manual_seed(0))
     except InputError as error:
         return str(error)
     return ""
@@ -453,10 +447,7 @@ RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records o
 def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
     """Write a finished run's record, ``NAME.json``; a history has seven digits, as float32 has no more."""
     facts = {k: _without_folders(v) if k == "command" else v for k, v in saved.provenance.items()}
-    short = {
-        name: [v if isinstance(v, int) else float(f"{v:.7g}") for v in values]
-        for name, values in saved.history.items()
-    }
+    short = {k: [v if isinstance(v, int) else float(f"{v:.7g}") for v in c] for k, c in saved.history.items()}
     content = {
         "schema": SCHEMA, "run": run.name, "model": saved.model.to_dict(), "training": saved.training.to_dict(),
         "epochs": saved.epoch, "weights": weights_sha256(saved.state), "provenance": facts, "history": short,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +76,7 @@ class Task:
 Classification = Task | Text  # what the trainer can learn
 
 
+@lru_cache
 def listops(trees: ListOpsTrees) -> Task:
     """Return the task listops with trees of a law."""
     return Task(
