@@ -167,7 +167,7 @@ def heads_map(findings: Findings) -> Figure:
     edges = np.cumsum([0, *map(len, heads)])
     for place, (ax, name) in enumerate(zip(axes, shown, strict=True)):
         _draw(ax, _cells(table, name, models, heads, layers), name)
-        ax.set_title(titles[name], fontsize=9)
+        ax.set_title(titles[name], fontsize=8 if page_width() < 5 else 9)
         ax.set_xlabel("layer")
         name_cells(ax.xaxis, layers)
         for edge in edges[1:-1]:
@@ -179,7 +179,7 @@ def heads_map(findings: Findings) -> Figure:
             names = [
                 labels[model].replace(", ", "\n", 1) if page_width() < 5 else labels[model] for model in models
             ]
-            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=9)
+            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=6 if page_width() < 5 else 9)
         else:
             ax.set_yticks([])
     means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""

@@ -64,7 +64,7 @@ def test_every_declared_option_stands_in_the_help_of_the_installed_typer(run_sem
     """The functions' parameters are walked: typer 0.27 drops an option whose metavar is its name in capitals."""
     monkeypatch.setenv("COLUMNS", "200")
     for registered in module.app.registered_commands:
-        help_text = run_semdiag(registered.name, "--help").out
+        help_text = run_semdiag(registered.name, "--help-all").out
         shown = {w for row in re.findall(r"^│ [* ]*(-.*)$", help_text, re.M) for w in re.split(r"[ ,/]+", row)}
         for name, kind in get_type_hints(registered.callback, include_extras=True).items():
             for option in getattr(kind, "__metadata__", ()):
@@ -82,7 +82,7 @@ def test_the_help_breaks_its_lines_where_the_terminal_ends(columns, run_semdiag,
     """A line of a paragraph ends where the next word would not have fit; nowhere because the source's line did."""
     monkeypatch.setenv("COLUMNS", str(columns))
     for command in module.app.registered_commands:
-        printed = run_semdiag(command.name, "--help").out.splitlines()
+        printed = run_semdiag(command.name, "--help-all").out.splitlines()
         lines = ["" if line.startswith(" " * 5) else line.strip() for line in printed]  # indented: an example
         text = lines[: next(at for at, line in enumerate(lines) if line.startswith("╭"))]
         assert len(text) > 4

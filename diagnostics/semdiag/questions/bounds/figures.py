@@ -75,7 +75,15 @@ def _draw_conditions(ax: Axes, values: np.ndarray, limit: float) -> None:
     ax.imshow(kinds, cmap=_COLORS, vmin=0, vmax=2, aspect="auto", interpolation="none")
     for (row, column), value in np.ndenumerate(values):
         text = f"{value:.2f}" if np.isfinite(value) else "–"
-        ax.text(column, row, text.replace("-", "−"), ha="center", va="center", fontsize=9, color=INK)
+        ax.text(
+            column,
+            row,
+            text.replace("-", "−"),
+            ha="center",
+            va="center",
+            fontsize=7 if page_width() < 5 else 9,
+            color=INK,
+        )
     for edge in range(len(_PARAMETERS), len(values), len(_PARAMETERS)):
         ax.axhline(edge - 0.5, color="white", linewidth=2)
     ax.set_xticks(range(len(PAPER_PERCENTILES)), [f"p{p}" for p in PAPER_PERCENTILES])
@@ -89,7 +97,7 @@ def _name(ax: Axes, pairs: list[str]) -> None:
     labels = [f"{pair}, {name}" for pair in pairs for name in _PARAMETERS]
     if narrow:
         labels = [label.replace(", ", ",\n", 1) for label in labels]
-    ax.set_yticks(range(len(labels)), labels, fontsize=9, linespacing=0.95)
+    ax.set_yticks(range(len(labels)), labels, fontsize=5.5 if narrow else 9, linespacing=0.95)
 
 
 _HEURISTIC = (
