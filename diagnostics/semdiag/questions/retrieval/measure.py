@@ -3,10 +3,9 @@
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from semdiag.capturing import batches as batching
 from semdiag.capturing.inputs import TextOptions, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.pretrained import first_line
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import in_evaluation, no_room, running
@@ -53,8 +53,7 @@ _FILLER = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Told:
+class Told(NamedTuple):
     """A text, and where its answer stands."""
 
     ids: Tensor  # (L,) int64
@@ -68,10 +67,9 @@ class Maker:
     def __init__(self, model: LoadedModel) -> None:
         if not model.external:
             raise NotAvailableError(f"{model.path} is an encoder, without a language head")
-        self._path = model.path
-        self._tokenizer = tokeniser_of(
-            Path(model.path), model, TextOptions(tokenizer=next(iter(model.tokenizers), None))
-        )._tokenizer
+        options = TextOptions(tokenizer=next(iter(model.tokenizers), None))
+        tokenise = tokeniser_of(Path(model.path), model, options)
+        self._path, self._takes, self._tokenizer = model.path, tokenise.takes, tokenise._tokenizer
         first = self._tokenizer("a")["input_ids"][:1]
         self._begin = first if first == [self._tokenizer.bos_token_id] else []
         special = {self._tokenizer.unk_token_id, *self._tokenizer.all_special_ids}
@@ -87,14 +85,11 @@ class Maker:
         told, question, answer = self._told(task, draws)
         room = length - len(self._begin) - sum(map(len, told)) - len(question) - len(answer)
         if room < 0:
-            raise InputError(
-                f"A text of {task} takes {length - room} tokens of {self._path}. Got --lengths {length}."
-            )
-        filler, last = self._filler(task, room, draws), 0
-        parts, cuts = (
-            [*self._begin],
-            [round(room * (depth + (1 - depth) * n / len(told))) for n in range(len(told))],
-        )
+            raise InputError(f"A text of {task} takes {length - room} tokens of {self._path}. Got {length}.")
+        if self._takes is not None and length > self._takes:
+            raise InputError(f"{self._path} takes texts of up to {self._takes:,} tokens. Got --lengths {length}.")
+        filler, parts, last = self._filler(task, room, draws), [*self._begin], 0
+        cuts = [round(room * (depth + (1 - depth) * n / len(told))) for n in range(len(told))]
         for cut, each in zip(cuts, told, strict=True):
             parts += filler[last:cut] + each
             last = cut
@@ -106,14 +101,11 @@ class Maker:
         if task == "induction":
             segment = self._drawn(_SEGMENT, draws)
             return [segment], segment[:-_ANSWER], segment[-_ANSWER:]
-        numbers = [
-            self._ids(f" {int(n)}") for n in torch.randint(10_000, 100_000, (len(_DOORS),), generator=draws)
-        ]
+        drawn = torch.randint(10_000, 100_000, (len(_DOORS),), generator=draws).tolist()
+        numbers = [self._ids(f" {number}") for number in drawn]
         answer = numbers[0]
-        if not set(answer) & {*self._known}:
-            raise InputError(
-                f"The tokenizer of {self._path} makes nothing of the pass key: take --tasks induction."
-            )
+        if not {*answer} & {*self._known}:
+            raise InputError(f"{self._path}: its tokenizer makes nothing of the pass key. Take --tasks induction.")
         if task == "passkey":
             told = self._ids(" The pass key is") + answer + self._ids(". Remember it:") + answer + self._ids(".")
             return [told], self._ids(" What is the pass key? The pass key is"), answer
@@ -126,8 +118,7 @@ class Maker:
         return every, self._ids(f" Which key opens the {doors[0]} door?") + keys[0], answer
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _drawn(self, tokens: int, draws: torch.Generator) -> list[int]:
         return [self._known[n] for n in torch.randint(len(self._known), (tokens,), generator=draws).tolist()]
@@ -143,35 +134,38 @@ class Maker:
 
 
 def first_text(model: LoadedModel, plan: RetrievalPlan, seed: int) -> Tensor:
-    """Return the first of the texts, (1, L)."""
-    return Maker(model).text(plan.tasks[0], plan.lengths[0], plan.depths[0], seed).ids[None]
+    """Return the first of the texts, (1, L); refuse a length that does not suit the model or a task."""
+    maker = Maker(model)
+    texts = [maker.text(task, n, plan.depths[0], seed) for n, task in product(plan.lengths, plan.tasks)]
+    return texts[0].ids[None]
 
 
 def retrieval(subject: Subject, plan: RetrievalPlan, prepared: Any = None) -> Mapping[str, pd.DataFrame]:
     """Let a model read texts as it is, and with each mask."""
-    model, maker, rows, tables = subject.model, Maker(subject.model), list[dict[str, Any]](), [TILES.empty()]
+    model, maker = subject.model, Maker(subject.model)
+    rows, tables = list[dict[str, Any]](), [TILES.empty()]
     masks = [(NO_MASK, 0, None), *masks_of(plan.ks, subject.seed, plan.kinds, plan.kinds)]
     tiled = [kind for kind in plan.kinds if kind.startswith(OF_ENGINES)]
     for length in plan.lengths:
         texts = [
-            (task, sample, maker.text(task, length, depth, subject.seed + 7919 * sample + round(1000 * depth)))
+            ({"task": task, "length": length, "sample": sample}, maker.text(task, length, depth, seed))
             for task, depth, sample in product(plan.tasks, plan.depths, range(plan.samples))
+            for seed in [subject.seed + 7919 * sample + round(1000 * depth)]
         ]
         if tiled:
             weights = TileWeights(tiled, plan.ks)
             with running(model, weights.add, subject.device, subject.dtype) as run:
-                run({"input_ids": texts[0][2].ids[None]})
-            tables.append(weights.table(model.path, length))
+                run({"input_ids": texts[0][1].ids[None]})
+            tables.append(weights.table(model.path))
         at_once = max(1, _TOKENS // length)
         with in_evaluation(model, subject.device, subject.dtype) as (module, device, _):
             for start in range(0, len(texts), at_once):
                 part = texts[start : start + at_once]
-                ids = torch.stack([told.ids for *_, told in part]).to(device)
+                ids = torch.stack([told.ids for _, told in part]).to(device)
                 for mask, k, keep in masks:
                     with nullcontext() if keep is None else sparsify(module, keep):
                         logits = _logits(model.path, module, ids)
-                    for (task, sample, told), row in zip(part, logits, strict=True):
-                        place = {"task": task, "length": length, "distance": told.distance, "sample": sample}
+                    for (place, told), row in zip(part, logits, strict=True):
                         rows.append({"model": model.path, **place, "mask": mask, "k": k, **_read(row, told)})
                     subject.after_point(len(part))
     end = maker.words(first_text(model, plan, subject.seed)[0, -60:])
@@ -186,37 +180,26 @@ def _logits(path: str, module: nn.Module, ids: Tensor) -> Tensor:
     except InputError:
         raise
     except Exception as error:  # models raise anything
-        what = f"{path} cannot read texts of {ids.shape[1]:,} tokens"
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise no_room(path, {"input_ids": ids}, error) or InputError(f"{what} ({reason}).") from error
+        full = no_room(path, {"input_ids": ids}, error)
+        raise full or InputError(f"{path} cannot read {ids.shape[1]:,} tokens ({first_line(error)}).") from error
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or logits.shape[2] <= int(ids.max()):
-        raise InputError(
-            f"{path} has no language head: its output is no distribution over tokens at each position. Take a "
-            "causal language model, with its head."
-        )
+        raise InputError(f"{path} has no language head that scores each token: take a causal language model.")
     return logits
 
 
 def _read(logits: Tensor, told: Told) -> dict[str, Any]:
     """Return hits and losses of one text from its logits, (L, V)."""
     targets, hits, losses = told.ids[1:].to(logits.device), list[Tensor](), list[Tensor]()
-    for start in range(0, len(targets), _ROWS):
-        part, wanted = (
-            logits[start : start + _ROWS][: len(targets) - start].float(),
-            targets[start : start + _ROWS],
-        )
+    for wanted, given in zip(targets.split(_ROWS), logits[:-1].split(_ROWS), strict=True):
+        part = given.float()
         hits.append(part.argmax(-1) == wanted)
         losses.append(F.cross_entropy(part, wanted, reduction="none"))
     right, loss = torch.cat(hits).cpu(), torch.cat(losses).double().cpu()
-    own, rest = loss[-told.answer :].sum(), loss[: -told.answer].sum()
-    return {
-        "tokens": told.answer,
-        "hits": int(right[-told.answer :].sum()),
-        "loss": float(own) if own.isfinite() else math.inf,
-        "text_loss": float(rest) if rest.isfinite() else math.inf,
-        "text_tokens": len(loss) - told.answer,
-    }
+    loss = loss.where(loss.isfinite(), math.inf)
+    own, rest = loss[-told.answer :], loss[: -told.answer]
+    counts = {"tokens": told.answer, "hits": int(right[-told.answer :].sum()), "text_tokens": len(rest)}
+    return {"distance": told.distance, **counts, "loss": float(own.sum()), "text_loss": float(rest.sum())}
 
 
 def _provenance(plan: RetrievalPlan, samples: int, few: int) -> dict[str, Any]:
