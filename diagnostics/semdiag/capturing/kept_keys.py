@@ -255,36 +255,28 @@ class SharedChoices:
     """The choices of rules, where layers may reuse the choice of an earlier layer."""
 
     def __init__(self, keep: Keep | None = None) -> None:
-        self._layer = 0
         self._first: Choice | None = None
         rules = keep.values() if isinstance(keep, Mapping) else ()
         self._donors: dict[int, Choice | None] = {rule.layer: None for rule in rules if isinstance(rule, SameAs)}
 
     def choice(self, rule: Rule, call: AttentionCall) -> Choice:
         """Return the choice for a call; it may be an earlier layer's."""
+        every, donor = rule.every if isinstance(rule, TopK) else 1, self._first
         if isinstance(rule, SameAs):
-            return self._donated(rule, call)
-        every = rule.every if isinstance(rule, TopK) else 1
-        if every == 1:
-            choice = Choice(rule, call, keep=call.layer in self._donors)
+            donor = self._donors.get(rule.layer)
+            heads = 0 if donor is None or donor.chosen is None else donor.chosen.shape[1]
+            if donor is None or not _alike(donor.call, call) or (heads > 1 and heads != call.q.shape[1]):
+                raise InputError(
+                    f"Layer {call.layer} cannot keep the keys of layer {rule.layer}: a donor runs before it on "
+                    "the same queries and keys, with as many heads, and chooses its own keys."
+                )
+        elif donor is None or not (0 < call.layer - donor.call.layer < every and _alike(donor.call, call)):
+            choice = Choice(rule, call, keep=every > 1 or call.layer in self._donors)
+            self._first = choice if every > 1 else self._first
             if call.layer in self._donors:
                 self._donors[call.layer] = choice
             return choice
-        first = self._first
-        if first is not None and 0 < call.layer - self._layer < every and _alike(first.call, call):
-            return Choice(rule, call, first.chosen) if not first.whole else first
-        self._layer, self._first = call.layer, Choice(rule, call, keep=True)
-        return self._first
-
-    def _donated(self, rule: SameAs, call: AttentionCall) -> Choice:
-        donor = self._donors.get(rule.layer)
-        heads = 0 if donor is None or donor.chosen is None else donor.chosen.shape[1]
-        if donor is None or not _alike(donor.call, call) or (heads > 1 and heads != call.q.shape[1]):
-            raise InputError(
-                f"Layer {call.layer} cannot keep the keys of layer {rule.layer}: a donor runs before it on the "
-                "same queries and keys, with as many heads, and has a rule that does not count layers (every=)."
-            )
-        return Choice(rule, call, donor.chosen) if not donor.whole else donor
+        return donor if donor.whole else Choice(rule, call, donor.chosen)
 
 
 def _alike(one: AttentionCall, other: AttentionCall) -> bool:

@@ -81,13 +81,9 @@ class TileSums:
         return cls(none, hidden, none.clone(), none.clone(), hidden.clone())
 
     def add_(self, scores: Tensor, tiles: Tensor, block: int, sinks: Tensor | None = None) -> None:
-        """Add some queries.
+        """Add queries: scores (B, H, r, n), -inf for hidden keys; tiles (B, r), T where a query does not count.
 
-        Args:
-            scores: (B, H, r, n) in nats, -inf for hidden keys.
-            tiles: (B, r) int64, number of each query's tile; T for queries that do not count.
-            block: number of keys in a block.
-            sinks: (H,) a further logit in the denominators; None means none.
+        ``sinks`` (H,) are further logits in the denominators.
         """
         whole = scores.logsumexp(-1, keepdim=True)
         if sinks is not None:

@@ -26,6 +26,7 @@ from semdiag.capturing.batches import (
     whole_number,
     whole_numbers,
 )
+from semdiag.capturing.call_strips import largest
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import undone
@@ -198,14 +199,6 @@ class Calls:
 
         Raises:
             InputError: in the cases of :meth:`scores`, and if a group has another length or is not bool.
-
-        Example:
-            >>> from semdiag_models import Encoder, ModelConfig
-            >>> model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=2, blocks=1)).eval()
-            >>> with capture(model, scores=True) as calls:
-            ...     _ = model(torch.tensor([[0, 1]]))
-            >>> calls.weight_between({"all": torch.tensor([True, True])})["weight"].round(6).tolist()
-            [1.0]
         """
         parts = []
         for layer in range(len(self._layers)):
@@ -250,8 +243,7 @@ class Calls:
             places = chosen.long().where(chosen >= 0, length).expand(*size[:3], -1)
             mask = torch.zeros(*size[:3], length + 1, dtype=torch.bool).scatter_(3, places, True)[..., :-1]
             mask &= scores.isfinite()
-            number, order = mask.sum(-1, keepdim=True), scores.argsort(dim=-1, descending=True, stable=True)
-            best = torch.zeros_like(mask).scatter_(3, order, torch.arange(length).expand(size) < number)
+            best = largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
             shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
             found = (mask & best).sum((0, 2, 3)) / best.sum((0, 2, 3))

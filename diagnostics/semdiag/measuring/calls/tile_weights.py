@@ -22,11 +22,10 @@ from semdiag_models import InputError
 
 TILES = Table(
     "tiles",
-    "One row per kind of choice, k, layer and head of a model that runs as it is. keys: share of the visible "
-    "pairs of a query and a key that are kept; weight: share of the attention weight that they hold; "
-    "exact_weight: that of the blocks with the largest weight, as many for each tile; top_weight: that of the k "
-    "largest keys of each query; recall: share of the exact blocks that are kept, over tiles that drop some (NaN: "
-    "none does).",
+    "One row per kind of choice, k, layer and head of a model that runs as it is. Shares: keys, of the visible "
+    "pairs of a query and a key that are kept; weight, of the attention weight that they hold; exact_weight, that "
+    "of as many blocks with the largest weight; top_weight, that of the k largest keys of each query; recall, of "
+    "the exact blocks that are kept, over tiles that drop some (NaN: none does).",
     {
         "model": "str",
         "length": "int64",

@@ -116,11 +116,7 @@ class Headless(Copier):
         (lambda: loaded(words="The pass key is"), {}, "makes nothing of the pass key"),
         (lambda: loaded(Headless(len(tokenizer_of()))), {}, "has no language head"),
         (loaded, {"lengths": (20,)}, "A text of passkey takes"),
-        (
-            lambda: loaded(longest=99),
-            {"lengths": (80, 100)},
-            "texts of up to 99 tokens. Got --lengths 100",
-        ),
+        (lambda: loaded(longest=99), {"lengths": (80, 100)}, "texts of up to 99 tokens. Got --lengths 100"),
         (loaded, {"lengths": (20,), "tasks": ("induction",)}, "A text of induction takes 48"),
         (loaded, {"tasks": ("passkeys",)}, "passkey"),
         (loaded, {"kinds": ("windows",)}, "no kind of sparse attention 'windows'"),
