@@ -14,7 +14,7 @@ Estimate = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 def _cut(rows: Tensor, size: int, value: float = 0.0, axis: int = -2) -> Tensor:
     """Return rows with an axis of n entries as two, ⌈n / size⌉ and size, the last part filled up."""
     filled = F.pad(rows, (*(0, 0) * (-1 - axis), 0, -rows.shape[axis] % size), value=value)
-    return filled.unflatten(axis, (-1, size))
+    return torch.unflatten(filled, axis, (-1, size))
 
 
 def _grouped(k: Tensor, heads: int) -> Tensor:

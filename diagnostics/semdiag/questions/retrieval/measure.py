@@ -69,15 +69,11 @@ class Maker:
             raise NotAvailableError(f"{model.path} is an encoder, without a language head")
         options = TextOptions(tokenizer=next(iter(model.tokenizers), None))
         tokenise = tokeniser_of(Path(model.path), model, options)
-        self._path, self._takes, self._tokenizer = model.path, tokenise.takes, tokenise._tokenizer
-        first = self._tokenizer("a")["input_ids"][:1]
-        self._begin = first if first == [self._tokenizer.bos_token_id] else []
-        special = {self._tokenizer.unk_token_id, *self._tokenizer.all_special_ids}
-        self._known = [n for n in range(len(self._tokenizer)) if n not in special]
-
-    def words(self, ids: Tensor) -> str:
-        """Return token ids as a text."""
-        return " ".join(self._tokenizer.decode(ids.tolist()).split())
+        self._path, self._takes, self.tokenizer = model.path, tokenise.takes, tokenise._tokenizer
+        first = self.tokenizer("a")["input_ids"][:1]
+        self._begin = first if first == [self.tokenizer.bos_token_id] else []
+        special = {self.tokenizer.unk_token_id, *self.tokenizer.all_special_ids}
+        self._known = [n for n in range(len(self.tokenizer)) if n not in special]
 
     def text(self, task: str, length: int, depth: float, seed: int) -> Told:
         """Return a text of a task: what is told first stands at the depth, the rest evenly behind it."""
@@ -118,7 +114,7 @@ class Maker:
         return every, self._ids(f" Which key opens the {doors[0]} door?") + keys[0], answer
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _drawn(self, tokens: int, draws: torch.Generator) -> list[int]:
         return [self._known[n] for n in torch.randint(len(self._known), (tokens,), generator=draws).tolist()]
@@ -168,8 +164,8 @@ def retrieval(subject: Subject, plan: RetrievalPlan, prepared: Any = None) -> Ma
                     for (place, told), row in zip(part, logits, strict=True):
                         rows.append({"model": model.path, **place, "mask": mask, "k": k, **_read(row, told)})
                     subject.after_point(len(part))
-    end = maker.words(first_text(model, plan, subject.seed)[0, -60:])
-    subject.remark(f"the first text ends: {end}", "retrieval-text")
+    end = maker.tokenizer.decode(first_text(model, plan, subject.seed)[0, -60:].tolist())
+    subject.remark(f"the first text ends: {' '.join(end.split())}", "retrieval-text")
     return {"retrieval": RETRIEVAL.of_rows(rows), "tiles": TILES.of_parts(tables)}
 
 
@@ -191,7 +187,7 @@ def _logits(path: str, module: nn.Module, ids: Tensor) -> Tensor:
 def _read(logits: Tensor, told: Told) -> dict[str, Any]:
     """Return hits and losses of one text from its logits, (L, V)."""
     targets, hits, losses = told.ids[1:].to(logits.device), list[Tensor](), list[Tensor]()
-    for wanted, given in zip(targets.split(_ROWS), logits[:-1].split(_ROWS), strict=True):
+    for wanted, given in zip(torch.split(targets, _ROWS), torch.split(logits[:-1], _ROWS), strict=True):
         part = given.float()
         hits.append(part.argmax(-1) == wanted)
         losses.append(F.cross_entropy(part, wanted, reduction="none"))
