@@ -138,9 +138,10 @@ def test_tiles_keep_what_loops_over_texts_tiles_and_blocks_keep(monkeypatch, kin
         assert torch.allclose(mixed.where(counted[..., None], 0), dense.where(counted[..., None], 0), atol=1e-12)
 
 
-def test_donors_lend_their_keys_to_the_layers_that_name_them(tiny_llama):
+@pytest.mark.parametrize("rule", [TopK(3), TopK(3, shared="layer", every=2)], ids=str)
+def test_donors_lend_their_keys_to_the_layers_that_name_them(tiny_llama, rule):
     ids = torch.arange(3, 43)[None]
-    keep = {0: TopK(3), 1: SameAs(0)}
+    keep = {0: rule, 1: SameAs(0)}
     seen = []
     with sparsify(tiny_llama, keep), watch_attention(tiny_llama, lambda call: seen.append(call.part().allowed)):
         tiny_llama(ids)
