@@ -26,15 +26,9 @@ TILES = Table(
     "pairs of a query and a key that are kept; weight, of the attention weight that they hold; exact_weight, that "
     "of as many blocks with the largest weight; top_weight, that of the k largest keys of each query; recall, of "
     "the exact blocks that are kept, over tiles that drop some (NaN: none does).",
-    {
-        "model": "str",
-        "length": "int64",
-        "kind": "str",
-        "k": "int64",
-        "module": "str",
-        **dict.fromkeys(("layer", "head"), "int64"),
-        **dict.fromkeys(("keys", "weight", "exact_weight", "top_weight", "recall"), "float64"),
-    },
+    {"model": "str", "length": "int64", "kind": "str", "k": "int64", "module": "str"}
+    | dict.fromkeys(("layer", "head"), "int64")
+    | dict.fromkeys(("keys", "weight", "exact_weight", "top_weight", "recall"), "float64"),
 )
 
 

@@ -1,7 +1,7 @@
 """Make texts from a model's own tokenizer, and let the model read them with and without masks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -32,15 +32,15 @@ RETRIEVAL = Table(
     "One row per task, length, text and mask (none: the model as it is). distance: tokens from the answer back to "
     "where it was told. tokens: of the answer, of which hits were the likeliest after those before them; loss: "
     "their cross-entropy. text_loss: that of the other text_tokens (nats, sums).",
-    {
-        "model": "str",
-        "task": "str",
-        **dict.fromkeys(("length", "distance", "sample"), "int32"),
-        "mask": "str",
-        **dict.fromkeys(("k", "tokens", "hits", "text_tokens"), "int64"),
-        **dict.fromkeys(("loss", "text_loss"), "float64"),
-    },
+    {"model": "str", "task": "str", "length": "int32", "distance": "int32", "sample": "int32", "mask": "str"}
+    | dict.fromkeys(("k", "tokens", "hits", "text_tokens"), "int64")
+    | dict.fromkeys(("loss", "text_loss"), "float64"),
 )
+# What is told, piece by piece, with # in place of the answer; and the question.
+_TEXTS = {
+    "passkey": ([" The pass key is#. Remember it:#."], " What is the pass key? The pass key is"),
+    "variables": ([" VAR X =#.", " VAR Y = VAR X."], " VAR Y is equal to VAR X. VAR Y ="),
+}
 _TOKENS = 4096  # in a forward pass
 _ROWS = 256  # positions whose logits are compared at a time
 _SEGMENT, _ANSWER = 24, 4  # random tokens that stand twice in a text of induction; the last of them are the answer
@@ -98,23 +98,21 @@ class Maker:
             segment = self._drawn(_SEGMENT, draws)
             return [segment], segment[:-_ANSWER], segment[-_ANSWER:]
         drawn = torch.randint(10_000, 100_000, (len(_DOORS),), generator=draws).tolist()
-        numbers = [self._ids(f" {number}") for number in drawn]
-        answer = numbers[0]
+        answer, *others = [self._ids(f" {number}") for number in drawn]
         if not {*answer} & {*self._known}:
             raise InputError(f"{self._path}: its tokenizer makes nothing of the pass key. Take --tasks induction.")
-        if task == "passkey":
-            told = self._ids(" The pass key is") + answer + self._ids(". Remember it:") + answer + self._ids(".")
-            return [told], self._ids(" What is the pass key? The pass key is"), answer
-        if task == "variables":
-            told = self._ids(" VAR X =") + answer + self._ids(".")
-            return [told, self._ids(" VAR Y = VAR X.")], self._ids(" VAR Y is equal to VAR X. VAR Y ="), answer
+        if task in _TEXTS:
+            told, question = _TEXTS[task]
+            return [self._ids(text, answer) for text in told], self._ids(question), answer
         doors = [_DOORS[n] for n in torch.randperm(len(_DOORS), generator=draws).tolist()]
-        keys = [self._ids(f" The key of the {door} door is") for door in doors]
-        every = [key + number + self._ids(".") for key, number in zip(keys, numbers, strict=True)]
-        return every, self._ids(f" Which key opens the {doors[0]} door?") + keys[0], answer
+        keys = [f" The key of the {door} door is" for door in doors]
+        every = [self._ids(f"{key}#.", number) for key, number in zip(keys, [answer, *others], strict=True)]
+        return every, self._ids(f" Which key opens the {doors[0]} door?#", self._ids(keys[0])), answer
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _ids(self, text: str, between: Sequence[int] = ()) -> list[int]:
+        """Return the tokens of a text, with others in place of each #."""
+        first, *rest = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split("#")]
+        return [*first, *(token for part in rest for token in (*between, *part))]
 
     def _drawn(self, tokens: int, draws: torch.Generator) -> list[int]:
         return [self._known[n] for n in torch.randint(len(self._known), (tokens,), generator=draws).tolist()]
