@@ -40,22 +40,16 @@ _BAND = 64, 256  # least and most queries of a strip that looks at a band of key
 
 
 class Choice:
-    """The keys that a rule keeps in one call: strip by strip of its queries, or all at once.
-
-    Attributes:
-        rule: the rule.
-        call: the call.
-        counts: number k of keys for each head.
-        near: numbers of positions before and behind a query within which keys are always kept; None: no window.
-        sinks: first keys that are always kept, (B or 1, Lk) bool; None: none.
-        whole: whether the rule cannot drop a key.
-    """
+    """The keys that a rule keeps in one call: strip by strip of its queries, or all at once."""
 
     def __init__(self, rule: Rule, call: AttentionCall, chosen: Tensor | None = None, keep: bool = False) -> None:
         heads, length = call.q.shape[1], call.k.shape[2]
-        self.rule, self.call, self.near, self.sinks = rule, call, None, None
-        self.counts = _counts(rule, call) if isinstance(rule, TopK | RandomK) else [1] * heads
+        self.rule, self.call = rule, call
+        # Kept for their position: those so many places before and behind a query; first keys, (B or 1, Lk) bool.
+        self.near, self.sinks = None, None
+        self.counts = _counts(rule, call) if isinstance(rule, TopK | RandomK) else [1] * heads  # k of each head
         self._block = rule.block if isinstance(rule, TopK) else 1
+        # Whether the rule cannot drop a key.
         self.whole = isinstance(rule, TopK | RandomK) and min(self.counts) * self._block >= length
         self._order: Tensor | None = None
         self.tiles: Tiles | None = None
@@ -217,10 +211,29 @@ class Choice:
         scores = hide_(scores.clone() if others else scores, free)
         if isinstance(self.rule, TopP):
             return _heaviest(scores, self.rule.p) & free
-        heads = scores.shape[1]
-        groups = {"head": heads, "group": heads * self.key_heads // self.call.q.shape[1], "layer": 1}
-        kept = _ranked(self.rule, k, scores, self.call, strip, self.order(strip), groups[self.rule.shared])
+        kept = self._ranked(self.rule, k, scores, strip)
         return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
+
+    def _ranked(self, rule: TopK, k: Tensor, scores: Tensor, strip: Strip) -> Tensor:
+        """Return the k largest scores, or blocks, of each head or of heads that share a choice."""
+        call, order, (_, heads, _, length) = self.call, self.order(strip), scores.shape
+        sets = {"head": heads, "group": heads * self.key_heads // call.q.shape[1], "layer": 1}[rule.shared]
+        if sets < heads:
+            several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
+            if call.sinks is not None:
+                sinks = call.sinks[strip.heads].to(several.dtype).view(1, sets, -1, 1, 1)
+                weights = (several - torch.logaddexp(several.logsumexp(-1, keepdim=True), sinks)).exp()
+            else:
+                weights = several.softmax(-1)
+            weights, hidden = weights.nan_to_num(0).mean(2), several.amax(2) == -torch.inf
+            # A weight that underflows must not become -inf, which means a hidden key.
+            smallest = torch.finfo(weights.dtype).tiny
+            scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
+        kept = largest(block_scores(ordered(scores, order), rule.block, rule.by), k)
+        if rule.block > 1:
+            back = None if order is None else order.argsort(-1)
+            kept = ordered(kept.repeat_interleave(rule.block, -1)[..., :length], back)
+        return kept.repeat_interleave(heads // sets, 1) if rule.shared == "group" else kept
 
     def order(self, strip: Strip) -> Tensor | None:
         """Return the order of a strip's keys that begins with the first that is no padding; None: as it is."""
@@ -242,46 +255,33 @@ class SharedChoices:
     """The choices of rules, where layers may reuse the choice of an earlier layer."""
 
     def __init__(self, keep: Keep | None = None) -> None:
-        self._layer = 0
         self._first: Choice | None = None
         rules = keep.values() if isinstance(keep, Mapping) else ()
         self._donors: dict[int, Choice | None] = {rule.layer: None for rule in rules if isinstance(rule, SameAs)}
 
     def choice(self, rule: Rule, call: AttentionCall) -> Choice:
         """Return the choice for a call; it may be an earlier layer's."""
+        every, donor = rule.every if isinstance(rule, TopK) else 1, self._first
         if isinstance(rule, SameAs):
-            return self._donated(rule, call)
-        every = rule.every if isinstance(rule, TopK) else 1
-        if every == 1:
-            choice = Choice(rule, call, keep=call.layer in self._donors)
+            donor = self._donors.get(rule.layer)
+            heads = 0 if donor is None or donor.chosen is None else donor.chosen.shape[1]
+            if donor is None or not _alike(donor.call, call) or (heads > 1 and heads != call.q.shape[1]):
+                raise InputError(
+                    f"Layer {call.layer} cannot keep the keys of layer {rule.layer}: a donor runs before it on "
+                    "the same queries and keys, with as many heads, and chooses its own keys."
+                )
+        elif donor is None or not (0 < call.layer - donor.call.layer < every and _alike(donor.call, call)):
+            choice = Choice(rule, call, keep=every > 1 or call.layer in self._donors)
+            self._first = choice if every > 1 else self._first
             if call.layer in self._donors:
                 self._donors[call.layer] = choice
             return choice
-        first = self._first
-        if first is not None and 0 < call.layer - self._layer < every and _alike(first.call, call):
-            return Choice(rule, call, first.chosen) if not first.whole else first
-        self._layer, self._first = call.layer, Choice(rule, call, keep=True)
-        return self._first
-
-    def _donated(self, rule: SameAs, call: AttentionCall) -> Choice:
-        donor = self._donors.get(rule.layer)
-        heads = 0 if donor is None or donor.chosen is None else donor.chosen.shape[1]
-        if donor is None or not _alike(donor.call, call) or (heads > 1 and heads != call.q.shape[1]):
-            raise InputError(
-                f"Layer {call.layer} cannot keep the keys of layer {rule.layer}: a donor runs before it on the "
-                "same queries and keys, with as many heads, and has a rule that does not count layers (every=)."
-            )
-        return Choice(rule, call, donor.chosen) if not donor.whole else donor
+        return donor if donor.whole else Choice(rule, call, donor.chosen)
 
 
 def _alike(one: AttentionCall, other: AttentionCall) -> bool:
     """Return whether two calls have as many samples, queries and keys."""
     return (len(one.q), one.q.shape[2], one.k.shape[2]) == (len(other.q), other.q.shape[2], other.k.shape[2])
-
-
-def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
-    """Return the keys that a rule keeps for each query of a call, and those that the call allows; None: all."""
-    return all_kept(Choice(rule, call))
 
 
 def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
@@ -310,34 +310,10 @@ def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
 
 def _counts(rule: TopK | RandomK, call: AttentionCall) -> list[int]:
     heads = call.q.shape[1]
-    if isinstance(rule.k, int):
-        return [rule.k] * heads
-    if len(rule.k) != heads:
-        raise InputError(f"{call.module} has {heads} heads; k has {len(rule.k)} numbers: {list(rule.k)}.")
-    return list(rule.k)
-
-
-def _ranked(
-    rule: TopK, k: Tensor, scores: Tensor, call: AttentionCall, strip: Strip, order: Tensor | None, sets: int
-) -> Tensor:
-    """Return the k largest scores, or blocks, of each head or of heads that share a choice, in so many sets."""
-    heads, length = scores.shape[1], scores.shape[3]
-    if sets < heads:
-        several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
-        if call.sinks is not None:
-            sinks = call.sinks[strip.heads].to(several.dtype).view(1, sets, -1, 1, 1)
-            weights = (several - torch.logaddexp(several.logsumexp(-1, keepdim=True), sinks)).exp()
-        else:
-            weights = several.softmax(-1)
-        weights, hidden = weights.nan_to_num(0).mean(2), several.amax(2) == -torch.inf
-        # A weight that underflows must not become -inf, which means a hidden key.
-        smallest = torch.finfo(weights.dtype).tiny
-        scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
-    kept = largest(block_scores(ordered(scores, order), rule.block, rule.by), k)
-    if rule.block > 1:
-        back = None if order is None else order.argsort(-1)
-        kept = ordered(kept.repeat_interleave(rule.block, -1)[..., :length], back)
-    return kept.repeat_interleave(heads // sets, 1) if rule.shared == "group" else kept
+    counts = [rule.k] * heads if isinstance(rule.k, int) else list(rule.k)
+    if len(counts) != heads:
+        raise InputError(f"{call.module} has {heads} heads; k has {len(counts)} numbers: {counts}.")
+    return counts
 
 
 def _heaviest(scores: Tensor, p: float) -> Tensor:
@@ -356,15 +332,11 @@ def _fixed(
     if rule.sinks:  # a key that some query sees is not padding
         real, whole = reach.real, call.allowed is None and call.selected is None
         if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
-            raise _unknown(
-                call, "sinks", "its first keys are hidden: by padding or by a window of the model's own"
-            )
+            raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
         sinks = real & (real.cumsum(-1) <= rule.sinks)
     if rule.window:
         if not (reach.in_step or is_square(call)):  # then query i is not the token at first_query + i
-            raise _unknown(
-                call, "a window", "its queries and keys are different tokens, or the queries follow a cache"
-            )
+            raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
         near = (rule.window - 1, rule.window - 1)
         if isinstance(rule, TopK) and rule.centred and reach.later:
             near = (rule.window // 2, rule.window - 1 - rule.window // 2)

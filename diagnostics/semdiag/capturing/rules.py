@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.batches import whole_number
+from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate
 from semdiag_models import InputError
 from semdiag_models.reading import unknown_name
@@ -33,14 +33,12 @@ class TopK:
         centred: where queries also see later keys, whether ``window`` is the number of nearest keys in all, not of
             those on each side.
         query_block: above 1, k keys or blocks are chosen for a tile of this many consecutive queries, as kernels
-            do, among all keys: by the largest score, the mean score or the attention weight of the tile (``by``),
-            the mean over the heads that share a choice (of ``best`` the largest). Where queries see no later keys,
-            the blocks of the tile's own positions are always kept, and count among the k. Tiles begin at the first
-            query that is not padding; padded queries have no say.
-        estimate: in place of exact scores, an estimate by name (mean, quest, antidiagonal, last), or a function
-            of q (H, Lq, D; times the scale), k (Hk, Lk, D), positions (Lq, the last key that each query may see),
-            query_block and block, for the tokens of one text without padding. It returns a score for each of the
-            (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉) tiles and blocks, and needs ``query_block``.
+            do, by the scores of the whole tile: the mean over the heads that share a choice (of ``best`` the
+            largest). Where queries see no later keys, the blocks of the tile's own positions are always kept, and
+            count among the k. Tiles begin at the first query that is not padding; padded queries have no say.
+        estimate: in place of exact scores, the name of an estimate (mean, quest, antidiagonal, last), or a
+            function like :func:`~semdiag.mathematics.block_estimates.mean_estimate`, of the tokens of one text
+            without padding. It needs ``query_block``.
 
     Raises:
         InputError: if a number is negative, nothing is kept, or a word is unknown.
@@ -62,11 +60,9 @@ class TopK:
     estimate: str | Estimate | None = None
 
     def __post_init__(self) -> None:
-        _check(self.k, self.sinks, self.window, self.block)
-        if whole_number(self.query_block, "query_block") < 1 or (
-            self.estimate is not None and self.query_block == 1
-        ):
-            raise InputError(f"query_block is at least 1, and above 1 with an estimate. Got {self.query_block}.")
+        _check(self.k, self.sinks, self.window, block=self.block, query_block=self.query_block, every=self.every)
+        if self.estimate is not None and self.query_block == 1:
+            raise InputError("query_block must be above 1 with an estimate. Got 1.")
         if not (self.estimate is None or callable(self.estimate) or self.estimate in ESTIMATES):
             raise unknown_name("estimate", str(self.estimate), ESTIMATES)
         if self.by not in BLOCK_SCORES or self.shared not in SHARING:
@@ -74,8 +70,8 @@ class TopK:
                 f"by is one of {', '.join(BLOCK_SCORES)}, shared one of {', '.join(SHARING)}. Got {self.by!r}, "
                 f"{self.shared!r}."
             )
-        if whole_number(self.every, "every") < 1 or (self.every > 1 and self.shared != "layer"):
-            raise InputError(f'every is at least 1, and above 1 only with shared="layer". Got {self.every}.')
+        if self.every > 1 and self.shared != "layer":
+            raise InputError(f'every may be above 1 only with shared="layer". Got {self.every}.')
         if self.shared != "head" and not isinstance(self.k, int):
             raise InputError(f"Heads that share their keys need a single k. Got {self.k}.")
 
@@ -130,7 +126,7 @@ class RandomK:
     window: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.k, self.sinks, self.window, 1)
+        _check(self.k, self.sinks, self.window)
 
 
 def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind of mask)
@@ -185,8 +181,7 @@ class SkipTiles:
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
             raise InputError(f"A threshold is a number of nats, at least 0. Got {self.threshold}.")
-        if min(whole_number(self.query_block, "query_block"), whole_number(self.block, "block")) < 1:
-            raise InputError(f"Tiles have at least 1 query and 1 key. Got {self.query_block}x{self.block}.")
+        _check(1, query_block=self.query_block, block=self.block)
 
 
 @dataclass(frozen=True)
@@ -231,19 +226,9 @@ def rule_for(keep: Keep, call: AttentionCall) -> Rule:
     )
 
 
-def _check(k: int | Sequence[int], sinks: int, window: int, block: int) -> None:
-    counts = list(k) if isinstance(k, Sequence) else [k]
-    for name, value in (
-        *(("k", count) for count in counts),
-        ("sinks", sinks),
-        ("window", window),
-        ("block", block),
-    ):
-        whole_number(value, name)
-    if not counts or min(counts) < 0 or min(sinks, window) < 0 or block < 1:
-        raise InputError(
-            f"k, sinks and window must be at least 0, block at least 1. Got k={k}, sinks={sinks}, "
-            f"window={window}, block={block}."
-        )
-    if min(counts) == 0 and not sinks and not window:
+def _check(k: int | Sequence[int], sinks: int = 0, window: int = 0, **sizes: int) -> None:
+    for least, named in ((0, {"sinks": sinks, "window": window}), (1, sizes)):
+        for name, value in named.items():
+            whole_number(value, name, least)
+    if min(whole_numbers(k, "k", 0), default=0) == 0 and not sinks and not window:
         raise InputError(f"A mask must keep something: k of at least 1, sinks or a window. Got k={k}.")

@@ -145,8 +145,8 @@ def _counts_of(call: AttentionCall, kept: Tensor, keys: Tensor) -> _Counts:
     return _Counts(call.layer, 1, some.sum(1), kept.sum(1), keys.sum(1), least, kept.amax(1))
 
 
-_TILE = re.compile(r"tile-(\d+)x(\d+)(?:-(.+))?")
-_SKIP = re.compile(r"skip-(\d+(?:\.\d+)?|nan)(?:-(\d+)x(\d+))?")
+_TILE = re.compile(r"tile-(\d{1,5})x(\d{1,5})(?:-(.+))?")
+_SKIP = re.compile(r"skip-(\d+(?:\.\d+)?|nan)(?:-(\d{1,5})x(\d{1,5}))?")
 ENGINE_KINDS = "tile-64x64, tile-128x64-quest (or -mean, -antidiagonal, -last, -module:function), skip-8"
 
 

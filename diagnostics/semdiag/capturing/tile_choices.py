@@ -37,34 +37,26 @@ class Tiles:
         """Cut a call into tiles."""
         queries, length, device = call.q.shape[2], call.k.shape[2], call.q.device
         if max(query_block, block) > length:
-            raise InputError(
-                f"A tile of {query_block} queries and {block} keys is larger than a text of {length} tokens: take "
-                "longer texts or smaller tiles."
-            )
+            raise InputError(f"A tile of {query_block} by {block} is larger than a text of {length} tokens.")
         moved = real_first(reach.real, call) is not None
         first = reach.real.int().argmax(-1) if moved else torch.zeros(1, dtype=torch.int64, device=device)
         of_keys = (torch.arange(length, device=device) - first[:, None]) % length // block
         itself = reach.in_step or is_square(call)
-        places = torch.arange(queries, device=device) + (call.first_query if itself else 0)
-        numbers = (places - call.first_query * itself - first[:, None] * itself).div(
-            query_block, rounding_mode="floor"
-        )
-        tiles = -(-queries // query_block)
+        tiles, own, places = -(-queries // query_block), None, torch.arange(queries, device=device)
+        numbers = (places - first[:, None] * itself).div(query_block, rounding_mode="floor")
+        places = (places + call.first_query).clamp(max=length - 1)
         if itself:  # a query whose own key nobody sees is padding
-            real = reach.real[:, places.clamp(max=length - 1)]
-            numbers = numbers.where(real & (numbers >= 0), tiles)
-        own = None
+            numbers = numbers.where(reach.real[:, places] & (numbers >= 0), tiles)
         if itself and not reach.later:
             batch, count = max(len(numbers), len(of_keys)), -(-length // block)
-            at = numbers.expand(batch, -1) * count + of_keys[:, places.clamp(max=length - 1)].expand(batch, -1)
+            at = numbers.expand(batch, -1) * count + of_keys[:, places].expand(batch, -1)
             own = torch.zeros(batch, (tiles + 1) * count, dtype=torch.bool, device=device).scatter_(1, at, True)
             own = own.view(batch, tiles + 1, count)[:, :-1]
         return cls(call, query_block, block, numbers, of_keys, tiles, own, first)
 
     def sums(self, choice: "Choice", exact: bool = True) -> TileSums:
         """Return what the tiles find in the blocks; not ``exact``: which blocks they see, without any score."""
-        call, (batch, heads) = self.call, self.call.q.shape[:2]
-        like = call.q.new_empty(0, dtype=torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+        call, (batch, heads), like = self.call, self.call.q.shape[:2], self.call.q.new_empty(0, dtype=self._dtype)
         sums = TileSums.zeros(like, batch, heads, self.tiles + 1, -(-call.k.shape[2] // self.block))
         for strip in choice.strips():
             b, h = strip.samples, strip.heads
@@ -76,6 +68,10 @@ class Tiles:
             part = TileSums(*(x[b, h] for x in vars(sums).values()))
             part.add_(ordered(scores, order), numbers, self.block, None if call.sinks is None else call.sinks[h])
         return sums
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.call.q.dtype == torch.float64 else torch.float32
 
     def chosen(self, rule: "TopK | SkipTiles", choice: "Choice") -> Tensor:
         """Return the blocks that each tile keeps."""
@@ -108,21 +104,19 @@ class Tiles:
         """Return the estimated scores of blocks, (B, H, T, N), text by text without its padding."""
         call, compute = self.call, ESTIMATES[estimate] if isinstance(estimate, str) else estimate
         (batch, heads), length, causal = call.q.shape[:2], call.k.shape[2], self.own is not None
-        dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        found = call.q.new_full((batch, heads, self.tiles, -(-length // self.block)), -torch.inf, dtype=dtype)
-        numbers, first = self.of_queries.expand(batch, -1), self.first.expand(batch).tolist()
-        for sample, start in enumerate(first):
+        size = (batch, heads, self.tiles, -(-length // self.block))
+        found = call.q.new_full(size, -torch.inf, dtype=self._dtype)
+        numbers = self.of_queries.expand(batch, -1)
+        for sample, start in enumerate(self.first.expand(batch).tolist()):
             rows = (numbers[sample] < self.tiles).nonzero()[:, 0]
             if not len(rows):
                 continue
             places = rows + call.first_query - start
-            k = call.k[sample, :, start:].to(dtype)
-            k = k[:, : int(places[-1]) + 1] if causal else k
+            k = call.k[sample, :, start : start + int(places[-1]) + 1 if causal else None].to(self._dtype)
             places = places if causal else places.new_full(places.shape, k.shape[1] - 1)
-            scores = compute(
-                call.q[sample, :, rows].to(dtype) * call.scale, k, places, self.query_block, self.block
-            )
+            q = call.q[sample, :, rows].to(self._dtype) * call.scale
             shape = (heads, -(-len(rows) // self.query_block), -(-k.shape[1] // self.block))
+            scores = compute(q, k, places, self.query_block, self.block)
             found[sample, :, : shape[1], : shape[2]] = _checked(estimate, scores, shape)
         return found
 
@@ -142,10 +136,7 @@ def _checked(estimate: str | Estimate, scores: Tensor, shape: tuple[int, ...]) -
     name = estimate if isinstance(estimate, str) else getattr(estimate, "__qualname__", "The estimate")
     got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if got != shape:
-        raise InputError(
-            f"{name} must return a score for each of {shape[0]} heads, {shape[1]} tiles and {shape[2]} blocks, "
-            f"shape {shape}. Got {got}."
-        )
+        raise InputError(f"{name} must return a score by head, tile and block, shape {shape}. Got {got}.")
     if bool(scores.isnan().any()):
         raise InputError(f"{name} returned scores that are no numbers (NaN).")
     return scores

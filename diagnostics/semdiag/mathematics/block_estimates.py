@@ -11,10 +11,15 @@ from torch import Tensor
 Estimate = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 
 
-def _parts(rows: Tensor, size: int, value: float) -> Tensor:
-    """Return (…, n) as (…, ⌈n / size⌉, size), the last part filled up."""
-    filled = F.pad(rows, (0, -rows.shape[-1] % size), value=value)
-    return filled.reshape(*rows.shape[:-1], -1, size)
+def _cut(rows: Tensor, size: int, value: float = 0.0, axis: int = -2) -> Tensor:
+    """Return rows with an axis of n entries as two, ⌈n / size⌉ and size, the last part filled up."""
+    filled = F.pad(rows, (*(0, 0) * (-1 - axis), 0, -rows.shape[axis] % size), value=value)
+    return torch.unflatten(filled, axis, (-1, size))
+
+
+def _grouped(k: Tensor, heads: int) -> Tensor:
+    """Return keys (Hk, n, D) with one head for each query head."""
+    return k.repeat_interleave(heads // len(k), 0)
 
 
 def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
@@ -22,12 +27,13 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
 
     ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys.
 
+    Formula: docs/theory.md#blocks.
     Source: none; these are the exact choices beside which estimates are judged. Deviation: none.
 
     Args:
         scores: (…, n) in nats, -inf for hidden keys.
         block: number of keys in a block; the last block may have fewer.
-        by: ``weight``, ``best`` or ``mean``.
+        by: one of these words.
 
     Returns:
         (…, ⌈n / block⌉), -inf for blocks without a visible key.
@@ -38,7 +44,7 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
     """
     if block == 1:
         return scores
-    blocks = _parts(scores, block, -torch.inf)
+    blocks = _cut(scores, block, -torch.inf, -1)
     if by == "weight":
         return blocks.logsumexp(-1)
     if by == "best":
@@ -51,9 +57,9 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
 class TileSums:
     """What the queries of tiles find in blocks of keys, added up strip by strip; tensors (B, H, T + 1, N).
 
-    For query i with scores z_ij over its visible keys, and weights p_ij (docs/theory.md):
+    Over the visible pairs of a query i of the tile and a key j of the block, with scores z_ij in nats and weights
+    p_ij (docs/theory.md):
 
-        weight = Σ_i Σ_{j in block} p_ij;  best = max z_ij;  total = Σ z_ij over the visible pairs, pairs of them
         gap = max_i (max_{j in block} z_ij − max_{j in this or an earlier block} z_ij), ≤ 0
 
     A kernel that goes through the blocks in their order skips a tile whose gap is below −λ: every score in it is
@@ -61,20 +67,13 @@ class TileSums:
 
     Source: for the gap, Yuan et al. 2025, BLASST (arXiv 2512.12087), whose threshold is exp(−λ). Deviation: sinks
     do not count in the running maximum.
-
-    Attributes:
-        weight: as above; its entries over blocks add up to the number of queries, less the weight of sinks.
-        best: nats, -inf where no query sees the block.
-        total: nats.
-        pairs: number of visible pairs of a query and a key.
-        gap: nats, -inf where no query sees the block.
     """
 
-    weight: Tensor
-    best: Tensor
-    total: Tensor
-    pairs: Tensor
-    gap: Tensor
+    weight: Tensor  # Σ p_ij; over all blocks, the number of queries less the weight of sinks
+    best: Tensor  # max z_ij; -inf without a pair
+    total: Tensor  # Σ z_ij
+    pairs: Tensor  # number of pairs
+    gap: Tensor  # -inf without a pair
 
     @classmethod
     def zeros(cls, like: Tensor, *size: int) -> "TileSums":
@@ -83,13 +82,9 @@ class TileSums:
         return cls(none, hidden, none.clone(), none.clone(), hidden.clone())
 
     def add_(self, scores: Tensor, tiles: Tensor, block: int, sinks: Tensor | None = None) -> None:
-        """Add some queries.
+        """Add queries: scores (B, H, r, n), -inf for hidden keys; tiles (B, r), T where a query does not count.
 
-        Args:
-            scores: (B, H, r, n) in nats, -inf for hidden keys.
-            tiles: (B, r) int64, number of each query's tile; T for queries that do not count.
-            block: number of keys in a block.
-            sinks: (H,) a further logit in the denominators; None means none.
+        ``sinks`` (H,) are further logits in the denominators.
         """
         whole = scores.logsumexp(-1, keepdim=True)
         if sinks is not None:
@@ -97,7 +92,7 @@ class TileSums:
         weights = (block_scores(scores, block) - whole).exp().nan_to_num(0)
         best, seen = block_scores(scores, block, "best"), (scores > -torch.inf).to(scores.dtype)
         gap = (best - best.cummax(-1).values).masked_fill(best == -torch.inf, -torch.inf)
-        total, pairs = (_parts(x, block, 0.0).sum(-1) for x in (scores.where(seen > 0, 0), seen))
+        total, pairs = (_cut(x, block, axis=-1).sum(-1) for x in (scores.where(seen > 0, 0), seen))
         at = tiles[:, None, :, None].expand(best.shape)
         for sums, part in ((self.weight, weights), (self.total, total), (self.pairs, pairs)):
             sums[..., : part.shape[-1]].scatter_add_(2, at, part)
@@ -111,22 +106,12 @@ class TileSums:
         return values.masked_fill(self.pairs == 0, -torch.inf)[:, :, :-1]
 
 
-def _grouped(k: Tensor, heads: int) -> Tensor:
-    """Return keys (Hk, n, D) with one head for each query head."""
-    return k.repeat_interleave(heads // len(k), 0)
-
-
-def _cut(rows: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Return rows (H, L, D) as (H, ⌈L / size⌉, size, D), the last part filled up."""
-    filled = F.pad(rows, (0, 0, 0, -rows.shape[1] % size), value=value)
-    return filled.reshape(len(rows), -1, size, rows.shape[2])
-
-
 def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
     """Return the product of the mean query of each tile and the mean key of each block.
 
     e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two.
 
+    Formula: docs/theory.md#blocks.
     Source: Jiang et al. 2024, MInference (block-sparse heads), and the pooling in front of SeerAttention's learned
     gate (Gao et al. 2024). Deviation: no gate is learned; positions are not used.
 
@@ -156,13 +141,11 @@ def quest_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, bl
 
     e_tn = max_{i in tile t} Σ_d max(q_id · min_{j in n} k_jd, q_id · max_{j in n} k_jd) ≥ max q_i · k_j.
 
+    Formula: docs/theory.md#blocks.
     Source: Tang et al. 2024, Quest (mit-han-lab/Quest, evaluation/quest_attention.py). Deviation: Quest chooses
     pages for one query while decoding; for a tile the largest bound of its queries counts.
 
-    Arguments as of :func:`mean_estimate`.
-
-    Returns:
-        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉) in nats.
+    Arguments, result and unit as of :func:`mean_estimate`.
 
     Example:
         >>> keys = torch.tensor([[[1.0, -1.0], [-1.0, 1.0]]])
@@ -180,13 +163,11 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
     With s the largest number up to 16 that divides both block sizes, a_uv = (1/s) Σ_{m<s} q_{su+s−1−m} · k_{sv+m},
     and e_tn = Σ_{u in t} Σ_{v in n} softmax_v(a_uv).
 
+    Formula: docs/theory.md#blocks.
     Source: Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py, ``inverse``). Deviation:
     s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
 
-    Arguments as of :func:`mean_estimate`.
-
-    Returns:
-        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉), weights added up over a tile.
+    Arguments and result as of :func:`mean_estimate`, weights added up over a tile.
 
     Example:
         >>> one = torch.ones(1, 4, 1)
@@ -207,18 +188,15 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
 def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
     """Return the weight of each block, if all queries attended as the last tile of them does.
 
-    From the weights p of the last r = min(query_block, Lq) queries: vertical lines v_j = mean_i p_ij, and slash
-    lines s_o = mean_i p_{i, position(i) − o}. Then
+    From the weights p of the last min(query_block, Lq) queries: vertical lines v_j = mean_i p_ij, and slash lines
+    s_o = mean_i p_{i, position(i) − o}, which are left out where queries see every key. Then
     e_tn = Σ_{j in n} v_j + mean_{i in t} Σ_{j in n} s_{position(i) − j}.
-    Where queries see every key, there are vertical lines alone.
 
+    Formula: docs/theory.md#blocks.
     Source: Jiang et al. 2024, MInference (vertical-slash heads). Deviation: MInference keeps the best lines; here
     the weight of all lines ranks blocks.
 
-    Arguments as of :func:`mean_estimate`.
-
-    Returns:
-        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉), weights.
+    Arguments and result as of :func:`mean_estimate`, weights.
 
     Example:
         >>> last_tile_estimate(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([0, 1]), 1, 1)

@@ -32,18 +32,8 @@ def read_queries_and_keys(path: str | Path) -> list[DumpedLayer]:
     """Read the queries and keys that vLLM-Hook wrote into ``qk.pt``.
 
     Source: IBM/vLLM-Hook, vllm_hook_plugins/vllm_hook_plugins/workers/probe_hookqk_worker.py: ``config``, and by
-    module in ``qk_cache`` lists q and k_all of (tokens, heads · width), and layer_num. Deviation: the files of
-    ranks of tensor parallelism (tp_rank_N) are read one by one.
-
-    Args:
-        path: the file; nothing in it is executed.
-
-    Returns:
-        One entry per layer and pass.
-
-    Raises:
-        InputError: if the file is missing, damaged or of another layout, lacks a layer between others, or has
-            tensors that do not fit the heads of its configuration.
+    module in ``qk_cache`` lists q and k_all of (tokens, heads · width), and layer_num. The files of ranks of
+    tensor parallelism (tp_rank_N) are read one by one.
     """
     content = read_plain(Path(path))
     try:
@@ -54,20 +44,16 @@ def read_queries_and_keys(path: str | Path) -> list[DumpedLayer]:
             for rows, keys in zip(entry["q"], entry["k_all"], strict=True):
                 q, k = _by_head(rows, heads, width), _by_head(keys, shared, width)
                 read.append(DumpedLayer(name, int(entry["layer_num"]), q, k, scale, k.shape[2] - q.shape[2]))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise InputError(f"{path} is no dump of vLLM-Hook: {type(error).__name__} {error}.") from None
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     numbers = sorted({each.layer for each in read})
-    if not numbers or heads % shared or not (math.isfinite(scale) and scale > 0):
-        raise InputError(
-            f"{path} holds no layer, no scale, or heads that cannot share keys: {heads} and {shared}."
-        )
+    if not numbers or shared < 1 or heads % shared or not 0 < scale < math.inf:
+        raise InputError(f"{path} holds no layer, no scale, or heads that share no keys: {heads} and {shared}.")
     step = math.gcd(*(b - a for a, b in pairwise(numbers))) or 1
-    if missing := sorted({*range(numbers[0], numbers[-1], step)} - {*numbers}):
-        raise InputError(
-            f"{path} lacks layers {', '.join(map(str, missing))} between {numbers[0]} and {numbers[-1]}."
-        )
+    if missing := {*range(numbers[0], numbers[-1], step)} - {*numbers}:
+        raise InputError(f"{path} lacks layer {min(missing)} between {numbers[0]} and {numbers[-1]}.")
     if any(each.first_query < 0 for each in read):
         raise InputError(f"{path} has more queries than keys: are q and k swapped?")
     return read
@@ -85,24 +71,13 @@ def _by_head(rows: Any, heads: int, width: int) -> Tensor:
 def read_routed_experts(path: str | Path, layers: int | None = None, k: int | None = None) -> Tensor:
     """Read which experts (or keys) an engine chose for each token and layer, for ``semdiag selections``.
 
-    vLLM: ``RequestOutput.outputs[0].routed_experts``, (tokens, layers, k), saved with numpy. SGLang:
-    ``meta_info["routed_experts"]`` or ``["indexer_topk"]`` of a response (.json), base64 of int32, whose shape
-    (tokens, layers, k) the arguments say. Megatron: ``RouterReplay.get_recorded_data()``, a list by layer of
-    (tokens, k), saved with torch.
+    vLLM: ``RequestOutput.outputs[0].routed_experts`` in an .npz or .safetensors. SGLang:
+    ``meta_info["routed_experts"]`` or ``["indexer_topk"]`` of a response (.json), base64 of int32, for which
+    ``layers`` and ``k`` must be named. Megatron: ``RouterReplay.get_recorded_data()``, a list by layer of (tokens,
+    k), in a .pt. The result is (tokens, layers, k) int64.
 
     Source: vllm-project/vllm #28284; sgl-project/sglang #12162; NVIDIA/Megatron-LM,
-    megatron/core/transformer/moe/router_replay.py. Deviation: none.
-
-    Args:
-        path: .npz or .safetensors with ``routed_experts``; .json of a response; .pt with a list or a tensor.
-        layers: number of layers, where the file does not say it.
-        k: number of choices, where the file does not say it.
-
-    Returns:
-        (tokens, layers, k) int64.
-
-    Raises:
-        InputError: if the file is none of these, lacks a layer, or has other sizes or swapped axes.
+    megatron/core/transformer/moe/router_replay.py.
     """
     path = Path(path)
     if path.suffix == ".json":
@@ -110,17 +85,15 @@ def read_routed_experts(path: str | Path, layers: int | None = None, k: int | No
     content = read_plain(path) if path.suffix == ".pt" else read_arrays(path, ["routed_experts"])
     content = content.get("routed_experts") if isinstance(content, Mapping) else content
     if isinstance(content, list | tuple):
-        empty = [at for at, each in enumerate(content) if not isinstance(each, Tensor)]
-        if empty or not content or len({each.shape for each in content}) > 1:
-            what = (
-                f"layer {empty[0]} was not recorded" if empty else "its layers differ in size, or there are none"
-            )
-            raise InputError(f"{path}: {what}.")
+        if empty := [at for at, each in enumerate(content) if not isinstance(each, Tensor)]:
+            raise InputError(f"{path}: layer {empty[0]} was not recorded.")
+        if len({each.shape for each in content}) != 1:
+            raise InputError(f"{path}: its layers differ in size, or there are none.")
         content = torch.stack(list(content), 1)
     if not isinstance(content, Tensor) or content.ndim != 3 or content.is_floating_point():
         raise InputError(f"{path} holds no routed_experts: whole numbers (tokens, layers, k).")
-    if layers not in (None, content.shape[1]) or k not in (None, content.shape[2]):
-        got = tuple(content.shape)
+    got = tuple(content.shape)
+    if layers not in (None, got[1]) or k not in (None, got[2]):
         raise InputError(f"{path} has the shape {got}, not (tokens, {layers}, {k}): are axes swapped?")
     return content.long()
 
@@ -136,6 +109,4 @@ def _from_base64(path: Path, layers: int | None, k: int | None) -> Tensor:
         numbers = np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int64)
         return torch.from_numpy(numbers.reshape(-1, layers, k))
     except ValueError:
-        raise InputError(
-            f"{path}: routed_experts are no int32 in base64 of {layers} layers with k = {k}."
-        ) from None
+        raise InputError(f"{path}: routed_experts are no int32 in base64, {layers} layers by {k}.") from None

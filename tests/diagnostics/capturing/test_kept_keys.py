@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from semdiag.capturing import call_strips
 from semdiag.capturing import kept_keys as module
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import kept_keys
+from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.rules import RandomK, TopK, TopP, Window
 from semdiag.questions.k_sweep.budgets import rule_of
 
@@ -59,6 +59,10 @@ def call_of(padded):
     if padded:
         allowed = (torch.arange(11) < torch.tensor([11, 6, 9])[:, None])[:, None, None]
     return AttentionCall("", 0, q, k, k, 1.0, allowed, None, None, q, causal=True)
+
+
+def kept_keys(rule, call):
+    return all_kept(Choice(rule, call))
 
 
 RULES = [

@@ -197,6 +197,7 @@ def test_a_window_keeps_as_many_keys_as_top_k():
         (lambda: TopP(1.5), "p is a fraction"),
         (lambda: masks_of([2, 4], 0, ["topk", "window"], ["window"]), "window needs k of at least 5. Got 2, 4"),
         (lambda: masks_of([8], 0, ["block-32"], ["block-32"]), "block-32 needs k of at least 32. Got 8"),
+        (lambda: masks_of([8], 0, ["tile-8x128"], ["tile-8x128"]), "tile-8x128 needs k of at least 128. Got 8"),
         (lambda: check_kinds(["block-32-best"]), "no kind of sparse attention 'block-32-best'. Kinds: topk"),
         (lambda: check_kinds(["topk", "best"]), "no kind of sparse attention 'best'. Kinds: topk, topk-group"),
     ],

@@ -83,12 +83,13 @@ class Code:
 @pytest.mark.parametrize(
     ("dump", "said"),
     [
-        (without(2), "lacks layers 2 between 0 and 3"),
+        (without(2), "lacks layer 2 between 0 and 3"),
         (hook_dump(config=CONFIG | {"num_attention_heads": 8}), r"8 heads of width 8 need tensors \(tokens, 64\)"),
         (swapped(), r"Got \(5, 16\)"),
         (turned(), r"Got \(32, 5\)"),
         (hook_dump(qk_cache={}), "holds no layer"),
         (hook_dump(config={}), "num_attention_heads"),
+        (hook_dump(config=CONFIG | {"head_dim": 0}), "ZeroDivisionError"),
         (hook_dump(config=CONFIG | {"attention_multiplier": math.nan}), "holds no layer"),
         ([1, 2], "no dump of vLLM-Hook"),
         (Code(), "refused"),

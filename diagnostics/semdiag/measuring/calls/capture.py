@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -25,6 +26,7 @@ from semdiag.capturing.batches import (
     whole_number,
     whole_numbers,
 )
+from semdiag.capturing.call_strips import largest
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import undone
@@ -179,11 +181,7 @@ class Calls:
         return self._of_kept(layer, head, occurrence, KeptScores.weights)
 
     def received(self) -> pd.DataFrame:
-        """Return the weight that each key receives, r_j = Σ_i p_ij over the queries.
-
-        Returns:
-            The rows of :meth:`loads`, with received in place of k and load.
-        """
+        """Return the weight that each key receives, r_j = Σ_i p_ij over the queries: a part of :meth:`loads`."""
         return self.loads().drop(columns=["k", "load"])
 
     def weight_between(self, groups: Mapping[str, Any]) -> pd.DataFrame:
@@ -201,14 +199,6 @@ class Calls:
 
         Raises:
             InputError: in the cases of :meth:`scores`, and if a group has another length or is not bool.
-
-        Example:
-            >>> from semdiag_models import Encoder, ModelConfig
-            >>> model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=2, blocks=1)).eval()
-            >>> with capture(model, scores=True) as calls:
-            ...     _ = model(torch.tensor([[0, 1]]))
-            >>> calls.weight_between({"all": torch.tensor([True, True])})["weight"].round(6).tolist()
-            [1.0]
         """
         parts = []
         for layer in range(len(self._layers)):
@@ -217,13 +207,14 @@ class Calls:
             if size[2] != size[3]:
                 continue
             named = {name: _group(name, given, size[0], size[3]) for name, given in groups.items()}
-            for name, rows in named.items():
+            for (name, rows), (to, keys) in product(named.items(), repeat=2):
                 among = attends & rows[:, None]
-                for to, keys in named.items():
-                    given = (weights * keys[:, None, None]).sum(-1).where(among, 0).sum((0, 2))
-                    place = {"layer": layer, "head": range(size[1]), "group": name, "to": to}
-                    queries = among.sum((0, 2))
-                    parts.append(pd.DataFrame(place | {"queries": queries, "weight": given / queries}))
+                given = (weights * keys[:, None, None]).sum(-1).where(among, 0).sum((0, 2))
+                place, queries = (
+                    {"layer": layer, "head": range(size[1]), "group": name, "to": to},
+                    among.sum((0, 2)),
+                )
+                parts.append(pd.DataFrame(place | {"queries": queries, "weight": given / queries}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
     def recall(self, indices: Mapping[int, Tensor]) -> pd.DataFrame:
@@ -243,16 +234,16 @@ class Calls:
         for layer, chosen in indices.items():
             weights, scores = self.weights(layer).double(), self.scores(layer)
             size, length = weights.shape, weights.shape[3]
-            if chosen.is_floating_point() or chosen.shape[:-1] not in (size[:3], (size[0], 1, size[2])):
-                got = tuple(chosen.shape)
-                raise InputError(f"Indices of layer {layer} are whole numbers {(*size[:3], 'k')}. Got {got}.")
-            if int(chosen.max()) >= length or int(chosen.min()) < -1:
-                raise InputError(f"Indices of layer {layer} lie in 0 … {length - 1}, or are -1.")
+            fits = chosen.shape[:-1] in (size[:3], (size[0], 1, size[2])) and not chosen.is_floating_point()
+            if not fits or int(chosen.max()) >= length or int(chosen.min()) < -1:
+                raise InputError(
+                    f"Indices of layer {layer} are whole numbers (B, H or 1, L, k), of {(*size[:3], 'k')}, that "
+                    f"lie in 0 … {length - 1} or are -1. Got {tuple(chosen.shape)}."
+                )
             places = chosen.long().where(chosen >= 0, length).expand(*size[:3], -1)
             mask = torch.zeros(*size[:3], length + 1, dtype=torch.bool).scatter_(3, places, True)[..., :-1]
             mask &= scores.isfinite()
-            number, order = mask.sum(-1, keepdim=True), scores.argsort(dim=-1, descending=True, stable=True)
-            best = torch.zeros_like(mask).scatter_(3, order, torch.arange(length).expand(size) < number)
+            best = largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
             shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
             found = (mask & best).sum((0, 2, 3)) / best.sum((0, 2, 3))
@@ -330,19 +321,8 @@ class Calls:
         ]
         if parts:
             return pd.concat(parts, ignore_index=True).astype({"k": "Int64"})
-        head = [
-            "call",
-            "module",
-            "layer",
-            "occurrence",
-            "sample",
-            "head",
-            position,
-            *["keys"] * (position == "query"),
-            "k",
-            name,
-        ]
-        return pd.DataFrame({column: [] for column in head})
+        place = ["call", "module", "layer", "occurrence", "sample", "head", position]
+        return pd.DataFrame(columns=[*place, *["keys"] * (position == "query"), "k", name])
 
     @torch.no_grad()
     def _add(self, call: AttentionCall, padding: Padding, samples: int) -> None:
@@ -375,10 +355,8 @@ def _group(name: str, given: Any, samples: int, length: int) -> Tensor:
     """Return which tokens belong to a group, (B, L) bool."""
     tokens = torch.as_tensor(given)
     if tokens.dtype != torch.bool or tokens.shape not in ((length,), (samples, length)):
-        raise InputError(
-            f"The group {name} must say of each token whether it belongs to it: bool, ({length},) or ({samples}, "
-            f"{length}). Got {str(tokens.dtype).removeprefix('torch.')} of {tuple(tokens.shape)}."
-        )
+        got = f"{str(tokens.dtype).removeprefix('torch.')} of {tuple(tokens.shape)}"
+        raise InputError(f"The group {name} must be bool, ({length},) or ({samples}, {length}). Got {got}.")
     return tokens.cpu().expand(samples, length)
 
 

@@ -22,20 +22,13 @@ from semdiag_models import InputError
 
 TILES = Table(
     "tiles",
-    "One row per kind of choice, k, layer and head of a model that runs as it is. keys: share of the visible "
-    "pairs of a query and a key that are kept; weight: share of the attention weight that they hold; "
-    "exact_weight: that of the blocks with the largest weight, as many for each tile; top_weight: that of the k "
-    "largest keys of each query; recall: share of the exact blocks that are kept, over tiles that drop some (NaN: "
-    "none does).",
-    {
-        "model": "str",
-        "length": "int64",
-        "kind": "str",
-        "k": "int64",
-        "module": "str",
-        **dict.fromkeys(("layer", "head"), "int64"),
-        **dict.fromkeys(("keys", "weight", "exact_weight", "top_weight", "recall"), "float64"),
-    },
+    "One row per kind of choice, k, layer and head of a model that runs as it is. Shares: keys, of the visible "
+    "pairs of a query and a key that are kept; weight, of the attention weight that they hold; exact_weight, that "
+    "of as many blocks with the largest weight; top_weight, that of the k largest keys of each query; recall, of "
+    "the exact blocks that are kept, over tiles that drop some (NaN: none does).",
+    {"model": "str", "length": "int64", "kind": "str", "k": "int64", "module": "str"}
+    | dict.fromkeys(("layer", "head"), "int64")
+    | dict.fromkeys(("keys", "weight", "exact_weight", "top_weight", "recall"), "float64"),
 )
 
 
@@ -43,18 +36,16 @@ class TileWeights:
     """Adds up, call by call, what kinds of choices keep of the scores as they are."""
 
     def __init__(self, kinds: Sequence[str], ks: Sequence[int]) -> None:
-        named = [
-            (kind, k, engine_rule(kind, k)) for kind in kinds for k in (ks if kind.startswith("tile-") else (0,))
-        ]
-        self._rules = [(kind, k, rule) for kind, k, rule in named if rule is not None]
+        pairs = [(kind, k) for kind in kinds for k in (ks if kind.startswith("tile-") else (0,))]
+        self._rules = [(*pair, rule) for pair in pairs if (rule := engine_rule(*pair)) is not None]
         if not self._rules:
-            raise InputError(
-                f"None of {', '.join(kinds) or 'no kinds'} keeps a block with k up to {max(ks, default=0)}."
-            )
+            raise InputError(f"None of {', '.join(kinds) or 'no kinds'} keeps a block with k = {list(ks)}.")
         self._sums: dict[tuple[str, int, str, int], Tensor] = {}
+        self._length = 0
 
     def add(self, call: AttentionCall) -> None:
         """Add a call."""
+        self._length = max(self._length, call.k.shape[2])
         for size in {(rule.query_block, rule.block) for _, _, rule in self._rules}:
             choice = Choice(SkipTiles(math.inf, *size), call)
             tiles = choice.tiles
@@ -75,28 +66,21 @@ class TileWeights:
                     kept, best = (tiles.best(x, seen, number, heads) for x in (values, exact))
                     top = _top_weight(choice, tiles, k)
                 drops = (best.sum(-1) < seen.sum(-1))[..., None]
-                parts = [
-                    pairs * kept,
-                    pairs,
-                    weight * kept,
-                    weight * best,
-                    weight,
-                    kept & best & drops,
-                    best & drops,
-                ]
+                parts = [pairs * kept, pairs, weight * kept, weight * best, weight]
+                parts += [kept & best & drops, best & drops]
                 sums = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(seen.device)]).cpu()
                 place = (kind, k, call.module, call.layer)
                 self._sums[place] = sums + self._sums.get(place, 0)
 
-    def table(self, model: str, length: int) -> pd.DataFrame:
+    def table(self, model: str) -> pd.DataFrame:
         """Return a row for each kind, k, layer and head."""
         rows: list[dict[str, Any]] = []
         for (kind, k, module, layer), sums in self._sums.items():
             for head, (part, whole, kept, best, weight, common, wanted, top) in enumerate(sums.T.tolist()):
-                shares = {"keys": part / whole, "weight": kept / weight, "exact_weight": best / weight}
-                shares |= {"top_weight": top / weight, "recall": common / wanted if wanted else math.nan}
-                place = {"kind": kind, "k": k, "module": module, "layer": layer, "head": head}
-                rows.append({"model": model, "length": length, **place, **shares})
+                recall = common / wanted if wanted else math.nan
+                shares = [part / whole, kept / weight, best / weight, top / weight, recall]
+                place = [model, self._length, kind, k, module, layer, head]
+                rows.append(dict(zip(TILES.columns, [*place, *shares], strict=True)))
         return TILES.of_rows(rows)
 
 
@@ -126,8 +110,7 @@ def tiles(
     """Ask, of a model that runs as it is, what engines' choices of blocks for tiles of queries keep.
 
     Beside the weight that a choice keeps stand that of the exact choice of as many blocks (the difference is due
-    to the estimate), and that of the k largest keys of each query (the rest is due to blocks and tiles). Many
-    thresholds are judged in the same pass.
+    to the estimate), and that of the k largest keys of each query (the rest is due to blocks and tiles).
 
     Args:
         model: any module, or what :func:`semdiag.load` returns.
@@ -151,14 +134,7 @@ def tiles(
         [[8.0, 0.0, 0.0, 1.0, 1.0]]
     """
     loaded, sums = unnamed(model), TileWeights(kinds, [k] if isinstance(k, int) else k)
-    length = 0
-
-    def add(call: AttentionCall) -> None:
-        nonlocal length
-        length = max(length, call.k.shape[2])
-        sums.add(call)
-
-    with running(loaded, add) as run:
+    with running(loaded, sums.add) as run:
         for batch in each(batches, batch_size):
             run(batch)
-    return sums.table(loaded.path, length)
+    return sums.table(loaded.path)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -295,16 +296,13 @@ def masks_of(
     """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent."""
     masks: list[tuple[str, int, Keep]] = []
     for kind in [*(kind for kind in KINDS if kind in kinds), *(k for k in kinds if k.startswith(OF_ENGINES))]:
-        if kind.startswith("skip-"):  # by its threshold alone
-            rule = engine_rule(kind, 1)
-            masks += [(kind, 0, rule)] if rule is not None else []
-            continue
-        if kind == "topp":
-            masks += [(kind, round(100 * p), TopP(p)) for p in SHARES]
-            continue
         ruled = [(k, rule_of(kind, k, seed)) for k in ks]
-        if kind in asked and not any(rule for _, rule in ruled):
-            least = next(k for k in range(1, max(ks) + 65) if rule_of(kind, k, seed) is not None)
+        if kind.startswith("skip-"):  # by its threshold alone
+            ruled = [(0, engine_rule(kind, 1))]
+        elif kind == "topp":
+            ruled = [(round(100 * p), TopP(p)) for p in SHARES]
+        elif kind in asked and not any(rule for _, rule in ruled):
+            least = next(k for k in count(1) if rule_of(kind, k, seed) is not None)
             if remark is None:
                 raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
             text = f"{kind} is left out: it needs k of at least {least}, and {max(ks)} is the largest"
@@ -318,7 +316,6 @@ def check_kinds(kinds: Sequence[str]) -> None:
     for kind in kinds:
         if kind.startswith(OF_ENGINES):
             engine_rule(kind, 2**30)  # refuses a wrong one
-    if unknown := [kind for kind in kinds if kind not in KINDS and not kind.startswith(OF_ENGINES)]:
-        raise InputError(
-            f"There is no kind of sparse attention {unknown[0]!r}. Kinds: {', '.join(KINDS)}, {ENGINE_KINDS}."
-        )
+        elif kind not in KINDS:
+            every = f"{', '.join(KINDS)}, {ENGINE_KINDS}"
+            raise InputError(f"There is no kind of sparse attention {kind!r}. Kinds: {every}.")

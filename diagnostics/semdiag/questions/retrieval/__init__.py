@@ -25,11 +25,7 @@ class RetrievalPlan:
     ] = ("passkey", "induction")
     kinds: Annotated[
         tuple[str, ...],
-        option(
-            "Which kinds of sparse attention, as of k-sweep: also those of engines, like tile-64x64, "
-            "tile-128x64-quest, tile-64x64-module:function and skip-8.",
-            metavar="KIND,KIND",
-        ),
+        option("Kinds of sparse attention, of k-sweep or of engines (tile-64x64, skip-8).", metavar="KIND,KIND"),
         listed_names,
     ] = ("topk", "tile-64x64", "window")
     ks: Annotated[
@@ -49,7 +45,7 @@ class RetrievalPlan:
         check_kinds(self.kinds)
         if not (self.tasks and self.kinds and self.ks and self.lengths and self.depths):
             raise InputError("Retrieval takes at least one task, kind, k, length and depth each.")
-        if min(self.ks) < 1 or self.samples < 1 or not all(0 <= depth <= 1 for depth in self.depths):
+        if min(*self.ks, self.samples) < 1 or not all(0 <= depth <= 1 for depth in self.depths):
             raise InputError(f"k and the number of texts are at least 1, depths from 0 to 1. Got {self}.")
 
     @property
@@ -75,16 +71,13 @@ def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
         for model in loaded:  # the attention of its first text is measured, too
             if conditions.texts.tokenizer is not None:
                 tokeniser_of(Path(model.path), model, conditions.texts)  # which keeps it
-            given = Inputs(
-                [{"input_ids": first_text(model, plan, conditions.seed)}], None, "made by semdiag", model
-            )
+            batch = {"input_ids": first_text(model, plan, conditions.seed)}
+            given = Inputs([batch], None, "made by semdiag", model)
             parts.append(survey([model], conditions, staged, advance, own=True, given=given))
         return Measurements.concat(parts)
 
-    findings, _ = shared.measured(
-        shared.values["models"], shared.conditions(plans=(plan,), samples=1, batch_size=1), run
-    )
-    shared.deliver(findings)
+    conditions = shared.conditions(plans=(plan,), samples=1, batch_size=1)
+    shared.deliver(shared.measured(shared.values["models"], conditions, run)[0])
 
 
 QUESTION = Question(

@@ -31,14 +31,9 @@ def retrieval_table(findings: Findings) -> pd.DataFrame:
     for key, part in rows.groupby([*_PLACE, "mask", "k"], sort=False):
         place = cast("tuple[Any, ...]", key)
         own = before[place[:4]]
-        change = (part["text_loss"].sum() - own["text_loss"]) / part["text_tokens"].sum()
-        more = {
-            "judged": able[place[:3]],
-            "as_it_is": int(own["right"]),
-            "perplexity_change": float(np.expm1(change)),
-        }
-        named = dict(zip([*_PLACE, "mask", "k"], place, strict=True))
-        table.append(named | _shares(int(part["right"].sum()), len(part)) | more)
+        change = np.expm1((part["text_loss"].sum() - own["text_loss"]) / part["text_tokens"].sum())
+        shares = _shares(int(part["right"].sum()), len(part))
+        table.append([*place, *shares.values(), able[place[:3]], int(own["right"]), float(change)])
     return pd.DataFrame(table, columns=[*_PLACE, "mask", "k", *_FACTS]).sort_values(_PLACE, kind="stable")
 
 
@@ -69,12 +64,9 @@ def answer(findings: Findings) -> Answer | None:
             shown += ["What choices of blocks keep of the attention as it is", NumberTable(_TILES, whole)]
     far = _far(table)
     lost = [row for row in far if row["high"] < row["as_it_is"] / row["texts"]]
+    outcome, number = Outcome.MEASURED if table["judged"].any() else Outcome.OPEN, counted(len(far), "mask")
     return Answer(
-        glance=Glance(
-            Outcome.MEASURED if table["judged"].any() else Outcome.OPEN,
-            f"{len(lost)} of {counted(len(far), 'mask')}",
-            "lose facts from beyond the keys that they keep",
-        ),
+        glance=Glance(outcome, f"{len(lost)} of {number}", "lose facts from beyond the keys that they keep"),
         headline=[*_as_it_is(table), *_sentences(far)],
         tables={"retrieval": table, "tiles": tiles},
         results=results,
@@ -85,10 +77,11 @@ def answer(findings: Findings) -> Answer | None:
 def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
     """Yield for each model in how many texts it answers as it is, and where that is too few."""
     for model, own in table[table["mask"] == NO_MASK].groupby("model", sort=False):
-        parts = []
-        for (task, length), rows in own.groupby(["task", "length"], sort=False):
-            some = f"{task} in {int(rows['right'].sum())} of {int(rows['texts'].sum())} texts of {length:,} tokens"
-            parts.append(some + ("" if rows["judged"].all() else " (too few to judge masks by)"))
+        parts = [
+            f"{task} in {int(rows['right'].sum())} of {int(rows['texts'].sum())} texts of {length:,} tokens"
+            + " (too few to judge masks by)" * (not rows["judged"].all())
+            for (task, length), rows in own.groupby(["task", "length"], sort=False)
+        ]
         yield f"{model} as it is answers {'; '.join(parts)}."
 
 

@@ -22,18 +22,12 @@ def retrieval_by_distance(findings: Findings) -> Figure:
         raise NothingToDrawError("No text was read.")
     figure, axes = panel_grid(len(panels))
     kinds = list(dict.fromkeys(zip(table["mask"], table["k"], strict=True)))
-    colors = dict(zip(kinds, ["black", *palette(max(1, len(kinds) - 1))], strict=False))
+    colors = ["black", *palette(max(1, len(kinds) - 1))]
     for ax, ((model, task), rows) in zip(axes, panels, strict=True):
-        for (mask, k), color in colors.items():
+        for (mask, k), color in zip(kinds, colors, strict=False):
             line = rows[(rows["mask"] == mask) & (rows["k"] == k)].groupby("distance")[["right", "texts"]].sum()
-            ax.plot(
-                line.index,
-                line["right"] / line["texts"],
-                marker="o",
-                markersize=3,
-                color=color,
-                label=mask_name(mask, k),
-            )
+            shares = line["right"] / line["texts"]
+            ax.plot(line.index, shares, "o-", markersize=3, color=color, label=mask_name(mask, k))
         ax.set_xscale("log")
         ax.set_xticks(places := sorted(set(rows["distance"])), [f"{place:,}" for place in places])
         ax.minorticks_off()

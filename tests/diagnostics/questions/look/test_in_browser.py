@@ -31,7 +31,7 @@ document.getElementById("page").onload = (event) => {
     if (!box.disabled) { box.value = k; box.dispatchEvent(new frame.Event("input")); }
     if (!page.getElementById("more").hidden) page.getElementById("more").click();
     const rows = all("#scores tr[data-key]").map((row) =>
-      [+row.dataset.key, row.className, ...[2, 3, 4].map((column) => text(row.cells[column]))]);
+      [+row.dataset.key, row.className, ...[2, 3, 4, 5].map((column) => text(row.cells[column]))]);
     const drop = page.getElementById("more");
     if (text(drop) === "show fewer") drop.click();
     return { title: text(page.getElementById("head-title")), address: frame.location.hash, rows,
@@ -147,6 +147,18 @@ def by_loops(call, head, query, k):
     return numbers, rows, len(keys) - len(scores)
 
 
+def received_by_loops(call, head, key):
+    """The mean of the weights that a key receives from the queries of a head."""
+    weights = []
+    for query in range(call.q.shape[2]):
+        _, rows, _ = by_loops(call, head, query, 1)
+        used = [row for row in rows if call.selected is None or row[1] == "kept"]
+        sink = 0 if call.sinks is None else math.exp(float(call.sinks[head]))
+        total = sum(math.exp(score) for _, _, score, _ in used) + sink
+        weights.append(sum(math.exp(score) for j, _, score, _ in used if j == key) / total)
+    return sum(weights) / len(weights)
+
+
 def same(shown, number):
     """Whether a text says a number: to half a unit of its third digit, a share to half of a tenth of a percent.
 
@@ -181,6 +193,8 @@ def agrees(found, steps, calls):
         for said, (_, _, score, weight) in zip(shown["rows"], rows, strict=True):
             assert same(said[2], score)
             assert same(said[3], weight)
+        said = shown["rows"][0]  # and the weight that its first key receives from all queries
+        assert same(said[5], received_by_loops(calls[layer], head, said[0]))
         assert shown["kept"] == sorted(j for j, kind, *_ in rows if kind == "kept")
         assert shown["dropped"] == sum(kind == "dropped" for _, kind, *_ in rows)
         assert shown["later"] == later

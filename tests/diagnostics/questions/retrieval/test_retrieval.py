@@ -23,8 +23,9 @@ copier = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "copier.py"), r
 Copier, tokenizer_of, WORDS = copier["Copier"], copier["tokenizer"], copier["WORDS"]
 
 
-def loaded(module=None, words=WORDS):
+def loaded(module=None, words=WORDS, longest=None):
     tokenizer = tokenizer_of(words)
+    tokenizer.model_max_length = longest or tokenizer.model_max_length
     module = Copier(len(tokenizer)) if module is None else module
     return LoadedModel("copier", "", module, "hugging face", "unknown", tokenizers={None: tokenizer})
 
@@ -115,6 +116,7 @@ class Headless(Copier):
         (lambda: loaded(words="The pass key is"), {}, "makes nothing of the pass key"),
         (lambda: loaded(Headless(len(tokenizer_of()))), {}, "has no language head"),
         (loaded, {"lengths": (20,)}, "A text of passkey takes"),
+        (lambda: loaded(longest=99), {"lengths": (80, 100)}, "texts of up to 99 tokens. Got --lengths 100"),
         (loaded, {"lengths": (20,), "tasks": ("induction",)}, "A text of induction takes 48"),
         (loaded, {"tasks": ("passkeys",)}, "passkey"),
         (loaded, {"kinds": ("windows",)}, "no kind of sparse attention 'windows'"),

@@ -56,6 +56,15 @@ function selectionOf(layer, head, i, k) {
     gap: !kept.length ? NaN : !dropped.length ? Infinity : Math.min(...kept.map((key) => key.z)) - Math.max(...dropped.map((key) => key.z)) };
 }
 
+// The mean weight that each key receives from the head's queries, as the model weighs them.
+function receivedOf(layer, head) {
+  if (head.received) return head.received;
+  const rows = queriesOf(layer).map((_, i) => selectionOf(layer, head, i, 1)), sums = keysOf(layer).map(() => 0);
+  for (const { row, kept, selects } of rows) for (const key of selects ? kept : row) sums[key.j] += selects ? key.alone : key.weight;
+  const some = rows.filter(({ row, kept, selects }) => (selects ? kept : row).length).length;
+  return head.received = sums.map((sum) => sum / some);
+}
+
 // The map of the heads.
 const cells = [...document.querySelectorAll(".heads button")];
 const cellAt = (layer, head) => cells.find((cell) => +cell.dataset.layer === layer && +cell.dataset.head === head);
@@ -92,7 +101,7 @@ function show() {
   for (const id of ["k", "slider"]) Object.assign(byId(id), { max: keys.length, value: state.k, disabled: selection.selects });
   text(layer.one, queries, keys, selection);
   numbers(selection);
-  scores(queries, keys, selection);
+  scores(queries, keys, selection, receivedOf(layer, head));
   matrix(layer, head);
   try { history.replaceState(null, "", `#${state.layer}.${state.head}.${state.query}`); } catch { /* a viewer that forbids it */ }
 }
@@ -135,7 +144,7 @@ function numbers(selection) {
     return box;
   }));
 }
-function scores(queries, keys, selection) {
+function scores(queries, keys, selection, received) {
   const z = selection.row.map((key) => key.z).filter(Number.isFinite), low = Math.min(...z), wide = Math.max(...z) - low || 1;
   const left = (score) => Number.isFinite(score) ? 2 + 96 * (score - low) / wide : 0;
   byId("scores-title").textContent = `Scores of query ${state.query} ${quoted(queries[state.query])} before the softmax, nats`;
@@ -158,12 +167,12 @@ function scores(queries, keys, selection) {
     dot.append(bar);
     const plot = element("td");
     plot.append(dot);
-    row.append(name, plot, element("td", digits(key.z)), element("td", percent(key.weight)), element("td", key.kept ? percent(key.alone) : ""));
+    row.append(name, plot, element("td", digits(key.z)), element("td", percent(key.weight)), element("td", key.kept ? percent(key.alone) : ""), element("td", percent(received[key.j])));
     return row;
   };
   const shown = state.all ? selection.dropped : selection.dropped.slice(0, FEW), hidden = selection.dropped.length - shown.length;
   const gap = element("tr", undefined, "gap"), said = element("td", selection.gap > 0 ? `Δ ${digits(selection.gap)} nats, below it ${percent(selection.lost)} of the weight is dropped` : `Δ ${digits(selection.gap)} nats: a dropped key scores as high or higher`);
-  said.colSpan = 5;
+  said.colSpan = 6;
   gap.append(said);
   const order = [...selection.kept, ...(both ? [gap] : []), ...shown];
   byId("scores").replaceChildren(...order.map((entry) => entry instanceof Element ? entry : line(entry)));
