@@ -164,8 +164,8 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
     and e_tn = Σ_{u in t} Σ_{v in n} softmax_v(a_uv).
 
     Formula: docs/theory.md#blocks.
-    Source: Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py, ``inverse``). Deviation:
-    s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
+    Source: Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py, ``inverse``).
+    Deviation: s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
 
     Arguments and result as of :func:`mean_estimate`, weights added up over a tile.
 

@@ -61,7 +61,6 @@ def test_the_document_names_nothing_that_is_gone():
 
 
 def test_links_inside_the_document_lead_somewhere():
-    headings = {  # as GitHub names them
-        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in re.findall("^#+ (.*)", DOCUMENT, re.M)
-    }
+    titles = [title.lower().replace(" ", "-") for title in re.findall("^#+ (.*)", DOCUMENT, re.M)]
+    headings = {re.sub(r"[^\w-]", "", title) for title in titles}  # as GitHub names them
     assert set(re.findall(r"\]\(#([\w-]+)\)", DOCUMENT)) <= ANCHORS | headings
