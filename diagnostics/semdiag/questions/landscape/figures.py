@@ -125,8 +125,8 @@ def landscape_contour(findings: Findings) -> Figure:
         )
     return finished(
         figure,
-        f"{plane_facts(findings, cells)}. Cross: the checkpoint.\nColours are the evaluated cells themselves; contour "
-        "lines of the first quantity, at the same values everywhere, are interpolated between them.",
+        f"{plane_facts(findings, cells)}. Cross: the checkpoint.\nColours are the evaluated cells themselves; "
+        "contour lines of the first quantity, at the same values everywhere, are interpolated between them.",
     )
 
 
