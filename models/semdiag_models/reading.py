@@ -251,3 +251,9 @@ class RunLock:
             with suppress(PermissionError):  # Windows keeps open files; there the lock removes it
                 self._path.unlink(missing_ok=True)  # while we still hold it
             self._lock.release()
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and what it counts."""
+    many = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else many}"

@@ -318,12 +318,6 @@ def _same(query: Any, key: Any) -> bool:
     return query.shape == key.shape and query.dtype == key.dtype and torch.equal(query, key)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number and what it counts."""
-    many = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else many}"
-
-
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
     """Return a whole number; refuse anything else, or one that is too small."""
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -14,8 +14,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Remark, failure
-from semdiag.capturing.batches import TokenMasks, counted, readings, takes_masks, token_masks
+from semdiag.capturing.batches import TokenMasks, readings, takes_masks, token_masks
 from semdiag.capturing.recording import undone
+from semdiag_models.reading import counted
 
 
 def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:

@@ -27,6 +27,7 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
 
     ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys.
 
+    Formula: docs/theory.md#blocks.
     Source: none; these are the exact choices beside which estimates are judged. Deviation: none.
 
     Args:
@@ -110,6 +111,7 @@ def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, blo
 
     e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two.
 
+    Formula: docs/theory.md#blocks.
     Source: Jiang et al. 2024, MInference (block-sparse heads), and the pooling in front of SeerAttention's learned
     gate (Gao et al. 2024). Deviation: no gate is learned; positions are not used.
 
@@ -139,6 +141,7 @@ def quest_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, bl
 
     e_tn = max_{i in tile t} Σ_d max(q_id · min_{j in n} k_jd, q_id · max_{j in n} k_jd) ≥ max q_i · k_j.
 
+    Formula: docs/theory.md#blocks.
     Source: Tang et al. 2024, Quest (mit-han-lab/Quest, evaluation/quest_attention.py). Deviation: Quest chooses
     pages for one query while decoding; for a tile the largest bound of its queries counts.
 
@@ -160,6 +163,7 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
     With s the largest number up to 16 that divides both block sizes, a_uv = (1/s) Σ_{m<s} q_{su+s−1−m} · k_{sv+m},
     and e_tn = Σ_{u in t} Σ_{v in n} softmax_v(a_uv).
 
+    Formula: docs/theory.md#blocks.
     Source: Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py, ``inverse``). Deviation:
     s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
 
@@ -188,6 +192,7 @@ def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int
     s_o = mean_i p_{i, position(i) − o}, which are left out where queries see every key. Then
     e_tn = Σ_{j in n} v_j + mean_{i in t} Σ_{j in n} s_{position(i) − j}.
 
+    Formula: docs/theory.md#blocks.
     Source: Jiang et al. 2024, MInference (vertical-slash heads). Deviation: MInference keeps the best lines; here
     the weight of all lines ranks blocks.
 

@@ -39,7 +39,7 @@ def folder(path, config):
         ),
         (
             {"model_type": "bert", **SMALL, "num_labels": 2**31},
-            "num_labels = 2.15e+09, but its files hold 1 tensors",
+            "num_labels = 2.15e+09, but its files hold 1 tensor",
         ),
         ({"model_type": "bert", **SMALL, "num_hidden_layers": 20_000}, "num_hidden_layers = 2e+04"),
         ({"model_type": "gemma2", "num_hidden_layers": 10**12}, "num_hidden_layers = 1e+12"),

@@ -119,7 +119,7 @@ def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
     for command, said in (
         ("mask-stability", fixed),
         ("mask-stability --precision bf16", fixed),
-        ("k-sweep", "cannot tell: its mask does not rank keys by their scores."),
+        ("k-sweep", "Cannot tell: its mask does not rank keys by their scores."),
     ):
         outcome = run_semdiag(*command.split(), *words)
         assert outcome.code == 0, outcome.err

@@ -120,7 +120,7 @@ def test_formats_by_hand():
     )  # fmt: skip
     assert (number(12345), number(1234.5), number(2.0), two_decimals(-0.125)) == (
         "12345",
-        "1.23e+03",
+        "1,230",
         "2",
         "-0.12",
     )

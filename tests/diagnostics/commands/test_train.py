@@ -392,7 +392,7 @@ def test_a_damaged_checkpoint_to_resume_is_one_line(refused, tmp_path):
 
 
 def test_help_names_the_options(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["semdiag", "train", "--help"])
+    monkeypatch.setattr(sys, "argv", ["semdiag", "train", "--help-all"])
     monkeypatch.setenv("COLUMNS", "160")
     with pytest.raises(SystemExit) as left:
         main()

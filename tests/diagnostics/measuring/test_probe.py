@@ -24,6 +24,7 @@ from semdiag.questions.lipschitz.measure import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
 from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag.questions.overlap.measure import mask_overlap
+from semdiag.questions.retrieval import RetrievalPlan
 from semdiag.questions.stability.measure import SecantsPlan
 from semdiag_models import InputError
 
@@ -34,7 +35,8 @@ CHEAP = {
     LandscapePlan: LandscapePlan(grid=3),
     LipschitzPlan: LipschitzPlan(5, 2, 2, 5),
 }
-FEW = {plan: CHEAP.get(plan) or plan() for plan in every_probe()}
+# Retrieval needs a tokenizer and a language head, which no model here has: test_retrieval.py.
+FEW = {plan: CHEAP.get(plan) or plan() for plan in every_probe() if plan is not RetrievalPlan}
 OF_EXTERNAL_MODELS = {"projections"}  # which our encoders do not need: of them all constants are known
 ON_REQUEST = {
     "sweep_estimates",
@@ -113,7 +115,7 @@ def assert_declared(probe, tables, model):
         assert set(table["model"]) <= {model.path}
 
 
-@pytest.fixture(params=every_probe(), ids=lambda plan: plan.__name__)
+@pytest.fixture(params=FEW, ids=lambda plan: plan.__name__)
 def probe(request):
     """Every probe in turn."""
     return every_probe()[request.param]
@@ -225,7 +227,7 @@ def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(ti
         done.append,
         expect=found_out.append,
     )
-    steps = sum(probe.steps(FEW[plan]) for plan, probe in every_probe().items())
+    steps = sum(every_probe()[plan].steps(few) for plan, few in FEW.items())
     assert sum(announced) == SAMPLES + steps + SAMPLES
     assert sum(done) == sum(announced) + sum(found_out)
 

@@ -22,4 +22,4 @@ def test_a_block_local_model_of_even_pairs_says_that_it_cannot(tiny_config, tiny
     assert remarks["model"].tolist() == [str(tmp_path / "b")]
     (said,) = reach_sentences(Findings(found))
     assert said.startswith("Out of reach for 1 of 2 models (")
-    assert "block-local (k = 2)" in said
+    assert "local blocks (k = 2)" in said

@@ -46,7 +46,7 @@ def test_contour_shows_the_cells_themselves(pair):
         assert np.asarray(mesh.get_array()).ravel().tolist() == grid[quantity].tolist()
     scales = {(a.norm.vmin, a.norm.vmax) for ax in axes[::2] for a in ax.collections if isinstance(a, QuadMesh)}
     assert len(scales) == 1
-    assert "checkpoint" in [t.get_text() for t in figure.legends[0].get_texts()]
+    assert "Cross: the checkpoint" in words(figure)
     assert "2 random planes" in words(figure)
     assert "seed 0" in words(figure)
     assert "6 samples" in words(figure)

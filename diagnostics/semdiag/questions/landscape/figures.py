@@ -125,7 +125,7 @@ def landscape_contour(findings: Findings) -> Figure:
         )
     return finished(
         figure,
-        f"{plane_facts(findings, cells)}.\nColours are the evaluated cells themselves; contour lines of the "
+        f"{plane_facts(findings, cells)}. Cross: the checkpoint.\nColours are the evaluated cells themselves; contour lines of the "
         "first quantity, at the same values everywhere, are interpolated between them.",
     )
 

@@ -169,5 +169,5 @@ def test_an_initialisation_is_a_snapshot_and_a_target_is_an_accuracy(tiny_runs):
     assert training_runs.run_table([load(tiny_runs.full / "epoch-0.pt")])["state"].tolist() == ["snapshot"]
     for target in (0, 1.5, float("nan")):
         with pytest.raises(InputError, match="training accuracy"):
-            ConvergencePlan(target)
+            ConvergencePlan((("", target),))
     assert convergence.TARGET == 0.95

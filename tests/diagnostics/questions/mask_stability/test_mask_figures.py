@@ -118,7 +118,7 @@ def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_
         assert colors["top-k by head"] == MASK_STYLES["topk"].color
         assert {"random (control)", "within 0.01 nats"} <= set(colors)
         assert "nats" in ax.get_ylabel()
-    assert figure.said["keys-topk--point-0"].startswith("top-k by head, k = 1 (")
+    assert figure.said["keys-topk--point-0"].startswith("top-k by head, k = 1, ")
 
 
 def test_names_at_the_ends_of_lines_keep_apart(pair, probed, reruns):
