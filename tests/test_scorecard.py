@@ -150,7 +150,7 @@ def test_epochs_to_a_held_out_accuracy_are_those_of_the_records(task):
 
 def test_full_attention_comes_as_far_as_is_said():
     tasks = [*LEARNED, "cycle-navigation", "modular-arithmetic", "solve-equation", "parity"]
-    runs = {**recorded(tasks, "full"), ("listops", SEEDS[0]): pd.read_csv(LISTOPS / "full" / "history.csv")}
+    runs = {**recorded(tasks, "full"), ("listops", SEEDS[0]): pd.read_csv(LISTOPS_RUNS / "full" / "history.csv")}
     largest = {place: 100 * history["train_accuracy"].max() for place, history in runs.items()}
     said = row("Full attention, too")[1]
     assert f"{min(largest.values()):.1f}% or more in all of {len(runs)} runs on {len(tasks) + 1} tasks" in said
@@ -231,7 +231,7 @@ def test_secants_at_matched_loss_on_even_pairs_are_those_of_the_finer_runs():
         assert f"{said} ({(at['high'] < 1).sum()} flatter, {(at['low'] > 1).sum()} steeper)" in page
 
 
-LISTOPS = ROOT / "experiments" / "listops"
+LISTOPS_RUNS = ROOT / "experiments" / "listops"
 
 
 def first(run, column, level):
@@ -243,7 +243,7 @@ def first(run, column, level):
 def test_listops_says_what_the_two_runs_say():
     measured = row("On ListOps")[1]
     page = (ROOT / "checkpoints" / "README.md").read_text(encoding="utf-8")
-    runs = [pd.read_csv(LISTOPS / name / "history.csv") for name in ("topk", "full")]
+    runs = [pd.read_csv(LISTOPS_RUNS / name / "history.csv") for name in ("topk", "full")]
     epochs = [first(run, "train_accuracy", 0.95) for run in runs]
     best = [f"{100 * run['holdout_accuracy'].max():.1f}%" for run in runs]
     least = [run["holdout_loss"].min() for run in runs]
@@ -270,7 +270,7 @@ def test_listops_says_what_the_two_runs_say():
 
 
 def test_corollary_1_on_listops_says_what_its_record_says():
-    table = pd.read_csv(LISTOPS / "corollary.csv").query("percentile < 100")
+    table = pd.read_csv(LISTOPS_RUNS / "corollary.csv").query("percentile < 100")
     measured = row("The conditions of Corollary 1 hold on ListOps")[1]
     paper = table[table["form"] == "paper"].set_index("parameter")["value"]
     both = [", ".join(f"{value:.2f}" for value in paper[name]) for name in ("W", "X")]

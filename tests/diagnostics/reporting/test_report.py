@@ -108,7 +108,7 @@ def check_addresses(page, folder):
                 assert (folder / address).is_file()
     text = (folder / "index.html").read_text(encoding="utf-8")
     assert not {"http:", "https:", "url(", "@import", "onload"} & set(text.split())
-    assert "http" not in text
+    assert "http" not in text.replace("http://www.w3.org/", "")  # names of SVG, which nothing fetches
     assert "@media print" in text
 
 
