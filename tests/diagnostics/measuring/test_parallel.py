@@ -101,8 +101,7 @@ def test_a_process_that_was_killed_is_told_with_its_model(tiny_runs):
 ORPHANS = """
 import sys, time
 from semdiag_models.workers import LocalWorkers, cores
-workers = LocalWorkers(2)
-workers._carry_out = time.sleep
+workers = LocalWorkers(2, time.sleep)
 workers.submit(600)
 time.sleep(600)
 """
@@ -118,21 +117,21 @@ def test_workers_end_when_their_parent_is_killed_whatever_they_do():
     assert left
     parent.kill()
     parent.wait()
-    while (living := [pid for pid in left if _loaded(pid)]) and time.monotonic() < deadline:
+    while (living := [pid for pid in left if _works(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not living
 
 
 def _children(parent):
-    """Worker processes: those with torch."""
+    """Worker processes, without the one that tracks resources."""
     tasks = Path(f"/proc/{parent}/task")
     pids = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-    return [int(pid) for pid in pids if _loaded(pid)]
+    return [int(pid) for pid in pids if _works(pid)]
 
 
-def _loaded(pid):
+def _works(pid):
     try:
-        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+        return "LokyProcess" in Path(f"/proc/{pid}/cmdline").read_text()  # empty once it has ended
     except OSError:
         return False
 
