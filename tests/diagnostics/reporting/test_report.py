@@ -120,7 +120,7 @@ def test_a_sentence_stands_once_and_headings_are_answers(kept):
     said = Page(kept / "index.html").text  # without the texts for those who do not see the pictures
     for sentence in summary["verdict"]:
         assert said.count(sentence) <= 1
-    shown = [glance for name, glance in summary["glances"].items() if f'id="{name}"' in text]
+    shown = [glance for glance in summary["glances"].values() if glance["words"] != "measured"]
     assert len(shown) >= 3
     for glance in shown:
         assert re.search(r"\d", glance["number"])

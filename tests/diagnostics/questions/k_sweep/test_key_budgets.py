@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag.capturing.call_strips import allowed_keys
-from semdiag.capturing.kept_keys import kept_keys
+from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import TopK
 from semdiag.measuring.calls.running import running
@@ -32,7 +32,7 @@ def kept_by_masks(calls, k, block, min_keys):
     """Kept keys and all keys of every place and head, from the masks that a model is run with."""
     found = {}
     for call in calls:
-        kept = kept_keys(TopK(k, block=block), call)
+        kept = all_kept(Choice(TopK(k, block=block), call))
         part = call.part()
         allowed = allowed_keys(part)
         counted = part.counted & (allowed.sum(-1) >= min_keys)
