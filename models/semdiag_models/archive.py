@@ -12,11 +12,21 @@ _SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.l
 
 
 class DamagedError(Exception):
-    """Raised for a file that torch.save did not write; the message is a phrase that gives the reason."""
+    """Raised for a file that is not read; the message goes on after the file's path."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"is not a checkpoint, or it is truncated ({reason}).")
 
 
-class CodeError(Exception):
-    """Raised for a file that contains code, which the message names."""
+class CodeError(DamagedError):
+    """Raised for a file that contains code."""
+
+    def __init__(self, code: str) -> None:
+        Exception.__init__(
+            self, f"refused: it holds the code object {code[:120]}, and checkpoints are read as data only. Save a "
+            "state dict of tensors instead; for a model of your own name a function that builds it: "
+            "package.module:function.",
+        )  # fmt: skip
 
 
 def check_archive(file: BinaryIO) -> str | None:
@@ -27,8 +37,7 @@ def check_archive(file: BinaryIO) -> str | None:
     except DamagedError:
         raise
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError, EOFError) as error:
-        code = code_in(file)
-        if code is not None:
+        if code := code_in(file):
             raise CodeError(code) from None
         raise DamagedError(f"no zip archive as torch.save writes it. {_SAVE_AGAIN}") from error
     file.seek(0)
@@ -87,18 +96,14 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
             elif name in ("BINGET", "LONG_BINGET", "GET"):
                 stack.append(memo[argument])
             elif name in ("GLOBAL", "INST") and len(str(argument)) > _LONGEST_NAME:
-                raise CodeError(
-                    ".".join(str(argument).split())[:120]
-                )  # torch's search of its message is quadratic
+                raise CodeError(".".join(str(argument).split()))  # torch's search of its message is quadratic
             elif name not in ("PROTO", "FRAME"):
                 _step(opcode, argument, stack, marks, sizes)
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError("a damaged pickle") from error
 
 
-def _step(
-    opcode: Any, argument: Any, stack: list[tuple[int, Any]], marks: list[int], sizes: dict[str, int]
-) -> None:
+def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes: dict[str, int]) -> None:
     """Apply an operation to the stack: pop what it takes, push what it leaves."""
     before = [kind.name for kind in opcode.stack_before]
     first = marks.pop() - before.index("mark") if "mark" in before else len(stack) - len(before)

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -112,15 +113,11 @@ class Attention(nn.Module):
         return attended
 
     def mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """Attend, and put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
+        """Select keys, mix values, put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
         size = *qkv.shape[:2], self.heads, self.head_width
-        q, k, v = (t.view(size).transpose(1, 2) for t in qkv.chunk(3, -1))
-        return self.attend(q, k, v, valid).transpose(1, 2).flatten(2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
-        """Select keys and mix values: each (B, H, L, D), (B, L) or None -> (B, H, L, D)."""
+        q, k, v = (t.view(size).transpose(1, 2) for t in qkv.chunk(3, -1))  # each (B, H, L, D)
         mixed: Tensor = self.core(q, k, v, self.scale, valid, self.select(q, k, valid))
-        return mixed
+        return mixed.transpose(1, 2).flatten(2)
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
         """Return the positions of the keys that each query attends to (B, H, L, K), by the table of kinds."""
@@ -129,7 +126,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x)))."""
+    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x))); post-norm: norm(x + …), twice."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -142,19 +139,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Transform the residual stream: (B, L, d) -> (B, L, d)."""
+        norm, drop = partial(F.layer_norm, normalized_shape=(self.width,)), self._drop
         if self.pre_norm:
-            x = x + dropout(self.attention(self._first_norm(x), valid), self.p, self.training)
-            return self._with_mlp(x, F.layer_norm(x, (self.width,)))
-        x = self._first_norm(x + dropout(self.attention(x, valid), self.p, self.training))
-        return F.layer_norm(self._with_mlp(x, x), (self.width,))
+            x = x + drop(self.attention(norm(x, eps=self.attention_norm_eps), valid))
+            return x + drop(self.mlp(norm(x)))
+        x = norm(x + drop(self.attention(x, valid)), eps=self.attention_norm_eps)
+        return norm(x + drop(self.mlp(x)))
 
-    def _first_norm(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.width,), eps=self.attention_norm_eps)
+    def _drop(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p, self.training)
 
-    def _with_mlp(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x + drop(mlp(y))."""
-        hidden = dropout(self.expand(y), self.p, self.training)
-        return x + dropout(self.contract(self.activation(hidden)), self.p, self.training)
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return W₂ · activation(drop(W₁ x))."""
+        mixed: Tensor = self.contract(self.activation(self._drop(self.expand(x))))
+        return mixed
 
 
 class Encoder(nn.Module):
