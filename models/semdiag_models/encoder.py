@@ -212,8 +212,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
         """Classify."""
-        valid = self.valid(tokens, padded)
-        x = self.embed(tokens)
+        x, valid = self.embed(tokens), self.valid(tokens, padded)
         for block in self.blocks:
             x = block(x, valid)
         return self.classify(x, valid)
@@ -238,15 +237,11 @@ class Encoder(nn.Module):
             first = torch.arange(0, table.shape[:2].numel(), table.shape[1], device=ids.device)
             ids = (ids.view(len(table), -1) + first[:, None]).view_as(ids)
             table = table.flatten(0, 1)
-        x = F.embedding(ids, table) * math.sqrt(self.config.width) + self.positions_of(tokens.shape[1])
-        return dropout(x, self.config.dropout, self.training)
-
-    def positions_of(self, length: int) -> Tensor:
-        """Return positions of an input of ``length`` tokens and of the extra ones: (L + extra tokens, d)."""
-        missing, cls = self.config.length - length, self.config.cls_tokens
-        if missing and self.config.global_tokens:
-            return torch.cat([self.positions[: cls + length], self.positions[cls + length + missing :]])
-        return self.positions[: length + self.config.extra_tokens]
+        length, positions, c = tokens.shape[1], self.positions, self.config
+        if c.global_tokens and length < c.length:  # global tokens keep the last positions
+            positions = torch.cat([positions[: c.cls_tokens + length], positions[c.cls_tokens + c.length :]])
+        x = F.embedding(ids, table) * math.sqrt(c.width) + positions[: length + c.extra_tokens]
+        return dropout(x, c.dropout, self.training)
 
     def valid(self, tokens: Tensor, padded: bool | None = None) -> Tensor | None:
         """Return which tokens of :meth:`sequence` count."""

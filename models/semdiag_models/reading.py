@@ -59,20 +59,16 @@ def visible_json(text: str) -> str:
 def csv_cell(text: str) -> str:
     """Return a text for a cell of a CSV file: never a formula, without control characters."""
     text = visible(text)
-    return f"'{text}" if _COMPUTED.match(text) and not _is_number(text) else text
+    with suppress(ValueError):
+        float(text)
+        if text == text.strip():
+            return text
+    return f"'{text}" if _COMPUTED.match(text) else text
 
 
 def from_csv_cell(cell: str) -> str:
     """Undo :func:`csv_cell`; control characters stay escapes."""
     return cell[1:] if cell.startswith("'") and _COMPUTED.match(cell[1:]) else cell
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return text == text.strip()
 
 
 class InputError(ValueError):
@@ -118,9 +114,14 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
         why = str(getattr(error, "strerror", None) or error)
         raise InputError(f"{path} cannot be read: {why[0].lower()}{why[1:]}.") from None
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or _made_up(descriptor, found.st_size):
+    folder, odd = stat.S_ISDIR(found.st_mode), not stat.S_ISREG(found.st_mode)
+    if not odd and not found.st_size:
+        try:  # the system may make the content up while one reads, perhaps without end, as in /proc
+            odd = bool(os.read(descriptor, 1))
+        except OSError:  # nothing to read yet
+            odd = True
+    if odd:
         os.close(descriptor)
-        folder = stat.S_ISDIR(found.st_mode)
         kind = "a folder, not a file" if folder else "no regular file, but a pipe, a device or a socket"
         raise InputError(f"{path} is {kind}.")
     file = os.fdopen(descriptor, "rb")
@@ -129,16 +130,6 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
         file.close()
         raise InputError(f"{path} has {size:,} bytes; files of its kind may have up to {allowed:,}.")
     return file
-
-
-def _made_up(descriptor: int, size: int) -> bool:
-    """Return whether the system generates the content while one reads, perhaps without end, as in /proc."""
-    if size:
-        return False
-    try:
-        return bool(os.read(descriptor, 1))
-    except OSError:  # nothing to read yet
-        return True
 
 
 def check_packed(path: Path, size: int, packed: int) -> None:
