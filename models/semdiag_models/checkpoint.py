@@ -90,7 +90,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it."""
-    content = read_plain(path)
+    content, *_ = _read(path)
     if not is_checkpoint(content):
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
@@ -106,6 +106,19 @@ def read_plain(path: Path) -> Any:
 
 def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
     """Read a file as :func:`read_plain` does, and hash it while it is open."""
+    content, digest, wrong = _read(path, hashed)
+    if wrong is not None:  # torch can write files without checksums
+        warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
+    return content, digest
+
+
+def is_checkpoint(content: Any) -> bool:
+    """Return whether content read from a file claims to be a checkpoint of this package."""
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _read(path: Path, hashed: bool = False) -> tuple[Any, str, str | None]:
+    """Return a file's content, its hash, and its first member with a wrong checksum."""
     with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
         file.seek(0)
@@ -114,13 +127,9 @@ def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
             content = _loaded(file)
         except (DamagedError, InputError) as error:
             raise InputError(f"{path} {error}") from None
-    if wrong is not None:  # torch can write files without checksums
-        if is_checkpoint(content):
-            raise InputError(
-                f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy."
-            )
-        warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
-    return content, digest
+    if wrong is not None and is_checkpoint(content):
+        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
+    return content, digest, wrong
 
 
 def _loaded(file: BinaryIO) -> Any:
@@ -139,11 +148,6 @@ def _loaded(file: BinaryIO) -> Any:
         raise InputError("is not a checkpoint: no readable tensors in it.") from None
     except Exception as error:  # on damaged files torch raises anything
         raise DamagedError(str(error).split("\n", 1)[0][:120] or type(error).__name__) from None
-
-
-def is_checkpoint(content: Any) -> bool:
-    """Return whether content read from a file claims to be a checkpoint of this package."""
-    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def sha256(path: Path) -> str:

@@ -90,14 +90,11 @@ def train_run(
     after_batch: Callable[[], None] = lambda: None,
 ) -> None:
     """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``."""
-    try:
-        finish_epoch = start_run(folder, trainer, provenance, after_epoch)
-        trainer.run(finish_epoch, after_batch)
-    finally:
-        trainer.release()
+    run = SeedRun(folder, trainer, random_state(trainer.device))
+    train_seed_runs([run], provenance, lambda _, progress: after_epoch(progress), lambda _: after_batch())
 
 
-def start_run(
+def _start_run(
     folder: Path, trainer: Trainer, provenance: dict[str, Any], after_epoch: Callable[[Progress], None]
 ) -> Callable[[Progress], None]:
     """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
@@ -215,7 +212,7 @@ def train_seed_runs(
             for run in group:
                 restore_random_state(run.state)
                 tell = partial(after_epoch, run.trainer)
-                finish[id(run.trainer)] = start_run(run.folder, run.trainer, facts, tell)
+                finish[id(run.trainer)] = _start_run(run.folder, run.trainer, facts, tell)
             restore_random_state(group[0].state)
             try:
                 train_together([run.trainer for run in group], lambda t, p: finish[id(t)](p), after_batch)
