@@ -121,7 +121,7 @@ def test_what_cannot_be_frozen_is_refused(frozen, said):
 
 @pytest.mark.parametrize("value", ["qk", [1], [["qk"]]])
 def test_a_file_must_have_a_list_of_names(value):
-    with pytest.raises(InputError, match=r"TrainingConfig\.frozen must be tuple\[str, \.\.\.\]"):
+    with pytest.raises(InputError, match=r"frozen must be tuple\[str, \.\.\.\]"):
         TrainingConfig.from_dict({"task": "parity", "length": 8, "epochs": 1, "frozen": value})
 
 
@@ -150,5 +150,5 @@ def test_a_sweep_takes_one_list_or_several(tmp_path):
         assert [run.training.frozen for run in runs] == expected
         assert len({run.name for run in runs}) == len(expected)
     file.write_text('[grid]\ntask = "parity"\nfrozen = ["kq"]\n', encoding="utf-8")
-    with pytest.raises(InputError, match=r"grid\.frozen\[0\] \(line 3\): .*Known: qk"):
+    with pytest.raises(InputError, match=r"grid\.frozen: .*Known: qk"):
         read_sweep(file)

@@ -148,13 +148,13 @@ def test_more_samples_than_there_are_strings_are_refused():
         ({"shortest": 0, "longest": 10}, "needs 1 ≤ shortest ≤ longest. Got 0 and 10."),
         ({"min_arity": 0}, "needs 1 ≤ min_arity ≤ max_arity. Got 0 and 10."),
         ({"min_arity": 5, "max_arity": 4}, "needs 1 ≤ min_arity ≤ max_arity. Got 5 and 4."),
-        ({"max_depth": 0}, "needs max_depth of at least 1. Got max_depth=0."),
+        ({"max_depth": 0}, "max_depth must lie in [1, 1000000000]. Got max_depth=0."),
     ],
 )
 def test_impossible_parameters_are_refused(parameters, message):
     with pytest.raises(InputError) as refusal:
         ListOpsTrees(**parameters)
-    assert str(refusal.value) == f"listops {message}"
+    assert str(refusal.value).removeprefix("listops ") == message
 
 
 @pytest.mark.parametrize("parameters", [(2, 3), (501, 599, 2), (5, 9, 1)])

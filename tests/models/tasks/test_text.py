@@ -205,7 +205,7 @@ def test_configurations_come_back_from_plain_values(configs, source):
     for damage in ({"vocabulary": 0}, {"model": 5}, {"pages": 3}):
         with pytest.raises(InputError):
             TrainingConfig.from_dict({**training.to_dict(), "text": {**source.to_dict(), **damage}})
-    with pytest.raises(InputError, match=r"TrainingConfig\.text must be TextSource \| None\. Got 'story'\.$"):
+    with pytest.raises(InputError, match=r"text must be TextSource \| None\. Got 'story'\.$"):
         TrainingConfig.from_dict({**training.to_dict(), "text": "story"})
 
 
