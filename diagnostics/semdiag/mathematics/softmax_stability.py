@@ -311,28 +311,6 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
     return 2 * largest * (1 - largest)
 
 
-def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:
-    """Return attention weights: p = softmax of z over the selected keys, zero elsewhere.
-
-    Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        selected: bool, shape (..., keys), at least one True per row.
-
-    Returns:
-        p, shape (..., keys), float64.
-
-    Raises:
-        ValueError: if a row selects no key.
-
-    Example:
-        >>> masked_softmax(torch.tensor([0.0, 0.0, 5.0]), torch.tensor([True, True, False]))
-        tensor([0.5000, 0.5000, 0.0000], dtype=torch.float64)
-    """
-    return torch.softmax(_masked(scores, selected), dim=-1)
-
-
 def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
     """Return ‖p(z) − p(z')‖₁, each row with its own mask.
 
@@ -355,7 +333,8 @@ def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selecte
         >>> weight_change(z, z, both, torch.tensor([True, False])).item()
         1.0
     """
-    return (masked_softmax(scores, selected) - masked_softmax(other, other_selected)).abs().sum(dim=-1)
+    change = _masked(scores, selected).softmax(-1) - _masked(other, other_selected).softmax(-1)
+    return change.abs().sum(dim=-1)
 
 
 def score_change(
@@ -419,35 +398,6 @@ def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_se
     change = float64(scores) - float64(other)
     high, low = (torch.where(used, sign * change, -math.inf).amax(dim=-1) for sign in (1, -1))
     return torch.where(used.any(dim=-1), high + low, 0.0)
-
-
-def softmax_secant(
-    scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
-) -> Tensor:
-    """Return the secant ξ̂ = ‖p − p'‖₁ / ‖z − z'‖, a lower bound of any valid ξ (order 1) or row constant (∞).
-
-    Source: docs/theory.md#secants. Deviation: not in the paper.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-        order: order of the norm on the scores, 1 or ``math.inf``.
-
-    Returns:
-        ξ̂, shape (...), float64; NaN for equal rows (no secant through one point).
-
-    Raises:
-        ValueError: if a row selects no key, or ``order`` is neither 1 nor infinity.
-
-    Example:
-        >>> all_keys = torch.tensor([True, True])
-        >>> softmax_secant(torch.zeros(2), torch.tensor([0.1, 0.0]), all_keys, all_keys).item()
-        0.4995...
-    """
-    distance = score_change(scores, other, selected, other_selected, order)
-    return weight_change(scores, other, selected, other_selected) / distance
 
 
 def _largest_and_others(scores: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:

@@ -211,45 +211,16 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     return (log_norm + remainder.log() / 2.0**iterations).exp()
 
 
-def product_norm(left: Tensor, right: Tensor) -> Tensor:
-    """Return ‖leftᵀ right‖₂ of two matrices with few rows, without forming the product.
-
-    With leftᵀ = Q R and rightᵀ = Q' R', the norm is ‖R R'ᵀ‖₂, of a matrix as small as the number of rows.
-
-    Source: docs/theory.md#norms. Deviation: not in the paper.
-
-    Args:
-        left: shape (..., r, m).
-        right: shape (..., r, n).
-
-    Returns:
-        The spectral norm, shape (...), float64.
-
-    Example:
-        >>> product_norm(torch.ones(1, 4), torch.ones(1, 9)).item()
-        6.0...
-    """
+def _product_norm(left: Tensor, right: Tensor) -> Tensor:
+    """Return ‖leftᵀ right‖₂ of two matrices (..., r, m) and (..., r, n) of few rows, without their product."""
+    # ‖R R'ᵀ‖₂ with leftᵀ = Q R and rightᵀ = Q' R': docs/theory.md#norms
     factors = [float64(matrix) for matrix in (left, right)]
     reduced = [torch.linalg.qr(f.mT, mode="r").R if f.shape[-1] > f.shape[-2] else f.mT for f in factors]
     return spectral_norm(reduced[0] @ reduced[1].mT)
 
 
-def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return [W b]: the weight with its bias as a further column, the map of (u, 1).
-
-    Source: paper's released code (docs/theory.md#norms). Deviation: none.
-
-    Args:
-        weight: shape (..., m, n).
-        bias: shape (..., m), or None for a layer without bias.
-
-    Shape (..., m, n + 1), or the unchanged weight; float64.
-        shape (..., m, n + 1), or the weight unchanged; float64.
-
-    Example:
-        >>> with_bias(torch.zeros(2, 3), torch.ones(2)).shape
-        torch.Size([2, 4])
-    """
+def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return [W b] in float64: the weight with its bias as a further column, the map of (u, 1)."""
     if bias is None:
         return float64(weight)
     return torch.cat([float64(weight), float64(bias)[..., None]], dim=-1)
@@ -298,7 +269,7 @@ def bilinear_form_norm(
         >>> bilinear_form_norm(2 * eye, 3 * eye, None, score_scale(4)).item()
         3.0
     """
-    return abs(scale) * product_norm(with_bias(query_weight, query_bias), key_weight)
+    return abs(scale) * _product_norm(_with_bias(query_weight, query_bias), key_weight)
 
 
 def value_output_norm(output_weight: Tensor, value_weight: Tensor) -> Tensor:
@@ -317,7 +288,7 @@ def value_output_norm(output_weight: Tensor, value_weight: Tensor) -> Tensor:
         >>> value_output_norm(2 * torch.eye(3), 5 * torch.eye(3)).item()
         10.0
     """
-    return product_norm(float64(output_weight).mT, value_weight)
+    return _product_norm(float64(output_weight).mT, value_weight)
 
 
 def paper_code_bilinear_norm(
@@ -341,7 +312,7 @@ def paper_code_bilinear_norm(
         >>> paper_code_bilinear_norm(torch.eye(4), None, torch.eye(4), None, score_scale(4)).item()
         0.5
     """
-    return abs(scale) * product_norm(with_bias(query_weight, query_bias), with_bias(key_weight, key_bias))
+    return abs(scale) * _product_norm(_with_bias(query_weight, query_bias), _with_bias(key_weight, key_bias))
 
 
 def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -361,7 +332,7 @@ def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
         >>> paper_code_layer_norm(3 * torch.eye(1), 4 * torch.ones(1)).item()
         5.0
     """
-    return spectral_norm(with_bias(weight, bias))
+    return spectral_norm(_with_bias(weight, bias))
 
 
 ITERATIONS = 50

@@ -6,18 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bounds.block_bounds import Assumption, Bound, query_norm
+from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
 from semdiag.mathematics.score_strips import AttentionRows, key_sums
 from semdiag.mathematics.softmax_stability import positive_separation
 from semdiag.mathematics.spectral_norms import (
     Real,
-    bilinear_form_norm,
     float64,
     log,
     log_one_plus_inverse,
     log_product,
     log_sum,
-    value_output_norm,
 )
 
 
@@ -31,10 +29,6 @@ class HeadNorms:
         token: Ξ, largest norm of a token at the attention's input.
         query: Ξ̃, largest norm of the query side, see
             :func:`~semdiag.mathematics.bounds.block_bounds.query_norm`.
-
-    Example:
-        >>> HeadNorms(gamma=0.5, upsilon=1.0, token=8.0, query=8.0).worst_case_dispersion.item()
-        64.0
     """
 
     gamma: Real
@@ -46,11 +40,6 @@ class HeadNorms:
     def log_form_reach(self) -> Tensor:
         """ln(Γ Ξ Ξ̃), an upper bound of |score| (without b_k)."""
         return log(self.gamma) + log(self.token) + log(self.query)
-
-    @property
-    def worst_case_dispersion(self) -> Tensor:
-        """2ΓΞΞ̃, the largest dispersion under these norms (the paper's 2ΓΞ² without biases)."""
-        return 2 * float64(self.gamma) * float64(self.token) * float64(self.query)
 
 
 def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms) -> Bound:
@@ -154,46 +143,6 @@ def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
     log_reach = log(norms.upsilon) + 2 * log(norms.token) + log(norms.query)
     log_form = log_product(log_reach, rows.log_row.logsumexp(dim=-1))
     return Bound(log_form, rows.assumptions, "docs/theory.md#form")
-
-
-def head_norms(
-    query_weight: Tensor,
-    query_bias: Tensor | None,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    output_weight: Tensor,
-    scale: float,
-    token_norm: Real,
-) -> HeadNorms:
-    """Return the norms of every head from its weights.
-
-    Source: paper, Thm 2 (docs/theory.md#norms). Deviation: biases, see :class:`HeadNorms`.
-
-    Args:
-        query_weight: W_q per head, shape (heads, d_head, d).
-        query_bias: b_q per head, shape (heads, d_head), or None.
-        key_weight: W_k per head, shape (heads, d_head, d).
-        value_weight: W_v per head, shape (heads, d_head, d).
-        output_weight: W_o per head, shape (heads, d, d_head).
-        scale: τ / sqrt(d_head).
-        token_norm: Ξ.
-
-    Returns:
-        Γ and Υ of shape (heads,), Ξ and Ξ̃ in the shape of ``token_norm``.
-
-    Example:
-        >>> import torch
-        >>> eye = torch.eye(4)[None]
-        >>> head_norms(eye, None, eye, eye, 2 * eye, 0.5, 3.0).upsilon
-        tensor([2.], dtype=torch.float64)
-    """
-    xi = float64(token_norm)
-    return HeadNorms(
-        gamma=bilinear_form_norm(query_weight, key_weight, query_bias, scale),
-        upsilon=value_output_norm(output_weight, value_weight),
-        token=xi,
-        query=query_norm(xi, query_bias=query_bias is not None),
-    )
 
 
 def paper_attention_map_bound(

@@ -3,91 +3,18 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
 from semdiag.mathematics.spectral_norms import Real, float64, log, log_one_plus, log_product, log_root_sum_squares
 
-# Largest |σ'| over the reals, rounded up in the last digit.
+# λ_σ = max |σ'| over the reals, rounded up in the last digit: docs/theory.md#layer-constants
 ACTIVATION_LIPSCHITZ = {
     "relu": 1.0,
     "gelu": 1.12891,  # exact (erf): Φ(√2) + √2 φ(√2), at x = √2
     "mish": 1.08850,  # at x = 1.4906
 }
-
-
-def activation_lipschitz(name: str) -> float:
-    """Return λ_σ, the Lipschitz constant of an activation.
-
-    Source: docs/theory.md#layer-constants. Deviation: none.
-
-    Args:
-        name: a key of :data:`ACTIVATION_LIPSCHITZ`.
-
-    Returns:
-        max |σ'|, rounded up.
-
-    Raises:
-        ValueError: if the activation is not known.
-
-    Example:
-        >>> activation_lipschitz("relu")
-        1.0
-    """
-    if name not in ACTIVATION_LIPSCHITZ:
-        near = get_close_matches(name, ACTIVATION_LIPSCHITZ, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(ACTIVATION_LIPSCHITZ)
-        raise ValueError(f"The Lipschitz constant of activation {name!r} is not known.{hint} Known: {known}.")
-    return ACTIVATION_LIPSCHITZ[name]
-
-
-def split_rows(weight: Tensor, heads: int) -> Tensor:
-    """Return each head's rows of a stacked W_q, W_k or W_v, or entries of its bias.
-
-    Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        weight: shape (heads · d_head, d), or (heads · d_head,) for a bias.
-        heads: number of heads.
-
-    Returns:
-        Shape (heads, d_head, d), or (heads, d_head).
-
-    Raises:
-        ValueError: if the rows cannot be shared equally.
-
-    Example:
-        >>> split_rows(torch.zeros(6, 4), heads=2).shape
-        torch.Size([2, 3, 4])
-    """
-    if weight.shape[0] % heads:
-        raise ValueError(f"{weight.shape[0]} rows cannot be shared among {heads} heads.")
-    return weight.reshape(heads, weight.shape[0] // heads, *weight.shape[1:])
-
-
-def split_columns(weight: Tensor, heads: int) -> Tensor:
-    """Return each head's columns of W_o, which mixes the heads' outputs.
-
-    Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        weight: W_o, shape (d, heads · d_head).
-        heads: number of heads.
-
-    Returns:
-        Shape (heads, d, d_head).
-
-    Raises:
-        ValueError: if the columns cannot be shared equally.
-
-    Example:
-        >>> split_columns(torch.zeros(4, 6), heads=2).shape
-        torch.Size([2, 4, 3])
-    """
-    return split_rows(weight.T, heads).mT
 
 
 def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
@@ -229,8 +156,7 @@ def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
     return tuple(kept)
 
 
-ATTENTION_PARAMETERS = ("W_q", "W_k", "b_k", "W_v", "b_v", "W_o", "b_o")
-MLP_PARAMETERS = ("W_P", "b_P", "W_R", "b_R")
+_MLP_PARAMETERS = {"W_P", "b_P", "W_R", "b_R"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +195,7 @@ class MlpConstants:
     Attributes:
         weight_in: B_P = ‖W_P‖₂.
         weight_out: B_R = ‖W_R‖₂.
-        activation: λ_σ, see :func:`~semdiag.mathematics.bounds.block_bounds.activation_lipschitz`.
+        activation: λ_σ, see ``ACTIVATION_LIPSCHITZ``.
         token_norm: Ξ_P, largest norm of a token at the MLP's input (after the normalisation of a pre-norm block).
         hidden_norm: largest norm of a token's hidden units, max_i ‖σ(W_P y_i + b_P)‖.
     """
@@ -393,11 +319,10 @@ def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Tensor]:
     """Propagate constants from the output of the attention or the MLP to the block's output."""
-    mlp_names = set(MLP_PARAMETERS)
     after_mlp = float64(0.0) if block.pre_norm else log(block.mlp_norm)
     after_attention = _log_mlp_residual(block) + (0.0 if block.pre_norm else log(block.attention_norm))
     return {
-        name: log_product(value, after_mlp if name in mlp_names else after_attention)
+        name: log_product(value, after_mlp if name in _MLP_PARAMETERS else after_attention)
         for name, value in inside.items()
     }
 

@@ -14,7 +14,6 @@ from semdiag.mathematics.bounds.block_bounds import (
     log_input_constant,
     log_paper_parameter_constants,
     log_parameter_constants,
-    merged,
 )
 from semdiag.mathematics.spectral_norms import (
     Real,
@@ -150,7 +149,7 @@ def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assum
 
     Args:
         log_parameters: ln λ_g by name, from :func:`log_parameter_bounds`.
-        assumptions: assumptions of the constants, from :func:`network_assumptions`.
+        assumptions: assumptions of the blocks' constants, each once.
 
     Returns:
         ln λ_L, in the broadcast shape. The bound holds only for the inputs and parameters over which the constants
@@ -167,20 +166,6 @@ def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assum
         raise ValueError("A network without parameters has no Lipschitz constant in them.")
     stacked = torch.stack(broadcast(*log_parameters.values()))
     return Bound(log_root_sum_squares(stacked, dim=0), tuple(assumptions), "paper, Thm 2")
-
-
-def network_assumptions(blocks: Sequence[BlockConstants]) -> tuple[Assumption, ...]:
-    """Return the assumptions of the blocks' constants, each once.
-
-    Source: docs/theory.md#scope. Deviation: none.
-
-    Args:
-        blocks: constants of the blocks.
-
-    Returns:
-        The assumptions in order of the blocks.
-    """
-    return merged(block.assumptions for block in blocks)
 
 
 def _through_network(

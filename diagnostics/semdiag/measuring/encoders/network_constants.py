@@ -21,6 +21,7 @@ from semdiag.mathematics.bounds.block_bounds import (
     BlockConstants,
     Bound,
     MlpConstants,
+    merged,
     normalisation_lipschitz,
     query_norm,
 )
@@ -36,7 +37,6 @@ from semdiag.mathematics.bounds.network_bounds import (
     log_paper_parameter_bounds,
     log_parameter_bounds,
     loss_residual,
-    network_assumptions,
     network_bound,
 )
 from semdiag.mathematics.spectral_norms import log, log_root_sum_squares, spectral_norm, spectral_norm_upper_bound
@@ -85,13 +85,13 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     carried = log_parameter_bounds(paper_blocks, whole)
     sound_blocks = [b.sound for b in blocks]
     by_tensor = log_parameter_bounds(sound_blocks, readout, embedding)
-    sound = network_bound(by_tensor, network_assumptions(sound_blocks))
+    sound = network_bound(by_tensor, merged(b.assumptions for b in sound_blocks))
     return NetworkForms(
         blocks=blocks,
         log_sound={name: value.max() for name, value in by_tensor.items()},
         log_paper=carried | own,
         sound=replace(sound, log_value=sound.log_value.max()),
-        paper=network_bound(own, network_assumptions(paper_blocks)),
+        paper=network_bound(own, merged(b.assumptions for b in paper_blocks)),
         infinite={name: int((value == math.inf).sum()) for name, value in by_tensor.items()},
         each=sound.log_value,
     )
