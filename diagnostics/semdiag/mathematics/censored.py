@@ -15,23 +15,14 @@ _ALL, _SOME = 200_000, 20_000
 
 @dataclass(frozen=True)
 class MedianInterval:
-    """The median of a few draws, each a number or a range.
+    """The median of a few draws, each a number or a range."""
 
-    Attributes:
-        count: number of draws.
-        low: median if every draw is at the low end of its range.
-        high: median if every draw is at the high end of its range; equals ``low`` if all draws are numbers.
-        interval_low: lower end of a distribution-free interval for the population's median; NaN for one draw.
-        interval_high: upper end of that interval.
-        coverage: confidence of the interval; 0 for one draw.
-    """
-
-    count: int
-    low: float
-    high: float
-    interval_low: float
-    interval_high: float
-    coverage: float
+    count: int  # number of draws
+    low: float  # median if every draw is at the low end of its range
+    high: float  # median if every draw is at the high end of its range; equals ``low`` if all draws are numbers
+    interval_low: float  # lower end of a distribution-free interval for the population's median; NaN for one draw
+    interval_high: float  # upper end of that interval
+    coverage: float  # confidence of the interval; 0 for one draw
 
 
 def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: float = 0.95) -> MedianInterval:
@@ -160,20 +151,9 @@ NO_CLASS = -1  # predicted class where a logit is NaN: never right
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """Return the class of the largest logit, the first of equal ones; ``NO_CLASS`` if a logit is NaN.
+    """Return the int64 class of the largest of (…, C) logits, the first of equal ones; ``NO_CLASS`` if one is NaN.
 
     torch's argmax treats NaN as the largest, so a diverged model would be right at times.
-
-    Args:
-        logits: (…, C) logits or log-probabilities.
-
-    Returns:
-        (…) int64 classes.
-
-    Example:
-        >>> import torch
-        >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
-        [1, -1]
     """
     classes = logits.argmax(-1)  # the position of a NaN, if there is one
     return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

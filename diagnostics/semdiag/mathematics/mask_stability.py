@@ -14,19 +14,12 @@ from semdiag.mathematics.spectral_norms import Real, float64
 
 @dataclass(frozen=True, eq=False)
 class TopSet:
-    """The k highest-scoring allowed keys of each row; k is the same for all rows.
+    """The k highest-scoring allowed keys of each row; k is the same for all rows."""
 
-    Attributes:
-        positions: (..., k) int64, positions of the keys in S.
-        boundary: (..., 2) int64, the lowest-scoring key in S and the highest-scoring one outside.
-        separation: Δ in nats, shape (...); +inf (or NaN) if a row has no more than k keys.
-        outside: (..., L) of the scores' dtype: 0 for allowed keys outside S, -inf for all others.
-    """
-
-    positions: Tensor
-    boundary: Tensor
-    separation: Tensor
-    outside: Tensor
+    positions: Tensor  # (..., k) int64, positions of the keys in S
+    boundary: Tensor  # (..., 2) int64, the lowest-scoring key in S and the highest-scoring one outside
+    separation: Tensor  # Δ in nats, shape (...); +inf (or NaN) if a row has no more than k keys
+    outside: Tensor  # (..., L) of the scores' dtype: 0 for allowed keys outside S, -inf for all others
 
 
 def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:

@@ -17,19 +17,11 @@ from semdiag.mathematics.spectral_norms import Real, float64, log_one_plus_inver
 def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return the paper's ξ of full attention (k = n) and of masks that ignore the input: ξ = e^δ / k.
 
+    Arguments and errors as of :func:`~semdiag.mathematics.softmax_stability.fixed_mask_stability`.
+
     Source: paper, the ξ of standard and of input-agnostic sparse attention
     (docs/theory.md#paper-stability). Deviation: none. Below :func:`paper_form_threshold` it is too small for an
     ℓ1 constant (docs/theory.md#where-the-paper-form-fails), which the returned assumption says.
-
-    Args:
-        dispersion: δ ≥ 0 in nats, over the unmasked keys.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln ξ = δ − ln k per entry.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> bound = paper_fixed_mask_stability([1.0, 90.0], 40)
@@ -46,18 +38,9 @@ def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 def paper_heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
     """Return the paper's ξ of heavy-hitter masks: ξ_h = (e^δ_h / k)(1 + 1/Δ_h).
 
+    Arguments, +inf and errors as of :func:`~semdiag.mathematics.softmax_stability.heavy_hitter_stability`.
+
     Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats, over the unmasked keys.
-        separation: Δ_h in nats; +inf where every allowed key is unmasked.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln ξ_h per entry; +inf where Δ_h ≤ 0, with the assumption reported as not met.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> paper_heavy_hitter_stability(2.0, 0.01, 5).log_value.exp().item()
@@ -73,11 +56,6 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
     """Return ln ξ_h of :func:`paper_heavy_hitter_stability`, without checks and assumptions.
 
     Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats.
-        separation: Δ_h in nats.
-        keys: k ≥ 1.
 
     Example:
         >>> log_paper_heavy_hitter(2.0, 0.01, 5).exp().item()
@@ -136,19 +114,12 @@ _SCORES = 2**27  # scores held at a time there, twice
 
 @dataclass(frozen=True, eq=False)
 class Truncations:
-    """The effect of truncation at each of n values of k, and the weight on keys other than the first.
+    """The effect of truncation at each of n values of k, and the weight on keys other than the first."""
 
-    Attributes:
-        change: (B, H, R, n), ‖o(k) − o‖.
-        size: (B, H, R), ‖o‖.
-        projected: (B, H, R, n), ‖(o(k) − o) W‖; None without a projection.
-        others: (B, H, R), ln Σ exp(z) over the sink and all keys but the first.
-    """
-
-    change: Tensor
-    size: Tensor
-    projected: Tensor | None
-    others: Tensor
+    change: Tensor  # (B, H, R, n), ‖o(k) − o‖
+    size: Tensor  # (B, H, R), ‖o‖
+    projected: Tensor | None  # (B, H, R, n), ‖(o(k) − o) W‖; None without a projection
+    others: Tensor  # (B, H, R), ln Σ exp(z) over the sink and all keys but the first
 
 
 @torch.no_grad()

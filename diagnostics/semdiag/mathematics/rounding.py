@@ -12,19 +12,12 @@ from semdiag_models.reading import unknown_name
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A binary floating-point format.
+    """A binary floating-point format."""
 
-    Attributes:
-        name: torch's name of the format.
-        digits: p, number of digits of the significand, with the implicit leading one.
-        exponent: exponent of the smallest normal number, 2^exponent.
-        largest: largest finite number.
-    """
-
-    name: str
-    digits: int
-    exponent: int
-    largest: float
+    name: str  # torch's name of the format
+    digits: int  # p, number of digits of the significand, with the implicit leading one
+    exponent: int  # exponent of the smallest normal number, 2^exponent
+    largest: float  # largest finite number
 
     @property
     def overflow(self) -> float:
@@ -159,45 +152,20 @@ def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
     return torch.round(values / place) * place
 
 
-def rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
-    """Return how far :func:`rounded` can move a number of at most this size.
-
-    Formula: e(x) = max(t/2, |x| − M), t the unit in the last place of min(|x|, M); e(0) = 0.
-
-    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        size: |x|, (...) ≥ 0.
-        kind: number format.
-
-    Returns:
-        Largest change, float64 (...).
-
-    Example:
-        >>> from semdiag.mathematics.rounding import FORMATS
-        >>> rounding_error(torch.tensor([1.0, 450.0]), FORMATS["float8_e4m3fn"]).tolist()
-        [0.0625, 16.0]
-    """
+def _rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
+    """Return e(x), how far :func:`rounded` can move a number of size at most x."""
     size = size.double()
     error = torch.maximum(_last_place(size.clamp(max=kind.largest), kind) / 2, size - kind.largest)
     return torch.where(size == 0, 0.0, error)
 
 
 def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
-    """Return an engine's scores: operands in a format, sums in float32, then the score in the format.
+    """Return an engine's scores in nats: operands in a format, sums in float32, then the score in the format.
 
-    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))).
+    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))); meaningless, perhaps NaN, where :func:`score_error` is infinite.
+    Arguments as of :func:`score_error`; float64 (..., Lq, Lk).
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        q: queries (..., Lq, D), finite.
-        k: keys (..., Lk, D), finite.
-        scale: factor c.
-        kind: number format of operands and scores.
-
-    Returns:
-        float64 (..., Lq, Lk), nats; meaningless, perhaps NaN, if :func:`score_error` is infinite.
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -244,12 +212,12 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncate
     lost = (terms + 4) * coarser * _UNIT
     gamma = lost / (1 - lost)
     queries, keys = q.double().abs(), k.double().abs().mT
-    a, b = rounding_error(queries, kind), rounding_error(keys, kind)
+    a, b = _rounding_error(queries, kind), _rounding_error(keys, kind)
     operands = queries @ b + a @ (keys + b)
     largest = (queries + a) @ (keys + b)
     summed = c * (operands + gamma * largest) + 2 * (terms * c + 1) * coarser * _TINY
     score = (scale * (q.double() @ k.double().mT)).abs()
-    error = (summed + rounding_error((score + summed) * _OWN, kind)) * _OWN
+    error = (summed + _rounding_error((score + summed) * _OWN, kind)) * _OWN
     return torch.where(largest * max(c, 1.0) < 2.0**127, error, torch.inf)
 
 

@@ -62,19 +62,12 @@ Ends = tuple[float, float]
 
 @dataclass(frozen=True)
 class SampledEstimate:
-    """An estimate of a statistic from drawn queries.
+    """An estimate of a statistic from drawn queries."""
 
-    Attributes:
-        statistic: name of the statistic, ``mean``, ``p1``, ….
-        estimate: estimate from the drawn queries.
-        these: interval for all queries of these sequences, where only the draws vary.
-        such: interval for sequences like these, where whole sequences vary; NaN for a single sequence.
-    """
-
-    statistic: str
-    estimate: float
-    these: Ends
-    such: Ends
+    statistic: str  # name of the statistic, ``mean``, ``p1``, …
+    estimate: float  # estimate from the drawn queries
+    these: Ends  # interval for all queries of these sequences, where only the draws vary
+    such: Ends  # interval for sequences like these, where whole sequences vary; NaN for a single sequence
 
 
 def sampled_estimates(

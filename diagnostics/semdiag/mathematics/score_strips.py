@@ -27,27 +27,16 @@ _LEAST_ROWS = 128  # rows per head in a strip: with fewer, all keys would be rea
 
 @dataclass(frozen=True, eq=False)
 class ScoreStrip:
-    """Scores of some samples and queries, without the last keys, which none of the queries may see.
+    """Scores of some samples and queries, without the last keys, which none of the queries may see."""
 
-    Attributes:
-        samples: samples of the strip.
-        heads: heads of the strip.
-        queries: queries of the strip.
-        scores: (b, H, r, n) in nats, including forbidden keys; the next strip overwrites them.
-        spare: working memory of the same shape.
-        allowed: bool, broadcastable to (b, H, r, n), keys in A_i; None means all but ``future``.
-        future: (r, t) bool, which of the last t keys the causal rule forbids; None means none.
-        counted: (b, 1 or H, r, 1) bool, queries that count towards key loads; None means all.
-    """
-
-    samples: slice
-    heads: slice
-    queries: slice
-    scores: Tensor
-    spare: Tensor
-    allowed: Tensor | None
-    future: Tensor | None
-    counted: Tensor | None
+    samples: slice  # samples of the strip
+    heads: slice  # heads of the strip
+    queries: slice  # queries of the strip
+    scores: Tensor  # (b, H, r, n) in nats, including forbidden keys; the next strip overwrites them
+    spare: Tensor  # working memory of the same shape
+    allowed: Tensor | None  # bool, broadcastable to (b, H, r, n), keys in A_i; None means all but ``future``
+    future: Tensor | None  # (r, t) bool, which of the last t keys the causal rule forbids; None means none
+    counted: Tensor | None  # (b, 1 or H, r, 1) bool, queries that count towards key loads; None means all
 
     def forbid_(self, value: float) -> None:
         """Overwrite the scores of forbidden keys."""
@@ -181,14 +170,10 @@ def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of some queries, chosen per sample and head.
+    """Return the rows (b, H, r, n) of queries at ``places`` (b, H, r); a negative place gives an arbitrary row.
 
-    Args:
-        values: tensor (b, H, Lq, n); the first three axes may have length 1.
-        places: (b, H, r) int64 positions of queries; a negative one gives an arbitrary row.
-
-    Returns:
-        (b, H, r, n), or ``values`` itself if all its queries share one row.
+    The first three axes of ``values`` (b, H, Lq, n) may have length 1; the result is ``values`` itself if all its
+    queries share one row.
     """
     if values.shape[2] == 1:
         return values
@@ -200,16 +185,9 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
 def part_of(
     values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
 ) -> Tensor | None:
-    """Return some samples, queries and first keys of a tensor broadcastable to (B, H, Lq, Lk).
+    """Return some samples, queries and the ``seen`` first keys of a tensor broadcastable to (B, H, Lq, Lk).
 
-    Args:
-        values: tensor with at most four axes; None stays None.
-        samples: slice, or positions.
-        queries: slice, or positions.
-        seen: number of keys; None means all.
-
-    Returns:
-        Tensor with four axes; axes of length 1 keep that length.
+    The result has four axes, of which those of length 1 keep that length; None stays None.
     """
     if values is None:
         return None
@@ -257,18 +235,6 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values = torch.nn.functional.pad(values, (0, count + 1 - kept), value=-torch.inf)
         positions = torch.nn.functional.pad(positions, (0, count + 1 - kept))
     return values, positions[..., :count]
-
-
-def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
-    """Count how often each key has each rank.
-
-    Args:
-        ranks: (b, H, K, Lk) int32, added to in place.
-        positions: (b, H, r, K), position of the key of each rank.
-        present: bool, same shape, positions that count.
-    """
-    ones = present.transpose(2, 3).to(torch.int32)
-    ranks.scatter_add_(-1, positions.transpose(2, 3).long(), ones)
 
 
 def _compared(scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
@@ -367,22 +333,13 @@ Constants = tuple[Tensor, Tensor, Tensor, Tensor]  # the tensors of AttentionRow
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Constants of an attention map per query: natural logarithms, shape (..., queries); −∞ for padded queries.
+    """Constants of an attention map per query: natural logarithms, shape (..., queries); −∞ for padded queries."""
 
-    Attributes:
-        log_weight: ln p̄_i, largest weight that the row can give.
-        log_xi: ln ξ_i, constant of the row against ‖z − z'‖₁.
-        log_row: ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞.
-        log_split: ln of the constant against ‖a‖_∞ if z − z' = a + b and b counts with ξ_i: equal to ``log_row``,
-            except for heavy hitters, where 1 + 2/Δ_i replaces max(1, 2/Δ_i).
-        assumptions: assumptions of the constants.
-    """
-
-    log_weight: Tensor
-    log_xi: Tensor
-    log_row: Tensor
-    log_split: Tensor
-    assumptions: tuple[Assumption, ...]
+    log_weight: Tensor  # ln p̄_i, largest weight that the row can give
+    log_xi: Tensor  # ln ξ_i, constant of the row against ‖z − z'‖₁
+    log_row: Tensor  # ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞
+    log_split: Tensor  # ln of the constant against ‖a‖_∞ of z − z' = a + b; b counts with ξ_i
+    assumptions: tuple[Assumption, ...]  # assumptions of the constants
 
 
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
@@ -416,19 +373,11 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
     """Return the constants of rows that keep their k_i highest-scoring allowed keys (top-k).
 
+    Arguments and errors as of :func:`fixed_mask_rows`; ``separation`` is Δ_i in nats, the smallest over everything
+    compared, +inf where nothing is masked. Constants are +inf in rows with Δ_i ≤ 0.
+
     Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's ξ_h is
     :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
-
-    Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the largest over everything compared.
-        separation: Δ_i in nats, the smallest over everything compared; +inf where nothing is masked.
-        keys: k_i, shape (..., queries); 0 marks a padded query, which does not count.
-
-    Returns:
-        Constants of the rows; +inf in rows with Δ_i ≤ 0.
-
-    Raises:
-        ValueError: if a dispersion is negative or NaN, a separation NaN, or a number of keys no integer ≥ 0.
 
     Example:
         >>> heavy_hitter_rows(2.0, [0.5, float("inf")], 5).log_row.exp()
@@ -445,34 +394,10 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     return AttentionRows(*_where_attended(k, constants, delta, gap), assumptions=(assumption,))
 
 
-def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
-    """Return ln Σ_{i : l ∈ S_i} value_i over the queries i that use a key l: a weighted key load.
-
-    Source: docs/theory.md#attention-map. Deviation: none.
-
-    Args:
-        log_values: ln value_i, shape (..., queries).
-        selected: bool, shape (..., queries, keys): l ∈ S_i.
-
-    Returns:
-        Shape (..., keys), float64; −∞ for keys that no query uses.
-
-    Example:
-        >>> key_sums(torch.zeros(2), torch.tensor([[True, True], [True, False]])).exp()
-        tensor([2., 1.])
-    """
-    return torch.where(selected, log_values[..., None], -math.inf).logsumexp(dim=-2)
-
-
 def _where_attended(keys: Tensor, constants: Callable[..., Constants], *rows: Tensor) -> Constants:
     """Return the constants of rows with keys; −∞ (no contribution) for rows without."""
     padded = keys == 0
     delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
     weight, xi, row, split = constants(delta, torch.where(padded, 1.0, keys), *rest)
-    nothing = -math.inf
-    return (
-        torch.where(padded, nothing, weight),
-        torch.where(padded, nothing, xi),
-        torch.where(padded, nothing, row),
-        torch.where(padded, nothing, split),
-    )
+    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in (weight, xi, row, split))
+    return weight, xi, row, split

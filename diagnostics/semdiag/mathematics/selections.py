@@ -11,19 +11,13 @@ from semdiag_models import InputError
 
 @dataclass(frozen=True)
 class AllowedKeys:
-    """The keys that each row may choose: positions j with ``first`` ≤ j < ``end``.
+    """The keys that each row may choose: positions j with ``first`` ≤ j < ``end``."""
 
-    Attributes:
-        first: int64 (rows,), first allowed key.
-        end: int64 (rows,), position after the last allowed key.
-        position: int64 (rows,), position of the row's query among the keys; None if unknown and not needed.
-        counts: bool (rows,), False for the rows of padded queries.
-    """
-
-    first: Tensor
-    end: Tensor
+    first: Tensor  # int64 (rows,), first allowed key
+    end: Tensor  # int64 (rows,), position after the last allowed key
+    # int64 (rows,), position of the row's query among the keys; None if unknown and not needed
     position: Tensor | None
-    counts: Tensor
+    counts: Tensor  # bool (rows,), False for the rows of padded queries
 
 
 def allowed_keys(
@@ -365,30 +359,16 @@ class _Part:
         if self.error is not None:
             fine = self._within_error(at)
         elif engines == 1:
-            fine = rounds_together(worst[at], left[at], kind)
+            fine = _rounds_together(worst[at], left[at], kind)
         else:
             fine = may_swap(worst[at], left[at], kind, engines)
         grade[at] = torch.where(fine, _GRADE[explained], _GRADE["wrong"]).to(torch.int8)
 
 
-def rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
+def _rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
     """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
 
-    Formula: fl(l) ≥ fl(h), to nearest, ties to even. As fl is monotonic, l and h may be the least chosen and the
-    best dropped score. A number beyond the largest finite one counts as that one, or as infinite.
-
-    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        lower: scores (...), not NaN.
-        higher: scores (...) that are at least as large.
-        kind: format to which the engine rounded the scores before it chose.
-
-    Example:
-        >>> from semdiag.mathematics.rounding import FORMATS
-        >>> one = torch.tensor([1.0, 1.0])
-        >>> rounds_together(one, one + torch.tensor([2**-9, 2**-7]), FORMATS["bfloat16"]).tolist()
-        [True, False]
+    fl never falls, so they may be the least chosen and the best dropped score: docs/theory.md#rounded-scores.
     """
     lower, higher = lower.double(), higher.double()
     beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
@@ -397,32 +377,15 @@ def rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor
 
 
 def without_repeats(indices: Tensor) -> Tensor:
-    """Replace repeated and negative indices in each row by -1.
-
-    Args:
-        indices: int64 (rows, k).
-
-    Example:
-        >>> without_repeats(torch.tensor([[4, 2, 4, -1]])).tolist()
-        [[4, 2, -1, -1]]
-    """
+    """Replace repeated and negative indices in each row of (rows, k) by -1."""
     ordered, places = indices.sort(dim=1, stable=True)
     again = torch.zeros_like(indices, dtype=torch.bool)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
     return indices.masked_fill(torch.zeros_like(again).scatter_(1, places, again) | (indices < 0), -1)
 
 
-def places_in(keys: Tensor, others: Tensor) -> Tensor:
-    """Return the position of each key among the other row's keys, -1 if it is absent.
-
-    Args:
-        keys: int64 (rows, k), distinct in a row, -1 for none.
-        others: int64 (rows, m), distinct in a row, -1 for none.
-
-    Example:
-        >>> places_in(torch.tensor([[4, 2, -1]]), torch.tensor([[7, 4, -1]])).tolist()
-        [[1, -1, -1]]
-    """
+def _places_in(keys: Tensor, others: Tensor) -> Tensor:
+    """Return the position of each key among the other row's distinct keys, -1 if it is absent or negative."""
     ordered, places = others.sort(dim=1)
     at = torch.searchsorted(ordered.contiguous(), keys.contiguous()).clamp(max=others.shape[1] - 1)
     return places.gather(1, at).where((ordered.gather(1, at) == keys) & (keys >= 0), -1)
@@ -447,7 +410,7 @@ def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         >>> [part.tolist() for part in overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]))]
         [[0.5], [1.0]]
     """
-    at = places_in(first, second)
+    at = _places_in(first, second)
     common = at >= 0
     number = common.sum(1)
     larger = torch.maximum((first >= 0).sum(1), (second >= 0).sum(1))
@@ -473,7 +436,7 @@ def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
         [0.25]
     """
     own = weights.double().masked_fill(first < 0, 0)
-    return own.masked_fill(places_in(first, second) >= 0, 0).sum(1) / own.sum(1)
+    return own.masked_fill(_places_in(first, second) >= 0, 0).sum(1) / own.sum(1)
 
 
 @torch.no_grad()

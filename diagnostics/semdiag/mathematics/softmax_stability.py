@@ -12,26 +12,16 @@ from semdiag.mathematics.spectral_norms import (
     float64,
     log_one_plus_inverse,
     log_sum,
-    log_swap_cost,
 )
 
 
 def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
     """Return ln of the largest weight that a softmax row of k keys and range δ can give to one key.
 
-    p̄(δ, k) = e^δ / (e^δ + k − 1).
+    p̄(δ, k) = e^δ / (e^δ + k − 1), of which ln is in [−ln k, 0]. Arguments and errors as of
+    :func:`fixed_mask_stability`.
 
     Source: docs/theory.md#largest-weight. Deviation: the paper's e^δ/k can exceed 1.
-
-    Args:
-        dispersion: δ ≥ 0 in nats, largest minus smallest unmasked score.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln p̄ in [−ln k, 0], in the broadcast shape.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> log_largest_weight([0.0, 1000.0], 4).exp()
@@ -106,26 +96,17 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     """
     delta, k = _checked(dispersion, keys)
     gap = _checked_separation(separation)
-    log_xi = log_sum(fixed_mask_stability(delta, k).log_value, log_swap_cost(delta, gap, k))
+    log_xi = log_sum(fixed_mask_stability(delta, k).log_value, _log_swap_cost(delta, gap, k))
     return Bound(log_xi, (positive_separation(gap),), "docs/theory.md#heavy-hitter-stability")
 
 
 def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
     """Return the row form for a fixed set of keys: ‖p(z) − p(z')‖₁ ≤ min(k ξ*, 1) ‖z − z'‖_∞.
 
-    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key, whatever the dispersion.
+    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key, whatever the dispersion. Arguments and
+    errors as of :func:`fixed_mask_stability`.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper, which uses ‖z − z'‖₁.
-
-    Args:
-        dispersion: δ ≥ 0 in nats; only its shape matters.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln of the constant per entry: 0, or −∞ for a single key.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> fixed_mask_row_stability([0.0, 90.0, 5.0], [40, 40, 1]).log_value.exp()
@@ -141,20 +122,9 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
 
     If the set stays the same, the constant is 1. Otherwise a key i that leaves and a key j that enters have (z_i −
     z'_i) + (z'_j − z_j) ≥ 2Δ_h, so ‖z − z'‖_∞ ≥ Δ_h, and ‖p − p'‖₁ ≤ 2. If nothing is masked (Δ_h = +inf), it is
-    the fixed set's min(k ξ*, 1).
+    the fixed set's min(k ξ*, 1). Arguments and errors as of :func:`heavy_hitter_stability`.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
-        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
-        keys: k ≥ 1, number of unmasked keys, the same in both rows.
-
-    Returns:
-        ln of the constant per entry; +inf where Δ_h ≤ 0.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> heavy_hitter_row_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
@@ -171,21 +141,11 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
 def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
     """Return the row form for a top-k set whose scores change by two terms, as they do when tokens move.
 
-    ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖a‖_∞ + ξ_h ‖b‖₁ for every z − z' = a + b.
+    ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖a‖_∞ + ξ_h ‖b‖₁ for every z − z' = a + b; the constant of ‖a‖_∞ is
+    returned. Arguments and errors as of :func:`heavy_hitter_stability`.
 
     Source: docs/theory.md#attention-map. Deviation: not in the paper. Whether max(1, 2/Δ_h), as in the row form,
     could replace the sum 1 + 2/Δ_h is not proved.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
-        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
-        keys: k ≥ 1, number of unmasked keys, the same in both rows.
-
-    Returns:
-        ln of the constant of ‖a‖_∞ per entry; +inf where Δ_h ≤ 0.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> heavy_hitter_split_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
@@ -271,17 +231,9 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
 def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
     """Return the log odds of each row's largest weight, ln(p_max/(1 − p_max)), accurate even if p_max rounds to 1.
 
+    Arguments and errors as of :func:`local_stability`; nats, +inf for a single key.
+
     Source: docs/theory.md#same-set. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        selected: bool, shape (..., keys), at least one True per row.
-
-    Returns:
-        Log odds in nats, shape (...), float64; +inf for a single key.
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0, 0.0], [900.0, 0.0, 0.0]])
@@ -340,23 +292,13 @@ def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selecte
 def score_change(
     scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
-    """Return ‖z − z'‖ over the keys of either row, S ∪ S'.
+    """Return ‖z − z'‖ in nats over the keys of either row, S ∪ S'.
+
+    Arguments as of :func:`weight_change`; ``order`` 1 is the sum, ``math.inf`` the largest entry, and any other a
+    ValueError.
 
     Source: docs/theory.md#heavy-hitter-stability, whose proof uses these keys only. Deviation: the
     paper sums over all keys, which can only make the distance larger and the secant smaller.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-        order: 1 for the sum, ``math.inf`` for the largest entry.
-
-    Returns:
-        The distance in nats, shape (...), float64.
-
-    Raises:
-        ValueError: if ``order`` is neither 1 nor infinity.
 
     Example:
         >>> z = torch.tensor([0.0, 1.0, -math.inf])
@@ -374,20 +316,12 @@ def score_change(
 
 
 def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """Return the unevenness of the scores' change: max − min of z − z' over the keys of either row, S ∪ S'.
+    """Return the unevenness of the scores' change: max − min of z − z', nats, over the keys of either row.
 
-    Adding a number to all scores of a row changes neither the weights nor this range.
+    Adding a number to all scores of a row changes neither the weights nor this range; it is 0 if no key is used.
+    Arguments as of :func:`weight_change`.
 
     Source: docs/theory.md#same-set. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-
-    Returns:
-        The range in nats, shape (...), float64; 0 if no key is used.
 
     Example:
         >>> z, used = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([True, True, True])
@@ -412,3 +346,34 @@ def _masked(scores: Tensor, selected: Tensor) -> Tensor:
     if not bool(selected.any(dim=-1).all()):
         raise ValueError("A row selects no key, so it has no softmax. Leave padded queries out.")
     return torch.where(selected, float64(scores), -math.inf)
+
+
+_NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to rounding for any t
+
+
+def _log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
+    """Return ln κ, the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
+
+    κ = max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): docs/theory.md#heavy-hitter-stability; 0 for Δ = +inf.
+    """
+    delta, gap, k = broadcast(dispersion, separation, keys)
+    gap = gap.clamp(min=0)
+    inner = torch.minimum(_stationary_height(gap, k), delta)
+    none, some, most = (_log_cost(height, gap, k) for height in (delta.new_zeros(()), inner, delta))
+    return torch.maximum(torch.maximum(none, some), most)
+
+
+def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
+    """Return ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
+    return math.log(2) - torch.log1p((keys - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
+
+
+def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
+    """Return d of the local maximum, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
+    excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
+    exists = (excess > 0) & (excess < math.inf)
+    u = torch.where(exists, excess, 1.0)
+    x = 1 + torch.sqrt(2 * u) + u
+    for _ in range(_NEWTON_STEPS):
+        x *= torch.log(x).add_(u).div_(x - 1)  # x − (x − ln x − t) / (1 − 1/x)
+    return torch.where(exists, (x + 1 - 2 * torch.where(exists, gap, 0.0)).clamp(min=0), 0.0)

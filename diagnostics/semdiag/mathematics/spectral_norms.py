@@ -13,35 +13,12 @@ Real: TypeAlias = Tensor | float | Sequence[float]
 
 
 def float64(value: Real) -> Tensor:
-    """Convert a number, a sequence of numbers or a tensor of any dtype to a float64 tensor.
-
-    Args:
-        value: number(s); a tensor keeps its device, which must support float64 (CPU or CUDA).
-
-    Returns:
-        The values in float64.
-
-    Example:
-        >>> float64([1, 2])
-        tensor([1., 2.], dtype=torch.float64)
-    """
+    """Convert numbers to a float64 tensor; a tensor keeps its device, which must support float64."""
     return torch.as_tensor(value, dtype=torch.float64)
 
 
 def broadcast(*values: Real) -> tuple[Tensor, ...]:
-    """Convert numbers and tensors to float64 and one shape.
-
-    Args:
-        values: numbers and tensors to combine elementwise.
-
-    Returns:
-        One float64 tensor per value, in the broadcast shape, on the device of the first tensor that is not on the
-        CPU.
-
-    Example:
-        >>> broadcast([1.0, 2.0], 5)[1]
-        tensor([5., 5.], dtype=torch.float64)
-    """
+    """Convert numbers to float64 tensors of one shape, on the device of the first that is not on the CPU."""
     tensors = [float64(value) for value in values]
     shape = np.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
@@ -49,34 +26,12 @@ def broadcast(*values: Real) -> tuple[Tensor, ...]:
 
 
 def log(value: Real) -> Tensor:
-    """Return the natural logarithm in float64, with ln 0 = −inf.
-
-    Args:
-        value: non-negative number(s).
-
-    Returns:
-        ln value, same shape.
-
-    Example:
-        >>> log([0.0, 1.0])
-        tensor([-inf, 0.], dtype=torch.float64)
-    """
+    """Return the natural logarithm in float64, with ln 0 = −inf."""
     return float64(value).log()
 
 
 def log_sum(*terms: Tensor) -> Tensor:
-    """Return ln Σ exp(term), elementwise: the logarithm of a sum whose terms are given as logarithms.
-
-    Args:
-        terms: natural logarithms, at least one; −inf stands for 0.
-
-    Returns:
-        The logarithm of the sum, in the broadcast shape.
-
-    Example:
-        >>> log_sum(log(1.0), log(2.0), log(0.0)).exp()
-        tensor(3.0000, dtype=torch.float64)
-    """
+    """Return ln Σ exp(term) elementwise, of at least one term; −inf stands for 0."""
     total = terms[0]
     for term in terms[1:]:
         total = torch.logaddexp(total, term)
@@ -84,20 +39,7 @@ def log_sum(*terms: Tensor) -> Tensor:
 
 
 def log_product(*factors: Tensor) -> Tensor:
-    """Return the logarithm of a product whose factors are given as logarithms, with 0 · ∞ = 0.
-
-    A constant 0 means that nothing moves, whatever the other constants are.
-
-    Args:
-        factors: natural logarithms, at least one; −inf stands for 0 and +inf for no guarantee.
-
-    Returns:
-        The logarithm of the product, in the broadcast shape.
-
-    Example:
-        >>> log_product(float64([-math.inf, 1.0]), float64(math.inf))
-        tensor([-inf, inf], dtype=torch.float64)
-    """
+    """Return the logarithm of a product from those of its factors, with 0 · ∞ = 0: nothing moves."""
     total = factors[0]
     for factor in factors[1:]:
         nothing = (total == -math.inf) | (factor == -math.inf)
@@ -106,51 +48,17 @@ def log_product(*factors: Tensor) -> Tensor:
 
 
 def log_one_plus_inverse(value: Tensor) -> Tensor:
-    """Return ln(1 + 1/x), even if 1/x overflows; 0 at x = +inf and +inf at x = 0.
-
-    Args:
-        value: x ≥ 0, float64.
-
-    Returns:
-        ln(1 + 1/x), same shape.
-
-    Example:
-        >>> log_one_plus_inverse(float64([1e-9, 1.0, float("inf")]))
-        tensor([20.7233,  0.6931,  0.0000], dtype=torch.float64)
-    """
+    """Return ln(1 + 1/x), even if 1/x overflows; 0 at x = +inf and +inf at x = 0."""
     return torch.logaddexp(torch.zeros_like(value), -value.log())
 
 
 def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
-    """Return ln sqrt(Σ exp(2·value)): the root of a sum of squares of constants given as logarithms.
-
-    Args:
-        values: natural logarithms.
-        dim: dimension to sum over.
-
-    Returns:
-        Logarithm of the root of the sum of squares, without that dimension.
-
-    Example:
-        >>> log_root_sum_squares(log([3.0, 4.0])).exp()
-        tensor(5.0000, dtype=torch.float64)
-    """
+    """Return ln sqrt(Σ exp(2·value)) along a dimension."""
     return 0.5 * torch.logsumexp(2 * values, dim=dim)
 
 
 def log_one_plus(log_value: Tensor) -> Tensor:
-    """Return ln(1 + x) from ln x, as for a residual connection.
-
-    Args:
-        log_value: ln x, float64.
-
-    Returns:
-        ln(1 + x), same shape.
-
-    Example:
-        >>> log_one_plus(float64([-float("inf"), 1000.0]))
-        tensor([   0., 1000.], dtype=torch.float64)
-    """
+    """Return ln(1 + x) from ln x, as for a residual connection."""
     return torch.logaddexp(torch.zeros_like(log_value), log_value)
 
 
@@ -231,13 +139,6 @@ def score_scale(head_width: int, inverse_temperature: float = 1.0) -> float:
 
     Source: docs/theory.md#attention-call. Deviation: none.
 
-    Args:
-        head_width: d_head, number of rows of one head's W_q.
-        inverse_temperature: factor τ.
-
-    Returns:
-        The factor.
-
     Example:
         >>> score_scale(64)
         0.125
@@ -296,17 +197,9 @@ def paper_code_bilinear_norm(
 ) -> Tensor:
     """Return Γ as the paper's released code computes it: scale · ‖[W_q b_q]ᵀ [W_k b_k]‖₂.
 
+    Arguments and result as of :func:`bilinear_form_norm`.
+
     Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours leaves b_k out.
-
-    Args:
-        query_weight: W_q, shape (..., d_head, d).
-        query_bias: b_q, shape (..., d_head), or None.
-        key_weight: W_k, shape (..., d_head, d).
-        key_bias: b_k, shape (..., d_head), or None.
-        scale: τ / sqrt(d_head).
-
-    Returns:
-        The norm, shape (...), float64.
 
     Example:
         >>> paper_code_bilinear_norm(torch.eye(4), None, torch.eye(4), None, score_scale(4)).item()
@@ -320,13 +213,6 @@ def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours leaves b out
     and takes W_o W_v for V.
-
-    Args:
-        weight: shape (..., m, n).
-        bias: shape (..., m), or None.
-
-    Returns:
-        The norm, shape (...), float64.
 
     Example:
         >>> paper_code_layer_norm(3 * torch.eye(1), 4 * torch.ones(1)).item()
@@ -342,15 +228,10 @@ _TOLERANCE = 1e-4  # relative growth at which an iteration counts as settled
 
 @dataclass(frozen=True, eq=False)
 class JacobianNorm:
-    """A norm of a Jacobian, found by iteration.
+    """A norm of a Jacobian, found by iteration."""
 
-    Attributes:
-        value: (N,), largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm.
-        settled: (N,) bool, whether the last step grew the value by less than the fraction 1e-4.
-    """
-
-    value: Tensor
-    settled: Tensor
+    value: Tensor  # (N,), largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm
+    settled: Tensor  # (N,) bool, whether the last step grew the value by less than the fraction 1e-4
 
 
 def token_jacobian_norm(
@@ -456,52 +337,3 @@ def jacobian_spectral_norm(
     value = torch.linalg.matrix_norm(matrix, 2)
     before = torch.linalg.matrix_norm(matrix[..., :-1, :-1], 2) if steps > 1 else torch.zeros_like(value)
     return JacobianNorm(value, value <= before * (1 + _TOLERANCE))
-
-
-_NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to rounding for any t
-
-
-def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
-    """Return ln of the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
-
-    max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one has weight at most p̄(d, k), and
-    it and its successor must together move by 2Δ + d.
-
-    Source: docs/theory.md#heavy-hitter-stability. Deviation: not in the paper.
-
-    Args:
-        dispersion: δ ≥ 0 in nats.
-        separation: Δ in nats, +inf where nothing is masked.
-        keys: number of kept keys k ≥ 1.
-
-    Returns:
-        ln of the maximum, in the broadcast shape; +inf for Δ ≤ 0, −inf for Δ = +inf.
-
-    Example:
-        >>> at_once = log_swap_cost(torch.tensor(0.0), torch.tensor(0.5), torch.tensor(4.0))
-        >>> at_once.exp().item()  # 1/(kΔ)
-        0.5
-        >>> log_swap_cost(torch.tensor(9.0), torch.tensor(0.5), torch.tensor(4.0)).exp().item()
-        0.5...
-    """
-    delta, gap, k = broadcast(dispersion, separation, keys)
-    gap = gap.clamp(min=0)
-    inner = torch.minimum(_stationary_height(gap, k), delta)
-    none, some, most = (_log_cost(height, gap, k) for height in (delta.new_zeros(()), inner, delta))
-    return torch.maximum(torch.maximum(none, some), most)
-
-
-def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
-    """Return ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
-    return math.log(2) - torch.log1p((keys - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
-
-
-def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
-    """Return d of the local maximum, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
-    excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
-    exists = (excess > 0) & (excess < math.inf)
-    u = torch.where(exists, excess, 1.0)
-    x = 1 + torch.sqrt(2 * u) + u
-    for _ in range(_NEWTON_STEPS):
-        x *= torch.log(x).add_(u).div_(x - 1)  # x − (x − ln x − t) / (1 − 1/x)
-    return torch.where(exists, (x + 1 - 2 * torch.where(exists, gap, 0.0)).clamp(min=0), 0.0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
-from semdiag.mathematics.score_strips import AttentionRows, key_sums
+from semdiag.mathematics.score_strips import AttentionRows
 from semdiag.mathematics.softmax_stability import positive_separation
 from semdiag.mathematics.spectral_norms import (
     Real,
@@ -21,20 +21,12 @@ from semdiag.mathematics.spectral_norms import (
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
-    """Norms of one attention layer, with one entry per head (or a scalar for a single head).
+    """Norms of one attention layer, with one entry per head (or a scalar for a single head)."""
 
-    Attributes:
-        gamma: Γ_h, see :func:`~semdiag.mathematics.spectral_norms.bilinear_form_norm`.
-        upsilon: Υ_h, see :func:`~semdiag.mathematics.spectral_norms.value_output_norm`.
-        token: Ξ, largest norm of a token at the attention's input.
-        query: Ξ̃, largest norm of the query side, see
-            :func:`~semdiag.mathematics.bounds.block_bounds.query_norm`.
-    """
-
-    gamma: Real
-    upsilon: Real
-    token: Real
-    query: Real
+    gamma: Real  # Γ_h, see ``bilinear_form_norm``
+    upsilon: Real  # Υ_h, see ``value_output_norm``
+    token: Real  # Ξ, largest norm of a token at the attention's input
+    query: Real  # Ξ̃, largest norm of the query side, see ``query_norm``
 
     @property
     def log_form_reach(self) -> Tensor:
@@ -78,29 +70,22 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
         )
     log_gamma, log_xi = log(norms.gamma), log(norms.token)
     as_query = log_product((log_gamma + 2 * log_xi)[..., None], rows.log_split)
-    as_key = log_product(norms.log_form_reach[..., None], key_sums(rows.log_xi, selected))
-    per_token = log_sum(key_sums(rows.log_weight, selected), as_query, as_key)
+    as_key = log_product(norms.log_form_reach[..., None], _key_sums(rows.log_xi, selected))
+    per_token = log_sum(_key_sums(rows.log_weight, selected), as_query, as_key)
     return Bound(per_token.amax(dim=-1), rows.assumptions, "docs/theory.md#attention-map")
 
 
 def attention_map_bound_from_load(
     rows: AttentionRows, largest_load: Real, norms: HeadNorms, *, heavy_hitter: bool
 ) -> Bound:
-    """Return λ_A from the largest key load alone, without the mask.
+    """Return ln λ_A, shape (...), from the largest key load alone, without the mask.
 
-    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j and
-    m = 2 for heavy-hitter masks, whose unions can double a load.
+    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j over
+    everything
+    that is compared, and m = 2 for heavy-hitter masks, whose unions can double a load.
+    Rows (..., queries) and norms as of :func:`attention_map_bound`.
 
     Source: docs/theory.md#attention-map. Deviation: coarser than :func:`attention_map_bound`, never smaller.
-
-    Args:
-        rows: constants of the rows, shape (..., queries).
-        largest_load: l = max_j l_j, a count, over everything that is compared.
-        norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
-        heavy_hitter: whether the mask depends on the scores.
-
-    Returns:
-        ln λ_A, shape (...), with the rows' assumptions.
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows
@@ -119,19 +104,13 @@ def attention_map_bound_from_load(
 
 
 def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
-    """Return λ_M: how far a head's outputs, summed over queries, move per unit of its score form M_h.
+    """Return ln λ_M, (...): how far a head's outputs, summed over queries, move per unit of its score form M_h.
 
     λ_M = Υ_h Ξ² Ξ̃ Σ_i min(s_i ξ_i, row_i). For full attention this is Υ Ξ² Ξ̃ L whatever the dispersion is.
+    Rows (..., queries) and norms as of :func:`attention_map_bound`.
 
     Source: docs/theory.md#form. Deviation: the paper has ΥΞ³L e^δ_s, see
     :func:`~semdiag.mathematics.bounds.attention_bounds.paper_bilinear_form_bound`.
-
-    Args:
-        rows: constants of the rows, shape (..., queries).
-        norms: Υ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
-
-    Returns:
-        ln λ_M, shape (...), with the rows' assumptions.
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows
@@ -143,6 +122,11 @@ def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
     log_reach = log(norms.upsilon) + 2 * log(norms.token) + log(norms.query)
     log_form = log_product(log_reach, rows.log_row.logsumexp(dim=-1))
     return Bound(log_form, rows.assumptions, "docs/theory.md#form")
+
+
+def _key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
+    """Return ln Σ_{i : l ∈ S_i} value_i (..., keys) over the queries that use a key; −∞ if none does."""
+    return torch.where(selected, log_values[..., None], -math.inf).logsumexp(dim=-2)
 
 
 def paper_attention_map_bound(
@@ -180,20 +164,12 @@ def paper_attention_map_bound(
 def paper_bilinear_form_bound(
     dispersion: Real, norms: HeadNorms, tokens: Real, separation: Real | None = None
 ) -> Bound:
-    """Return the paper's constant of the attention outputs in W, the score form.
+    """Return ln λ_W, the paper's constant of the attention outputs in W, the score form.
 
-    Full attention and fixed masks: ΥΞ³L e^δ; heavy-hitter masks: 2ΥΞ³L e^δ_h (1 + 1/Δ_h).
+    Full attention and fixed masks: ΥΞ³L e^δ; heavy-hitter masks: 2ΥΞ³L e^δ_h (1 + 1/Δ_h), +inf where Δ_h ≤ 0.
+    Arguments as of :func:`paper_attention_map_bound`; ``tokens`` is L.
 
     Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none.
-
-    Args:
-        dispersion: δ in nats, the largest over the queries (or a percentile).
-        norms: Υ and Ξ.
-        tokens: number of tokens L.
-        separation: Δ_h in nats, the smallest over the queries; None for masks that ignore the scores.
-
-    Returns:
-        ln λ_W, in the broadcast shape; +inf where Δ_h ≤ 0.
 
     Example:
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)

@@ -72,19 +72,14 @@ def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Te
 class Assumption:
     """An assumption of a bound, with the measurements that decide it.
 
-    Attributes:
-        statement: the assumption in words, as a report prints it.
-        measured: numbers that decide it, by name (for instance the smallest separation).
-        holds: whether the measured values meet the assumption.
-
     Example:
         >>> print(Assumption("separation is positive", {"smallest": -0.5}, holds=False))
         assumption not met: separation is positive (smallest = -0.5)
     """
 
-    statement: str
-    measured: Mapping[str, float]
-    holds: bool
+    statement: str  # the assumption in words, as a report prints it
+    measured: Mapping[str, float]  # numbers that decide it, by name (for instance the smallest separation)
+    holds: bool  # whether the measured values meet the assumption
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{name} = {value:.4g}" for name, value in self.measured.items())
@@ -99,12 +94,6 @@ class Bound:
     A bound whose assumption fails is still returned: its value is +inf if the failure leaves no guarantee (a
     separation ≤ 0), else the formula's value; :attr:`unmet` says why not to rely on it.
 
-    Attributes:
-        log_value: ln of the bound, float64, any shape (a scalar, or one value per query, head, …);
-            −inf stands for the constant 0, +inf for no guarantee.
-        assumptions: all assumptions that were checked, in order.
-        source: equation of the paper or section of docs/theory.md.
-
     Example:
         >>> import torch
         >>> bound = Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5")
@@ -112,9 +101,9 @@ class Bound:
         (2.0, True)
     """
 
-    log_value: Tensor
-    assumptions: tuple[Assumption, ...]
-    source: str
+    log_value: Tensor  # ln of the bound, float64, any shape; −inf stands for the constant 0, +inf for no guarantee
+    assumptions: tuple[Assumption, ...]  # all assumptions that were checked, in order
+    source: str  # equation of the paper or section of docs/theory.md
 
     @property
     def unmet(self) -> tuple[Assumption, ...]:
@@ -137,19 +126,7 @@ class Bound:
 
 
 def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
-    """Return the assumptions of several bounds as one tuple, each once.
-
-    Args:
-        groups: assumptions of each part.
-
-    Returns:
-        All assumptions in order of first appearance, without repetitions.
-
-    Example:
-        >>> a, b = Assumption("a", {}, holds=True), Assumption("b", {}, holds=True)
-        >>> [m.statement for m in merged([(a, b), (a,)])]
-        ['a', 'b']
-    """
+    """Return the assumptions of several bounds in order of first appearance, each once."""
     kept: list[Assumption] = []
     for group in groups:
         kept.extend(a for a in group if a not in kept)
@@ -161,73 +138,43 @@ _MLP_PARAMETERS = {"W_P", "b_P", "W_R", "b_R"}
 
 @dataclass(frozen=True, eq=False)
 class AttentionConstants:
-    """The attention of a block as the bounds see it; tensors of shape (..., heads).
+    """The attention of a block as the bounds see it; tensors of shape (..., heads)."""
 
-    Attributes:
-        log_map: ln λ_A per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.attention_map_bound`.
-        log_form: ln λ_M per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.bilinear_form_bound`.
-        upsilon: Υ_h per head.
-        query_weight: ‖[W_q b_q]‖₂ per head.
-        key_weight: ‖W_k‖₂ per head.
-        value_weight: ‖W_v‖₂ per head.
-        value_bias: ‖b_v‖ per head, 0 without bias.
-        output_weight: ‖W_o‖₂ of the whole matrix, shape (...).
-        score_scale: τ / sqrt(d_head).
-        token_norm: Ξ, shape (...).
-    """
-
-    log_map: Tensor
-    log_form: Tensor
-    upsilon: Tensor
-    query_weight: Tensor
-    key_weight: Tensor
-    value_weight: Tensor
-    value_bias: Tensor
-    output_weight: Real
-    score_scale: float
-    token_norm: Real
+    log_map: Tensor  # ln λ_A per head, from ``attention_map_bound``
+    log_form: Tensor  # ln λ_M per head, from ``bilinear_form_bound``
+    upsilon: Tensor  # Υ_h per head
+    query_weight: Tensor  # ‖[W_q b_q]‖₂ per head
+    key_weight: Tensor  # ‖W_k‖₂ per head
+    value_weight: Tensor  # ‖W_v‖₂ per head
+    value_bias: Tensor  # ‖b_v‖ per head, 0 without bias
+    output_weight: Real  # ‖W_o‖₂ of the whole matrix, shape (...)
+    score_scale: float  # τ / sqrt(d_head)
+    token_norm: Real  # Ξ, shape (...)
 
 
 @dataclass(frozen=True, eq=False)
 class MlpConstants:
-    """The MLP W_R σ(W_P y + b_P) + b_R of a block.
+    """The MLP W_R σ(W_P y + b_P) + b_R of a block."""
 
-    Attributes:
-        weight_in: B_P = ‖W_P‖₂.
-        weight_out: B_R = ‖W_R‖₂.
-        activation: λ_σ, see ``ACTIVATION_LIPSCHITZ``.
-        token_norm: Ξ_P, largest norm of a token at the MLP's input (after the normalisation of a pre-norm block).
-        hidden_norm: largest norm of a token's hidden units, max_i ‖σ(W_P y_i + b_P)‖.
-    """
-
-    weight_in: Real
-    weight_out: Real
-    activation: float
+    weight_in: Real  # B_P = ‖W_P‖₂
+    weight_out: Real  # B_R = ‖W_R‖₂
+    activation: float  # λ_σ, see ``ACTIVATION_LIPSCHITZ``
+    # Ξ_P, largest norm of a token at the MLP's input (after the normalisation of a pre-norm block)
     token_norm: Real
-    hidden_norm: Real
+    hidden_norm: Real  # largest norm of a token's hidden units, max_i ‖σ(W_P y_i + b_P)‖
 
 
 @dataclass(frozen=True, eq=False)
 class BlockConstants:
-    """A block: attention, MLP, two residual connections and two normalisations.
+    """A block: attention, MLP, two residual connections and two normalisations."""
 
-    Attributes:
-        attention: constants of the attention.
-        mlp: constants of the MLP.
-        tokens: L, number of tokens that are not padding.
-        attention_norm: λ_LN1 of the normalisation before (pre-norm) or after (post-norm) the attention.
-        mlp_norm: λ_LN2 of the MLP's normalisation, before or after it.
-        pre_norm: Y = U + Attn(LN U), Z = Y + MLP(LN Y) if true; Y = LN(U + Attn U), Z = LN(Y + MLP Y) if not.
-        assumptions: assumptions of λ_A and λ_M.
-    """
-
-    attention: AttentionConstants
-    mlp: MlpConstants
-    tokens: Real
-    attention_norm: Real
-    mlp_norm: Real
-    pre_norm: bool
-    assumptions: tuple[Assumption, ...] = ()
+    attention: AttentionConstants  # constants of the attention
+    mlp: MlpConstants  # constants of the MLP
+    tokens: Real  # L, number of tokens that are not padding
+    attention_norm: Real  # λ_LN1 of the normalisation before (pre-norm) or after (post-norm) the attention
+    mlp_norm: Real  # λ_LN2 of the MLP's normalisation, before or after it
+    pre_norm: bool  # Y = U + Attn(LN U), Z = Y + MLP(LN Y) if true; Y = LN(U + Attn U), Z = LN(Y + MLP Y) if not
+    assumptions: tuple[Assumption, ...] = ()  # assumptions of λ_A and λ_M
 
 
 def log_input_constant(block: BlockConstants) -> Tensor:

@@ -16,21 +16,15 @@ from semdiag.mathematics.spectral_norms import Real, float64, log, log_one_plus_
 class Condition:
     """A condition "left side < threshold", with its assumptions.
 
-    Attributes:
-        left_side: float64, any shape (one entry per percentile); +inf if an assumption leaves no value.
-        threshold: 1 for the paper's conditions, 0 for differences of logarithms.
-        assumptions: assumptions that were checked.
-        source: equation of the paper or section of docs/theory.md.
-
     Example:
         >>> Condition(float64([0.97, 1.2]), 1.0, (), "eq. 304").met
         tensor([ True, False])
     """
 
-    left_side: Tensor
-    threshold: float
-    assumptions: tuple[Assumption, ...]
-    source: str
+    left_side: Tensor  # float64, any shape (one entry per percentile); +inf if an assumption leaves no value
+    threshold: float  # 1 for the paper's conditions, 0 for differences of logarithms
+    assumptions: tuple[Assumption, ...]  # assumptions that were checked
+    source: str  # equation of the paper or section of docs/theory.md
 
     @property
     def met(self) -> Tensor:
@@ -76,17 +70,11 @@ def paper_input_condition(
 
     δ_h/δ_s + (1/δ_s) [ ln(δ_s (1 + β)(1 + 1/Δ_h) + β) − ln(1 + δ_s) ] < 1.
 
+    Arguments and result as of :func:`paper_weight_condition`; ``load_ratio`` is β, key load over k, at the same
+    percentiles.
+
     Source: paper, Cor. 1, eq. 305 (docs/theory.md#corollary). Deviation: none; percentiles of
     different queries are combined, a heuristic.
-
-    Args:
-        full_dispersion: δ_s of the full model in nats, per percentile.
-        masked_dispersion: δ_h of the heavy-hitter model, at the same percentiles.
-        masked_separation: Δ_h of the heavy-hitter model in nats, at the mirrored percentiles (100 − p).
-        load_ratio: β, key load over k, at the same percentiles.
-
-    Returns:
-        Left side against 1; +inf where δ_s = 0 or Δ_h ≤ 0.
 
     Example:
         >>> paper_input_condition(8.61, 3.51, 0.016, 1 / 5).left_side.item()
@@ -104,16 +92,9 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 
     δ_f/δ_s + (1/δ_s) [ ln(δ_s (1 + β)/2 + β) − ln(1 + δ_s) ] < 1. In the worst case δ_f = δ_s it
     holds only for β < 1, impossible for a mask with as many queries as keys. Its weight condition is δ_f/δ_s < 1.
+    Arguments and result as of :func:`paper_input_condition`, with δ_f for δ_h and the largest load for β.
 
     Source: paper, Thm 4 (docs/theory.md#fixed-mask-control). Deviation: written like eq. 305 for comparison.
-
-    Args:
-        full_dispersion: δ_s of the full model in nats.
-        masked_dispersion: δ_f of the fixed-mask model; δ_s itself for the worst case.
-        load_ratio: β, largest key load over k.
-
-    Returns:
-        Left side against 1; +inf where δ_s = 0.
 
     Example:
         >>> paper_fixed_mask_control(8.0, 8.0, 1.0).left_side.item()

@@ -35,19 +35,12 @@ ONE_PARAMETER_VECTOR = Assumption(
 
 @dataclass(frozen=True, eq=False)
 class Readout:
-    """Pooling, linear head and loss on top of the last block.
+    """Pooling, linear head and loss on top of the last block."""
 
-    Attributes:
-        head_weight: ‖Φ‖₂.
-        pooled_norm: largest norm of a pooled token.
-        pooling: weight of each token in the pooled token: 1/L for the mean, 1 for a CLS token.
-        loss: Lipschitz constant of the loss in the logits: √2 for cross-entropy.
-    """
-
-    head_weight: Real
-    pooled_norm: Real
-    pooling: Real
-    loss: Real = CROSS_ENTROPY_LIPSCHITZ
+    head_weight: Real  # ‖Φ‖₂
+    pooled_norm: Real  # largest norm of a pooled token
+    pooling: Real  # weight of each token in the pooled token: 1/L for the mean, 1 for a CLS token
+    loss: Real = CROSS_ENTROPY_LIPSCHITZ  # Lipschitz constant of the loss in the logits: √2 for cross-entropy
 
     @property
     def log_token_constant(self) -> Tensor:
@@ -127,17 +120,11 @@ def log_parameter_bounds(
 
 
 def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readout) -> dict[str, Tensor]:
-    """Return the constants λ_g of the loss in the matrices of the paper's Theorem 2.
+    """Return ln of the constants λ_g of the loss in the matrices of the paper's Theorem 2, by name.
 
-    Source: paper, Thm 2 (docs/theory.md#network). Deviation: none, if the blocks hold the paper's
-    λ_A and λ_W.
+    Blocks and readout as of :func:`log_parameter_bounds`; names are "block 0 W", "block 0 V", "block 0 W_P", ….
 
-    Args:
-        blocks: constants of the blocks, first to last.
-        readout: constants of pooling, head and loss.
-
-    Returns:
-        ln λ_g, shape (...), by name: "block 0 W", "block 0 V", "block 0 W_P", "block 0 W_R", …
+    Source: paper, Thm 2 (docs/theory.md#network). Deviation: none, if the blocks hold the paper's λ_A and λ_W.
     """
     return _through_network(blocks, [log_paper_parameter_constants(block) for block in blocks], readout)
 
@@ -188,17 +175,6 @@ _EPS = torch.finfo(torch.float64).eps
 class AttentionAtPoint:
     """The attention on one input; heads come first, d is the width of a token, D that of a head.
 
-    Attributes:
-        weights: p, (H, L, L), query by key; 0 where a key is masked, rows of padded queries 0.
-        queries: W_q u + b_q, (H, L, D).
-        keys: W_k u + b_k, (H, L, D).
-        values: W_v u + b_v, (H, L, D).
-        query_weight: W_q, (H, D, d).
-        key_weight: W_k, (H, D, d).
-        value_weight: W_v, (H, D, d).
-        output_weight: W_o of each head, (H, d, D).
-        scale: τ / sqrt(d_head).
-
     Example:
         >>> eye, ones = torch.eye(2)[None].double(), torch.ones(1, 2, 2).double()
         >>> at = AttentionAtPoint(ones / 2, 0 * ones, 0 * ones, eye, eye, eye, eye, eye, 1.0)
@@ -210,15 +186,15 @@ class AttentionAtPoint:
                 [0.0000, 0.5000]], dtype=torch.float64)
     """
 
-    weights: Tensor
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    query_weight: Tensor
-    key_weight: Tensor
-    value_weight: Tensor
-    output_weight: Tensor
-    scale: float
+    weights: Tensor  # p, (H, L, L), query by key; 0 where a key is masked, rows of padded queries 0
+    queries: Tensor  # W_q u + b_q, (H, L, D)
+    keys: Tensor  # W_k u + b_k, (H, L, D)
+    values: Tensor  # W_v u + b_v, (H, L, D)
+    query_weight: Tensor  # W_q, (H, D, d)
+    key_weight: Tensor  # W_k, (H, D, d)
+    value_weight: Tensor  # W_v, (H, D, d)
+    output_weight: Tensor  # W_o of each head, (H, d, D)
+    scale: float  # τ / sqrt(d_head)
 
 
 def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -275,16 +251,9 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
 
 
 def attention_columns(at: AttentionAtPoint, token: int) -> Tensor:
-    """Return the derivative of every query's attention output in one token's input, for a fixed mask.
+    """Return ∂(Σ_h W_o mixed_i)/∂u_l by query i, (L, d, d), for one token l and a fixed mask.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        at: attention at one input.
-        token: index l of the token.
-
-    Returns:
-        (L, d, d), ∂(Σ_h W_o mixed_i)/∂u_l by query i.
     """
     p = at.weights[:, :, token]
     means = at.weights @ at.values
@@ -338,15 +307,9 @@ def score_gradient_sums(
 def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Bound each query's ‖Cov_{p_i}(x, y)‖₂ from above by ‖C Cᵀ‖_F^(1/2) plus the possible effect of rounding.
 
+    Arguments as of :func:`covariances`; (..., queries).
+
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        weights: p, (..., queries, keys), rows of sum 1 or 0.
-        left: x, (..., keys, m).
-        right: y, (..., keys, n).
-
-    Returns:
-        (..., queries).
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]], dtype=torch.float64)

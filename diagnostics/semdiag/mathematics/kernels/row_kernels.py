@@ -411,7 +411,7 @@ def _kind(values: Tensor | None) -> tuple[int, tuple[int, ...]]:
 def kernel_rows(
     scores: Scores, top: int, sinks: Tensor | None, received: bool, tile: Tile | None = None
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    r"""Return what :func:`~semdiag.mathematics.score_strips.finished` needs, loads, and the weights received.
+    r"""Return what the strips of row_statistics.py needs, loads, and the weights received.
 
     Largest error of a score z, with S = \|scale\| Σ \|q_d\| \|k_d\|: γ S + u \|z\| in half precision, else
     (γ + 3 · 2^-22) S + u \|z\|: a number is the sum of two of 11 digits up to 2^-22, and of the four products the

@@ -16,7 +16,7 @@ from semdiag.mathematics.bounds.attention_bounds import (
     paper_bilinear_form_bound,
 )
 from semdiag.mathematics.bounds.block_bounds import Bound
-from semdiag.mathematics.score_strips import AttentionRows, fixed_mask_rows, heavy_hitter_rows, key_sums
+from semdiag.mathematics.score_strips import AttentionRows, fixed_mask_rows, heavy_hitter_rows
 
 LENGTH, WIDTH, K = 8, 3, 3
 SLACK = 1 + 1e-6
@@ -304,9 +304,7 @@ def test_worst_case_dispersion_is_never_exceeded():
     assert (here.dispersion.amax(-1) <= 2 * norms.gamma * norms.token * norms.query * SLACK).all()
 
 
-def test_key_sums_and_shapes():
-    values, selected = torch.tensor([0.0, math.log(2)]), torch.tensor([[True, False], [True, False]])
-    assert key_sums(values, selected).tolist() == [pytest.approx(math.log(3)), -math.inf]
+def test_a_mask_has_a_row_per_token():
     with pytest.raises(ValueError, match="one row of the mask per token"):
         attention_map_bound(
             fixed_mask_rows([1.0, 1.0], 2), torch.ones(2, 3, dtype=torch.bool), HeadNorms(1.0, 1.0, 1.0, 1.0)
