@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
-from semdiag.measuring.probe import EVERYWHERE, layer_table, optional_tables
+from semdiag.measuring.probe import EVERYWHERE, optional_tables, percentile_rows
 from semdiag.measuring.table import CORE, DEFAULTS, GONE, LATER, SHARES, TABLES, read_parquet, rows_of
 from semdiag.measuring.words import counted
 from semdiag_models import InputError, sha256
@@ -367,7 +367,8 @@ class Measurements:
         columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
         parts = []
         for row in self.models.itertuples():
-            table = layer_table(self.queries[self.queries["model"] == row.model], "dispersion")
+            rows = self.queries[self.queries["model"] == row.model]
+            table = percentile_rows(rows, "dispersion", "layer", "head").sort_values(["layer", "head"])
             title = f"Semantic dispersion (nats), {row.task} {row.attention}: {row.model}"
             parts.append(
                 f"<p>{escape(title)}</p>{table[columns].to_html(index=False, float_format='{:.3g}'.format)}"

@@ -21,7 +21,7 @@ from semdiag.measuring.findings.findings import (
     records,
 )
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import percentiles, pooled_table
+from semdiag.measuring.probe import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
 from semdiag_models import InputError
@@ -115,7 +115,7 @@ def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFra
     for model, rows in _rows(findings, quantity).groupby("model", sort=False):
         places = findings(place_percentiles, str(model), quantity).items()
         sketched = [{"layer": layer, **row} for (layer, head), row in places if head == ALL != layer]
-        table = pd.DataFrame(sketched) if sketched else pooled_table(rows, quantity, by="layer")
+        table = pd.DataFrame(sketched) if sketched else percentile_rows(rows, quantity, "layer")
         broken = {layer for layer, head in broken_places(findings, str(model)) if head == ALL}
         layers = records(table.sort_values("layer"))
         tables[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
