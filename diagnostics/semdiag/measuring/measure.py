@@ -163,21 +163,16 @@ def measure(
         raise _fits_nothing(loaded.path, run.audit)
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
     _remark_left_out(run.audit, draws, set(k) - set(fits))
-    rows = collected.queries()
-    _check_keys(loaded.path, rows, min_keys, draws)
+    tables = collected.tables(fits)
+    _check_keys(loaded.path, tables["queries"], min_keys, draws)
     accuracy = _accuracy(torch.cat(answers), labels, run.audit) if answers else None
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
-        queries=_with_ks(rows, k, fits),
-        loads=_with_ks(collected.loads(), k, fits),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
-        non_finite=collected.non_finite(),
-        calls=collected.calls(),
-        heads=_with_ks(collected.heads(), k, fits),
         remarks=remarks_table(loaded.path, _noted(loaded, run.audit)),
         skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
-        sketches=_sketches(collected, k, fits),
         provenance=_provenance(run, queries, min_keys),
+        **tables,
     )
 
 
@@ -282,19 +277,6 @@ def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) ->
             f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
         )
         raise InputError(f"{problem} Use {' or '.join(ways)}." if ways else problem)
-
-
-def _sketches(collected: Collector, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
-    """Return the table of sketches without the quantities of a k that exceeds every query's keys."""
-    table = collected.sketches()
-    left = tuple(f"_k{value}" for value in set(k) - set(fits))
-    return table[~table["quantity"].str.endswith(left)] if left and len(table) else table
-
-
-def _with_ks(table: pd.DataFrame, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
-    """Return a table without the columns of a k that exceeds every query's keys."""
-    left = tuple(f"_k{value}" for value in set(k) - set(fits))
-    return table.drop(columns=[name for name in table if left and str(name).endswith(left)])
 
 
 def _wanted(loaded: LoadedModel) -> int | None:

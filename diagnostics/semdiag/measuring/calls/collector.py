@@ -460,8 +460,31 @@ class Collector:
         sample = samples[index]
         return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
 
-    def heads(self) -> pd.DataFrame:
-        """Return the table ``heads``, with first_key_kK for each counterfactual K."""
+    def tables(self, ks: Sequence[int]) -> dict[str, pd.DataFrame]:
+        """Return the tables by name; of the counterfactual numbers only ``ks``."""
+        left_out = tuple(f"_k{k}" for k in self.k if k not in ks)
+        sketched = [*self._queries.sketched(), *self._loads.sketched()]
+        tables = {
+            "queries": self._table(self._queries.parts, ()),
+            "loads": self._table(self._loads.parts, ()),
+            "heads": self._head_table(),
+            "non_finite": self._table(self._non_finite, ("sample", "layer", "head", "scores")),
+            "calls": self.layers.table(self.model),
+            "sketches": SKETCHES.of_rows(
+                {"model": self.model, **row} for row in sketched if not row["quantity"].endswith(left_out)
+            ),
+        }
+        return {
+            name: table.drop(columns=[column for column in table if str(column).endswith(left_out)])
+            for name, table in tables.items()
+        }
+
+    @property
+    def share_kept(self) -> float:
+        """Probability with which a query that was looked at is in the table: below 1 if not all were kept."""
+        return self._queries.share
+
+    def _head_table(self) -> pd.DataFrame:
         names = ["entropy", "first_weight", "first_key", *(f"first_key_k{k}" for k in self.k)]
         rows = [
             {"model": self.model, "layer": layer, "head": head, "queries": int(queries)}
@@ -471,32 +494,6 @@ class Collector:
         ]
         further = {name: pd.Series([row[name] for row in rows], dtype="float64") for name in names[2:]}
         return HEADS.of_rows(rows).assign(**further)
-
-    def queries(self) -> pd.DataFrame:
-        """Return the table ``queries``."""
-        return self._table(self._queries.parts, ())
-
-    def loads(self) -> pd.DataFrame:
-        """Return the table ``loads``."""
-        return self._table(self._loads.parts, ())
-
-    def sketches(self) -> pd.DataFrame:
-        """Return the table ``sketches``: percentiles of tables that have more rows than are kept."""
-        rows = [*self._queries.sketched(), *self._loads.sketched()]
-        return SKETCHES.of_rows({"model": self.model, **row} for row in rows)
-
-    @property
-    def share_kept(self) -> float:
-        """Probability with which a query that was looked at is in the table: below 1 if not all were kept."""
-        return self._queries.share
-
-    def non_finite(self) -> pd.DataFrame:
-        """Return the table ``non_finite``."""
-        return self._table(self._non_finite, ("sample", "layer", "head", "scores"))
-
-    def calls(self) -> pd.DataFrame:
-        """Return the table ``calls``: one row per layer and occurrence."""
-        return self.layers.table(self.model)
 
     def _table(self, parts: list[dict[str, np.ndarray]], empty: Sequence[str]) -> pd.DataFrame:
         names = list(parts[0]) if parts else list(empty)

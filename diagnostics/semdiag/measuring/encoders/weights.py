@@ -130,7 +130,11 @@ def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
     heads, config = encoder.config.heads, encoder.config
     named = {t.name.split(".", 2)[2]: t.values.double() for t in named_tensors(encoder) if t.layer == layer}
     per_head = ("attention.q", "attention.k", "attention.v")
-    rows = {name: tensor.unflatten(0, (heads, -1)) for name, tensor in named.items() if name.startswith(per_head)}
+    rows = {
+        name: torch.unflatten(tensor, 0, (heads, -1))
+        for name, tensor in named.items()
+        if name.startswith(per_head)
+    }
     return BlockWeights(
         query=rows["attention.q.weight"],
         query_bias=rows["attention.q.bias"],
@@ -138,7 +142,7 @@ def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
         key_bias=rows["attention.k.bias"],
         value=rows["attention.v.weight"],
         value_bias=rows["attention.v.bias"],
-        output=named["attention.out.weight"].unflatten(1, (heads, -1)).transpose(0, 1),
+        output=torch.unflatten(named["attention.out.weight"], 1, (heads, -1)).transpose(0, 1),
         mlp_in=named["expand.weight"],
         mlp_in_bias=named["expand.bias"],
         mlp_out=named["contract.weight"],
