@@ -21,7 +21,7 @@ from semdiag.measuring.calls.collector import ScoredRows, scored_rows
 from semdiag.measuring.encoders.weights import block_weights
 from semdiag_models import Encoder, InputError
 
-_MLP_NORM_EPS = 1e-5  # eps of the normalisation before the MLP (pre-norm) or after it (post-norm)
+MLP_NORM_EPS = 1e-5  # eps of the normalisation before the MLP (pre-norm) or after it (post-norm)
 _SCORES = 2**22  # largest number of scores in one forward pass (or one sample's)
 
 
@@ -103,8 +103,8 @@ class _Tracer:
         norms = {
             "token_norm": self._largest(call.tokens.norm(dim=-1)),
             "score_reach": abs(call.attention.scale) * self._largest(q) * self._largest(k),
-            "attention_std": -self._largest(-_token_std(seen[0], eps)),
-            "mlp_std": -self._largest(-_token_std(seen[1], _MLP_NORM_EPS)),
+            "attention_std": -self._largest(-token_std(seen[0], eps)),
+            "mlp_std": -self._largest(-token_std(seen[1], MLP_NORM_EPS)),
             "mlp_token_norm": self._largest(call.mlp_tokens.norm(dim=-1)),
             "hidden_norm": self._largest(call.hidden.norm(dim=-1)),
         }
@@ -154,7 +154,7 @@ class _Tracer:
         return InputTraces(layers, **{name: torch.cat(parts) for name, parts in self.whole.items()})
 
 
-def _token_std(x: Tensor, eps: float) -> Tensor:
+def token_std(x: Tensor, eps: float) -> Tensor:
     """Return sqrt(var + eps) of each token."""
     return (x.var(-1, unbiased=False) + eps).sqrt()
 
