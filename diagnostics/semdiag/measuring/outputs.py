@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,6 @@ def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
     else:
         return "", None
     return next(((name, named[name]) for name in _NAMES if named.get(name) is not None), ("", None))
-
-
-def unread_labels(batch: Batch) -> list[str]:
-    """Return the names of entries that hold labels of a kind that no comparison reads."""
-    return [name for name in _UNREAD if isinstance(batch, Mapping) and batch.get(name) is not None]
 
 
 def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
@@ -103,21 +99,10 @@ def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | Non
     )
 
 
-def losses_of(output: Any, values: Tensor, targets: Tensor) -> tuple[float, list[float], float] | None:
-    """Return a model's own loss, the mean cross-entropies that it may be, and by how much these may differ."""
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        return None
-    moved = next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
-    own, rounding = float(loss), max(1e-3, 4 * torch.finfo(loss.dtype).eps)
-    return own, [_cross_entropy(values, each) for each in (targets, moved)], rounding * max(1.0, abs(own))
-
-
 def _cross_entropy(values: Tensor, targets: Tensor) -> float:
     """Mean over targets, sample by sample: logits over a vocabulary are large."""
-    kind = torch.float64 if values.dtype == torch.float64 else torch.float32
     sums = [
-        F.cross_entropy(each.to(kind), own, ignore_index=IGNORED, reduction="sum")
+        F.cross_entropy(each.to(_kind(values)), own, ignore_index=IGNORED, reduction="sum")
         for each, own in zip(values, targets, strict=True)
     ]
     return float(torch.stack(sums).double().sum() / (targets != IGNORED).sum())
@@ -172,7 +157,8 @@ class Reader:
         self.reason = self._no_distribution(values, known) if logits else ""
         self.distribution = logits and not self.reason
         self.others = "" if self.distribution else _others(output)
-        self.unread = unread_labels(batch)
+        named_inputs = batch if isinstance(batch, Mapping) else {}
+        self.unread = [each for each in _UNREAD if named_inputs.get(each) is not None]
         self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
         self.loss = self._own_loss(output, batch) if self.distribution and labels is None else ""
 
@@ -229,15 +215,22 @@ class Reader:
             return ""
         values, _ = _values(output, batch)
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
-        losses = losses_of(output, values, targets_of(given, name, values))
-        if losses is None or not math.isfinite(losses[0]):
+        targets = targets_of(given, name, values)
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             return ""
-        own, ours, rounding = losses
+        if not math.isfinite(own := float(loss)):
+            return ""
+        moved = next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+        ours = [_cross_entropy(values, each) for each in (targets, moved)]
+        rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(1.0, abs(own))
         there, earlier = (abs(each - own) for each in ours)
         if there <= rounding or earlier <= rounding:
             self._moved = None if there == earlier else earlier < there  # the nearer of two that are near
             return ""
-        return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {_either(ours)}"
+        places = ("", " (each label one position earlier)")
+        known = [f"{x:.4g}{at}" for x, at in zip(ours, places, strict=True) if math.isfinite(x)]
+        return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {' or '.join(known)}"
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
@@ -258,12 +251,6 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
     return (after - before).masked_fill(after == before, 0)
 
 
-def _either(losses: Sequence[float]) -> str:
-    """Name the losses that are known."""
-    named = ("", " (each label one position earlier)")
-    return " or ".join(f"{x:.4g}{at}" for x, at in zip(losses, named, strict=True) if math.isfinite(x))
-
-
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
     """Return the output's tensor, samples first, and whether it is called logits."""
     compared, named = output if isinstance(output, Tensor) else None, False
@@ -272,11 +259,8 @@ def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
     if compared is None:
         compared = next(iter(_comparable(output).values()), None)
     if compared is None or not compared.is_floating_point():
-        kind = (
-            type(output).__name__
-            if compared is None
-            else f"tensor of {str(compared.dtype).removeprefix('torch.')}"
-        )
+        kind = f"tensor of {str(getattr(compared, 'dtype', '')).removeprefix('torch.')}"
+        kind = type(output).__name__ if compared is None else kind
         raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
     return _samples_first(compared, batching.samples_of(batch)), named
 
@@ -306,9 +290,8 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
 
 def _predicts_pixels(module: nn.Module) -> bool:
     """Return whether a model of transformers fills in parts of an image (ViTMAE, VideoMAE)."""
-    named = type(module).__module__.startswith("transformers.") and type(module).__name__.endswith(
-        "ForPreTraining"
-    )
+    kind = type(module)
+    named = kind.__module__.startswith("transformers.") and kind.__name__.endswith("ForPreTraining")
     return named and str(getattr(module, "main_input_name", "")).startswith("pixel_values")
 
 
@@ -371,26 +354,16 @@ class Streams:
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
         """Follow the stream of an encoder that runs inside the context; does nothing for other models."""
-        blocks: list[tuple[nn.Module, nn.Linear]] = []
-        if isinstance(module, Encoder) and hooked_alone(module):
-            blocks = [(block, module.attention(layer).out) for layer, block in enumerate(module.blocks)]
-        with self.followed(blocks):
-            yield
-
-    @contextmanager
-    def followed(self, blocks: Sequence[tuple[nn.Module, nn.Linear]]) -> Iterator[None]:
-        """Follow the stream from block to block."""
-        self._out = [out for _, out in blocks]
+        blocks = module.blocks if isinstance(module, Encoder) and hooked_alone(module) else ()
+        self._out = [module.attention(layer).out for layer in range(len(blocks))]  # type: ignore[operator]
         with ExitStack() as stack:
-            for layer, (block, _) in enumerate(blocks):
-                stack.callback(block.register_forward_pre_hook(self._keep(layer)).remove)
+            for layer, block in enumerate(blocks):
+                hook = partial(self._keep, layer)
+                stack.callback(block.register_forward_pre_hook(hook).remove)
             yield
 
-    def _keep(self, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._inputs[layer] = inputs[0]
-
-        return hook
+    def _keep(self, layer: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs[layer] = inputs[0]
 
     def of(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         """Return the norms of the stream that attention has been added to, (B, L), and W_o, (H, D, d)."""
@@ -461,12 +434,13 @@ def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
 
 def output_change(before: Answers, after: Answers) -> Tensor:
     """Return the relative change ‖after − before‖ / ‖before‖ without entries that stay infinite: (B,)."""
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
     parts = []
     for one, two in _strips(before.values, after.values):
-        change, size = _norms(two - one, one)
+        change, size = norm(two - one), norm(one)
         if not (change.isfinite().all() and size.isfinite().all()):
             stays = one.isinf() & (one == two)
-            change, size = _norms(*(x.masked_fill(stays, 0) for x in (difference(two, one), one)))
+            change, size = norm(difference(two, one).masked_fill(stays, 0)), norm(one.masked_fill(stays, 0))
         parts.append((change, size))
     counted = before.counted
     change, size = (
@@ -475,11 +449,6 @@ def output_change(before: Answers, after: Answers) -> Tensor:
     )
     relative: Tensor = (change / size).masked_fill(change == 0, 0)
     return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~counted.any(1), math.nan)
-
-
-def _norms(*values: Tensor) -> Iterator[Tensor]:
-    """Yield the norms of rows, in float64."""
-    return (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in values)
 
 
 def _kind(values: Tensor) -> torch.dtype:

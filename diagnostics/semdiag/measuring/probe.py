@@ -254,18 +254,15 @@ class KeptRows:
         table = pd.concat(self._totals).rename_axis("head").reset_index()
         levels = [table, table.assign(head=ALL), table.assign(layer=ALL, head=ALL)]
         totals = pd.concat(levels).groupby(["quantity", "layer", "head"]).agg(_TOTALS)
-        for name, layer, head in totals.index:
-            row, drawn = totals.loc[(name, layer, head)], self._sample(name, layer, head)
+        for row in totals.reset_index().to_dict("records"):
+            drawn = self._sample(row["quantity"], row["layer"], row["head"])
             cuts = np.percentile(drawn, PERCENTILES[1:-1]) if len(drawn) else [math.nan] * (len(PERCENTILES) - 2)
+            ends = [row["min"], *cuts, row["max"]]
             yield {
-                "quantity": name,
-                "layer": layer,
-                "head": head,
-                "queries": int(row["count"] + row["undefined"]),
+                **{name: row[name] for name in ("quantity", "layer", "head", "undefined", "not_positive")},
+                "queries": row["count"] + row["undefined"],
                 "mean": row["sum"] / row["count"] if row["count"] else math.nan,
-                **{f"p{p}": float(x) for p, x in zip(PERCENTILES, [row["min"], *cuts, row["max"]], strict=True)},
-                "undefined": int(row["undefined"]),
-                "not_positive": int(row["not_positive"]),
+                **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, ends, strict=True)},
                 "rank_error": rank_error(len(drawn)) if len(drawn) else 1.0,
             }
 

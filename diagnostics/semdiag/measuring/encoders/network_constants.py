@@ -148,9 +148,7 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
     tokens = float(torch.as_tensor(sound.tokens).max())
     log_map = paper_attention_map_bound(delta, norms, beta, gap)
     log_form = paper_bilinear_form_bound(delta, norms, tokens, gap)
-    uncovered = (
-        trace.log_map.isinf().all(0) if encoder.config.attention not in BOUNDED else torch.zeros_like(delta).bool()
-    )
+    uncovered = trace.log_map.isinf().all(0) & (encoder.config.attention not in BOUNDED)
     attention = replace(
         sound.attention,
         log_map=log_map.log_value.masked_fill(uncovered, math.inf),

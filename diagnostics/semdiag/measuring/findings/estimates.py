@@ -73,8 +73,20 @@ def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
 
 def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
     """Return percentiles of a quantity of one model for every layer and head, and pooled: ``(ALL, ALL)``."""
+    sketches = findings.measurements.sketches
+    sketched = sketches[(sketches["model"] == model) & (sketches["quantity"] == quantity)]
+    table: dict[Place, Percentiles]
+    if len(sketched):
+        places = {place: sketched.iloc[at[0]] for place, at in places_of(sketched)}
+        ordered = sorted(places, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
+        table = {place: places[place][list(percentiles([]))].to_dict() for place in ordered}
+    else:
+        rows = rows_of(_rows(findings, quantity), model)
+        values = rows[quantity].to_numpy(np.float64)
+        table = {place: percentiles(values[at]) for place, at in places_of(rows)} | {
+            (ALL, ALL): percentiles(values)
+        }
     broken = broken_places(findings, model)
-    table = _place_percentiles(findings, model, quantity)
     return {place: _unknown(row) if place in broken else row for place, row in table.items()}
 
 
@@ -88,19 +100,6 @@ def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) 
 def _unknown(row: Percentiles) -> Percentiles:
     """Return undefined percentiles of the same number of queries."""
     return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
-
-
-def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
-    sketches = findings.measurements.sketches
-    own = sketches[(sketches["model"] == model) & (sketches["quantity"] == quantity)]
-    if len(own):
-        known = {place: own.iloc[at[0]] for place, at in places_of(own)}
-        ordered = sorted(known, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
-        return {place: known[place][list(percentiles([]))].to_dict() for place in ordered}
-    rows = rows_of(_rows(findings, quantity), model)
-    values = rows[quantity].to_numpy(np.float64)
-    table = {place: percentiles(values[at]) for place, at in places_of(rows)}
-    return table | {(ALL, ALL): percentiles(values)}
 
 
 def pooled_percentiles(findings: Findings, quantity: str) -> dict[str, Percentiles]:
@@ -207,15 +206,6 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def estimates_of(findings: Findings, model: str) -> Summary:
-    """Return a command's JSON on drawn queries, with the pooled estimates; empty if none were drawn."""
-    if model not in drawn(findings):
-        return {}
-    table = findings(estimate_table)
-    pooled = table[(table["model"] == model) & (table["layer"] == ALL)].drop(columns=["model", "layer", "head"])
-    return {"sampled": {**drawing(findings, model), "estimates": pooled.to_dict("records")}}
-
-
 def drawing(findings: Findings, model: str) -> Summary:
     """Return the number of drawn queries of a model, their share, the share kept, and what extremes cover."""
     row = rows_of(findings.measurements.models, model).iloc[0]
@@ -265,12 +255,8 @@ def _sample_sentences(findings: Findings) -> list[str]:
     sentences = []
     for name, rows in findings.measurements.sketches.groupby("model", sort=False):
         of = "drawn " * (name in drawn(findings))
-        counts = _counts(findings, str(name))
-        many = " and ".join(
-            f"{counts[quantity]:,} {what}"
-            for quantity, what in (("dispersion", f"{of}queries"), ("load", "keys"))
-            if quantity in counts
-        )
+        what = {"dispersion": f"{of}queries", "load": "keys"}
+        many = " and ".join(f"{n:,} {what[quantity]}" for quantity, n in _counts(findings, str(name)).items())
         exact = "those of all drawn queries" if of else "exact"
         sentences.append(
             f"Sampled: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
@@ -293,16 +279,13 @@ def partial_sentences(findings: Findings) -> list[str]:
     for model in map(str, findings.measurements.models["model"]):
         own, counts, words = findings.measurements.of(model), _counts(findings, model), drawing(findings, model)
         of = "drawn " * (words["share"] < 1)
-        some = [f"{len(own.queries):,}{_out_of(counts, 'dispersion')} {of}queries"]
-        some += [f"{len(own.loads):,}{_out_of(counts, 'load')} keys"]
+        all_of = {name: f" of {count:,}" for name, count in counts.items()}
+        some = [f"{len(own.queries):,}{all_of.get('dispersion', '')} {of}queries"]
+        some += [f"{len(own.loads):,}{all_of.get('load', '')} keys"]
         why = [f"{words['share']:.2%} of the queries were drawn"] * bool(of)
         why += ["of more than --max-queries a random sample is kept"] * bool(counts)
         sentences += [f"of {model} {' and '.join(some)}; {', and '.join(why)}"] * bool(why)
     return sentences
-
-
-def _out_of(counts: dict[str, int], quantity: str) -> str:
-    return f" of {counts[quantity]:,}" if quantity in counts else ""
 
 
 Percentile = Callable[[str], Summary]  # from a column of the queries or loads, for one layer and head
@@ -315,7 +298,13 @@ def by_layer(findings: Findings, describe: Describe) -> dict[str, Summary]:
     for model in measurements.models["model"]:
         own = measurements.of(model)
         layers = partial(_layers, findings, model, describe)
-        result = {"unit": "nats", **layers(""), **estimates_of(findings, model), "capture": _capture(own)}
+        result = {"unit": "nats", **layers("")}
+        if model in drawn(findings):
+            table = findings(estimate_table)
+            pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
+            estimates = pooled.drop(columns=["model", "layer", "head"]).to_dict("records")
+            result["sampled"] = {**drawing(findings, model), "estimates": estimates}
+        result["capture"] = _capture(own)
         within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(own.queries)]
         results[str(model)] = json_ready(result | ({"within_model": within} if within else {}))
     return results
