@@ -23,20 +23,14 @@ def _grouped(k: Tensor, heads: int) -> Tensor:
 
 
 def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
-    """Return scores that rank blocks of consecutive keys for single queries.
+    """Return scores (…, ⌈n / block⌉) that rank blocks of consecutive keys for single queries, from scores (…, n).
 
-    ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys.
+    ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys,
+    all in
+    nats; -inf for hidden keys, and for blocks without a visible one. The last block may have fewer keys.
 
     Formula: docs/theory.md#blocks.
     Source: none; these are the exact choices beside which estimates are judged. Deviation: none.
-
-    Args:
-        scores: (…, n) in nats, -inf for hidden keys.
-        block: number of keys in a block; the last block may have fewer.
-        by: one of these words.
-
-    Returns:
-        (…, ⌈n / block⌉), -inf for blocks without a visible key.
 
     Example:
         >>> block_scores(torch.tensor([0.0, 1.0, 5.0]), 2, "best").tolist()

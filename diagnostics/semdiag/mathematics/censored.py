@@ -73,17 +73,11 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
 def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> float:
     """Return the time by which half of the runs have arrived, if some were stopped early.
 
+    The smallest time at which the estimated share of arrivals reaches ½; +inf if it never does. Each run arrived
+    or was
+    stopped at its duration; without a run there is a ValueError.
+
     Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
-
-    Args:
-        durations: time at which each run arrived or was stopped.
-        arrived: whether each run arrived.
-
-    Returns:
-        Smallest time at which the estimated share of arrivals reaches ½; +inf if it never does.
-
-    Raises:
-        ValueError: if there is no run.
 
     Example:
         >>> kaplan_meier_median([3, 5, 100], [True, True, False])

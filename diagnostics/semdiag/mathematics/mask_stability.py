@@ -57,21 +57,14 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
 
 
 def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
-    """Return how far rounding can move any score of a row, in any order of summation.
+    """Return how far rounding can move any score of a row, in any order of summation, (..., Lq) in nats.
 
-    ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head.
+    ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head, q (..., Lq, D), k (..., Lk, D), and
+    eps
+    the distance from 1 to the next number in the precision of the scores.
 
     Source: docs/theory.md#mask-stability; γ_D of a dot product (Higham, Accuracy and Stability of Numerical
     Algorithms, ch. 3). Deviation: four more roundings, for the scale and for differences.
-
-    Args:
-        q: queries (..., Lq, D).
-        k: keys (..., Lk, D).
-        scale: factor on the scores.
-        eps: distance from 1 to the next number in the precision of the scores.
-
-    Returns:
-        (..., Lq), nats.
 
     Example:
         >>> q, k = torch.ones(1, 64), torch.ones(3, 64)
@@ -85,21 +78,14 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 
 
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
-    """Return whether each row's set provably survives a change of the scores: S' = S.
+    """Return whether each row's set provably survives a change of the scores, S' = S, bool (...).
 
-    max_j dz_j − min_j dz_j < Δ, over all allowed keys. A kept key leads a dropped one by at least Δ before the
-    change, and the lead shrinks by at most the range of dz.
+    max_j dz_j − min_j dz_j < Δ, over all allowed keys, in nats. A kept key leads a dropped one by at least Δ
+    before
+    the change, and the lead shrinks by at most the range of dz. False decides nothing.
 
     Source: docs/theory.md#mask-stability. Deviation: room for rounding. If every score is off by at most
     ``rounding`` in all (before and after), Δ and the range are off by at most four times that.
-
-    Args:
-        change: range of dz over the allowed keys in nats, shape (...).
-        separation: Δ before the change, in nats.
-        rounding: largest rounding of a score before the change, plus that after the change.
-
-    Returns:
-        Bool, (...). False decides nothing: such a row may keep its set or change it.
 
     Example:
         >>> certified(torch.tensor([0.1, 0.3]), torch.tensor([0.2, 0.2]))
@@ -111,17 +97,11 @@ def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0
 def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
     """Return the probability that the two keys at the boundary do not swap under Gaussian changes of the scores.
 
-    P = Φ(Δ / sd), sd the standard deviation of dz_(k) − dz_(k+1).
+    P = Φ(Δ / sd), sd ≥ 0 the standard deviation of dz_(k) − dz_(k+1), both in nats: in [½, 1] for Δ ≥ 0; NaN if sd
+    is unknown, and with sd = 0 nothing moves.
 
     Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too, so the whole set survives
     less often, unless the changes are strongly correlated.
-
-    Args:
-        separation: Δ in nats.
-        spread: sd > 0 in nats, broadcastable; with 0 nothing moves.
-
-    Returns:
-        Probability, in [½, 1] for Δ ≥ 0; NaN if the spread is unknown.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
@@ -242,15 +222,11 @@ def _gap(scores: Tensor, selected: Tensor, allowed: Tensor) -> Tensor:
 def weight_change_bound(score_range: Real) -> Tensor:
     """Bound the change of the weights of two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
 
-    dz = z − z' over the keys. The bound is at most ‖dz‖_∞ and at most 2, and it is attained for every range.
+    range(dz) = max dz − min dz ≥ 0 over the keys, nats. The bound, float64 and no logarithm, is at most ‖dz‖_∞ and
+    at
+    most 2, and it is attained for every range.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
-
-    Args:
-        score_range: max dz − min dz ≥ 0 over the keys, nats.
-
-    Returns:
-        The bound, same shape, float64. Not a logarithm.
 
     Example:
         >>> weight_change_bound([0.0, 0.02, 100.0])
@@ -263,17 +239,11 @@ def same_set_stability(log_odds: Real, score_range: Real) -> Bound:
     """Return ξ of a pair of rows over the same keys: sup of 2x(1 − x) over the largest weights x between them.
 
     Between the rows the log odds of the largest weight stay within range(dz)/2 of the mean m of both rows:
-    ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0).
+    ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0). m is that of
+    :func:`~semdiag.mathematics.softmax_stability.log_odds_of_largest`, +inf for a single key; range(dz) is in
+    nats.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
-
-    Args:
-        log_odds: m, the mean over both rows of ln(p_max/(1 − p_max)), see
-            :func:`~semdiag.mathematics.softmax_stability.log_odds_of_largest`; +inf for a single key.
-        score_range: max dz − min dz ≥ 0 over the keys, nats.
-
-    Returns:
-        ln ξ per pair, in [−∞, ln ½], in the broadcast shape.
 
     Example:
         >>> same_set_stability([3.0, 3.0, 0.0], [0.0, 8.0, 0.0]).log_value.exp()

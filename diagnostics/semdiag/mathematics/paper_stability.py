@@ -66,20 +66,13 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
 
 
 def paper_form_threshold(keys: Real) -> Tensor:
-    """Return the dispersion below which some pairs of rows of n keys exceed e^δ/n.
+    """Return the dispersion in nats below which some pairs of rows of n ≥ 1 keys exceed e^δ/n.
 
-    The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1).
+    The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1); 0 for n ≤ 2, where the paper's
+    form
+    is never exceeded. n < 1 is a ValueError.
 
     Source: docs/theory.md#where-the-paper-form-fails. Deviation: not in the paper.
-
-    Args:
-        keys: n ≥ 1, number of unmasked keys.
-
-    Returns:
-        The threshold in nats; 0 for n ≤ 2, where the paper's form is never exceeded.
-
-    Raises:
-        ValueError: if n < 1.
 
     Example:
         >>> paper_form_threshold([40, 600])

@@ -29,19 +29,14 @@ class Plane:
 
 
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
-    """Return a Gaussian direction whose part in each tensor has the tensor's norm.
+    """Return a Gaussian direction (n,) whose part in each tensor has the tensor's norm; zero outside the tensors.
 
-    Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale.
+    Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale. The generator is
+    on
+    the CPU, so that draws depend on neither the device nor the precision of the origin, the vector of all
+    parameters.
 
     Source: docs/theory.md#empirical. Deviation: none (the paper also scales tensor by tensor).
-
-    Args:
-        origin: (n,), vector of all parameters.
-        tensors: position of each tensor in the vector.
-        generator: random generator on the CPU, so that draws do not depend on the origin's device and precision.
-
-    Returns:
-        (n,); zero for a zero tensor, and outside the tensors.
 
     Example:
         >>> origin = torch.tensor([3.0, 4.0, 0.0, 0.0])
@@ -60,11 +55,6 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
     a single number has no orthogonal direction; the second one does not move it.
 
     Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
-
-    Args:
-        origin: (n,), vector of all parameters.
-        tensors: position of each tensor in the vector.
-        generator: random generator on the CPU.
     """
     first = random_direction(origin, tensors, generator)
     drawn = _gaussian(origin, generator)

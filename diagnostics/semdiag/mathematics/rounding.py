@@ -40,15 +40,9 @@ _SHORT = {
 
 
 def number_format(name: str) -> NumberFormat:
-    """Return a format by torch's name or by a short name.
+    """Return a format by torch's name ("bfloat16") or by a short name ("bf16"); an unknown one is an InputError.
 
     Source: docs/theory.md#rounded-scores; digits and exponents are those of ``torch.finfo``. Deviation: none.
-
-    Args:
-        name: name like "bfloat16" or "bf16".
-
-    Raises:
-        InputError: if no format has this name.
 
     Example:
         >>> number_format("bf16").digits
@@ -95,20 +89,12 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
 
 
 def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor:
-    """Return a difference of scores in units of the last place of a score in a format.
+    """Return differences of scores (...) in units of the last place of a score (...) in a format, float64.
 
     Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the exponent of the smallest normal number. A score
-    above the largest finite number counts as that number.
+    above the largest finite number counts as that number; it is not NaN.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        difference: differences (...); infinities and NaN stay.
-        score: scores (...), not NaN.
-        kind: number format of the scores.
-
-    Returns:
-        Units in the last place, float64 (...).
 
     Example:
         >>> last_places(torch.tensor(0.25), torch.tensor(3.0), FORMATS["float8_e4m3fn"]).item()
@@ -128,19 +114,12 @@ _OWN = 1 + 2.0**-30  # covers the rounding of a bound in float64
 
 
 def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
-    """Return values rounded once to a format: to nearest, ties to even, with subnormals, saturating.
+    """Return finite numbers (...) rounded once to a format: to nearest, ties to even, with subnormals, saturating.
 
     Formula: t · round(x'/t), x' = clamp(x, −M, M), t the unit in the last place of x', M the largest finite
-    number.
+    number; float64, without a scale.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        values: numbers (...), finite.
-        kind: number format; no scale is applied.
-
-    Returns:
-        Numbers of the format, float64 (...).
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -228,19 +207,13 @@ def _last_place(values: Tensor, kind: NumberFormat) -> Tensor:
 
 
 def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
-    """Return whether each row keeps its set under all changes of its scores within their errors.
+    """Return whether each row keeps its set under all changes of its scores within their errors, bool (...).
 
-    Formula: min_S (z − E) > max_{A∖S} (z + E). It holds wherever Δ > 2 max E.
+    Formula: min_S (z − E) > max_{A∖S} (z + E), z (..., L) float64, -inf where a key is not allowed, E ≥ 0. It
+    holds
+    wherever Δ > 2 max E. False decides nothing: such a row may keep its set or change it.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        scores: z, float64 (..., L); -inf where a key is not allowed.
-        error: E ≥ 0, (..., L).
-        before: sets by the scores, in rows with more than k allowed keys.
-
-    Returns:
-        Bool (...). False decides nothing: such a row may keep its set or change it.
 
     Example:
         >>> from semdiag.mathematics.mask_stability import top_set

@@ -392,19 +392,12 @@ def _places_in(keys: Tensor, others: Tensor) -> Tensor:
 
 
 def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap of each row's two sets of keys, and how far their common keys moved.
+    """Return the overlap in [0, 1] of each row's two sets of keys, and how far their common keys moved, float64.
 
     Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty; and the mean of |place in A − place in B| over A ∩ B,
-    NaN if that is empty.
+    NaN if that is empty. A and B are int64 (rows, k), distinct in a row, -1 for none.
 
     Source: not in the paper. Deviation: none.
-
-    Args:
-        first: int64 (rows, k), A, distinct in a row, -1 for none.
-        second: int64 (rows, k), B, likewise.
-
-    Returns:
-        Overlap in [0, 1] and displacement ≥ 0, float64 (rows,).
 
     Example:
         >>> [part.tolist() for part in overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]))]
@@ -420,16 +413,11 @@ def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
-    r"""Return the share of A's weight on keys outside B.
+    r"""Return the share of A's weight on keys outside B, (rows,).
 
-    Formula: Σ_{A \ B} w_j / Σ_A w_j; NaN where A has no weight.
+    Formula: Σ_{A \ B} w_j / Σ_A w_j; NaN where A has no weight. A and B as of :func:`overlaps`, w ≥ 0 (rows, k).
 
     Source: not in the paper. Deviation: none.
-
-    Args:
-        first: int64 (rows, k), A, distinct in a row, -1 for none.
-        second: int64 (rows, k), B, likewise.
-        weights: (rows, k) ≥ 0, weights of A's keys.
 
     Example:
         >>> weight_lost(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]), torch.tensor([[3.0, 1.0]])).tolist()

@@ -159,15 +159,9 @@ def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real)
 
 
 def positive_separation(separation: Real) -> Assumption:
-    """Return the assumption Δ > 0 of every heavy-hitter bound, as measured.
+    """Return the assumption Δ > 0 of every heavy-hitter bound: the smallest Δ in nats, and the rows at or below 0.
 
     Source: paper, Thm 5 (docs/theory.md#semantic-separation). Deviation: none.
-
-    Args:
-        separation: Δ in nats, one entry per row; +inf where nothing is masked.
-
-    Returns:
-        Assumption with the smallest separation and the number of rows at or below 0.
 
     Example:
         >>> positive_separation([0.5, float("inf")]).holds
@@ -245,16 +239,10 @@ def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
 
 
 def local_stability_of_weight(largest: Tensor) -> Tensor:
-    """Return ξ_loc = 2p(1 − p) from the largest weight p of each row.
+    """Return ξ_loc = 2p(1 − p), in [0, ½], from the largest weight p of each row; not a logarithm.
 
     Source: docs/theory.md#local-stability. Deviation: if p rounds to 1, it is 0;
     :func:`local_stability` has no such limit.
-
-    Args:
-        largest: largest weight p, in [0, 1].
-
-    Returns:
-        ξ_loc, in [0, ½], of the same shape. Not a logarithm.
 
     Example:
         >>> local_stability_of_weight(torch.tensor([0.7, 1.0]))
@@ -264,21 +252,13 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
 
 
 def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """Return ‖p(z) − p(z')‖₁, each row with its own mask.
+    """Return ‖p(z) − p(z')‖₁, each row with its own mask; (...), float64, in [0, 2].
+
+    z and z' are in nats, (..., keys), and bool tensors of the same shape name the keys in their softmax. A row
+    that
+    selects no key is a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-
-    Returns:
-        The change, shape (...), float64, in [0, 2].
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> z, both = torch.zeros(2), torch.tensor([True, True])

@@ -63,15 +63,9 @@ def log_one_plus(log_value: Tensor) -> Tensor:
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:
-    """Return the largest singular value, by SVD: B_P = ‖W_P‖₂, B_R = ‖W_R‖₂.
+    """Return the largest singular value of (..., m, n), by SVD, float64 (...): B_P = ‖W_P‖₂, B_R = ‖W_R‖₂.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: none.
-
-    Args:
-        matrix: shape (..., m, n).
-
-    Returns:
-        ‖matrix‖₂, shape (...), float64.
 
     Example:
         >>> spectral_norm(torch.tensor([[3.0, 0.0], [0.0, -4.0]])).item()
@@ -82,23 +76,15 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 
 
 def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
-    """Bound the spectral norm of a matrix too large for an SVD from above, by Gram iteration.
+    """Bound the spectral norm of (..., m, n), too large for an SVD, from above, by Gram iteration; float64 (...).
 
     G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, and the excess
-    factor is at most rank^(1/2^(t+1)). G is divided by its Frobenius norm at each step, and the factors are kept.
+    factor is at most rank^(1/2^(t+1)): 7% for t = 6 and rank 4096. G is divided by its Frobenius norm at each
+    step, and
+    the factors are kept. A negative t is a ValueError.
 
     Source: Delattre et al. 2023, Gram iteration for plain matrices (docs/theory.md#norms). Deviation: not in
     the paper.
-
-    Args:
-        matrix: shape (..., m, n).
-        iterations: t ≥ 0; with 6 the excess is at most 7% for rank 4096.
-
-    Returns:
-        An upper bound of ‖matrix‖₂ (up to rounding), shape (...), float64.
-
-    Raises:
-        ValueError: if ``iterations`` is negative.
 
     Example:
         >>> spectral_norm_upper_bound(torch.diag(torch.tensor([3.0, 4.0])), iterations=3).item()
@@ -149,21 +135,14 @@ def score_scale(head_width: int, inverse_temperature: float = 1.0) -> float:
 def bilinear_form_norm(
     query_weight: Tensor, key_weight: Tensor, query_bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Return Γ_h, the norm of the form that scores a query against a key.
+    """Return Γ_h, float64 (...), the norm of the form that scores a query against a key.
 
-    Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂. b_k adds a constant to each row and cancels in δ, Δ and p.
+    Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂, W_q and W_k (..., d_head, d), b_q (..., d_head) or None, scale τ /
+    sqrt(d_head).
+    b_k adds a constant to each row and cancels in δ, Δ and p.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has no biases; its code includes b_k,
     see :func:`paper_code_bilinear_norm`.
-
-    Args:
-        query_weight: W_q per head, shape (..., d_head, d).
-        key_weight: W_k per head, shape (..., d_head, d).
-        query_bias: b_q per head, shape (..., d_head), or None.
-        scale: τ / sqrt(d_head), see :func:`score_scale`.
-
-    Returns:
-        Γ_h, shape (...), float64.
 
     Example:
         >>> eye = torch.eye(4)
@@ -176,14 +155,9 @@ def bilinear_form_norm(
 def value_output_norm(output_weight: Tensor, value_weight: Tensor) -> Tensor:
     """Return Υ_h = ‖W_o^h W_v^h‖₂, the gain of a head on an average of tokens; b_v passes through unchanged.
 
+    W_o (..., d, d_head) and W_v (..., d_head, d) per head give float64 (...).
+
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has one matrix V for both.
-
-    Args:
-        output_weight: W_o per head, shape (..., d, d_head).
-        value_weight: W_v per head, shape (..., d_head, d).
-
-    Returns:
-        Υ_h, shape (...), float64.
 
     Example:
         >>> value_output_norm(2 * torch.eye(3), 5 * torch.eye(3)).item()

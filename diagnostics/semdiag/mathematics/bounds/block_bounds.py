@@ -18,16 +18,10 @@ ACTIVATION_LIPSCHITZ = {
 
 
 def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
-    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without.
+    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without; float64, in Ξ's
+    shape.
 
     Source: docs/theory.md#norms. Deviation: the paper has no biases.
-
-    Args:
-        token_norm: Ξ, largest norm of a token at the attention's input.
-        query_bias: whether the query projection has a bias.
-
-    Returns:
-        Ξ̃, same shape, float64.
 
     Example:
         >>> query_norm(3.0, query_bias=False).item()
@@ -40,21 +34,14 @@ def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
 
 
 def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Tensor:
-    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖.
+    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖, float64 (...).
 
-    λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens before the normalisation.
+    λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens (..., tokens) before the normalisation, both
+    inputs of a comparison included. A ValueError says that there is no token, or that one has s ≤ 0 (constant
+    entries
+    and eps = 0).
 
     Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
-
-    Args:
-        token_std: s of every observed token, shape (..., tokens), positive; both inputs of a comparison included.
-        gain: affine weight of the normalisation, or None.
-
-    Returns:
-        The constant, shape (...), float64.
-
-    Raises:
-        ValueError: if there is no token, or a token has s ≤ 0 (constant entries and eps = 0).
 
     Example:
         >>> normalisation_lipschitz(torch.tensor([0.5, 2.0])).item()
@@ -178,18 +165,12 @@ class BlockConstants:
 
 
 def log_input_constant(block: BlockConstants) -> Tensor:
-    """Return the constant λ_X: how far the block's output moves per unit of its input.
+    """Return ln λ_X, float64 (...): how far the block's output moves per unit of its input.
 
     Pre-norm: (1 + B_R B_P λ_σ λ_LN2)(1 + λ_LN1 Σ_h Υ_h λ_A,h);
     post-norm: λ_LN2 (1 + B_R B_P λ_σ) · λ_LN1 (1 + Σ_h Υ_h λ_A,h).
 
     Source: paper, Thm 2, which is post-norm (docs/theory.md#block). Deviation: pre-norm and several heads.
-
-    Args:
-        block: constants of the block.
-
-    Returns:
-        ln λ_X, shape (...), float64.
     """
     attention = block.attention
     log_heads = torch.logsumexp(log_product(log(attention.upsilon), attention.log_map), dim=-1)
@@ -197,19 +178,14 @@ def log_input_constant(block: BlockConstants) -> Tensor:
 
 
 def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return each parameter tensor's constant: how far the block's output moves per unit of that tensor.
+    """Return ln λ (...) of each parameter tensor by name: how far the block's output moves per unit of that
+    tensor.
 
-    Heads are combined by the root of the sum of squares, as one tensor holds all of them.
+    Heads are combined by the root of the sum of squares, as one tensor holds all of them. W_q has b_q as its last
+    column; b_k has −∞: it cancels.
 
     Source: docs/theory.md#parameters. Deviation: the paper has the four matrices of
     :func:`log_paper_parameter_constants` and no biases.
-
-    Args:
-        block: constants of the block.
-
-    Returns:
-        ln λ of shape (...) by name: W_q (with b_q as its last column), W_k, b_k (−∞: it cancels),
-        W_v, b_v, W_o, b_o, W_P, b_P, W_R, b_R.
     """
     a = block.attention
     log_tokens, log_scale = log(block.tokens), log(a.score_scale)
@@ -229,18 +205,13 @@ def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return the constants of the four matrices in the paper's Theorem 2: W, V, P and R.
+    """Return ln λ (...) of the four matrices in the paper's Theorem 2 by name: W, V, W_P and W_R.
 
-    W is the score form M_h, V the value-output map of a head; their constants are λ_M,h and LΞ,
-    heads combined by the root of the sum of squares.
+    W is the score form M_h, V the value-output map of a head; their constants are λ_M,h and LΞ, heads combined by
+    the
+    root of the sum of squares. For the paper's form the block holds the paper's λ_A and λ_W.
 
     Source: paper, Thm 2 (docs/theory.md#parameters). Deviation: none for one head.
-
-    Args:
-        block: constants of the block, with the paper's λ_A and λ_W in ``attention`` for the paper's form.
-
-    Returns:
-        ln λ of shape (...) by name: W, V, W_P, W_R.
     """
     a = block.attention
     heads = float64(a.log_form).shape[-1]

@@ -110,18 +110,13 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) -> Condition:
     """Return the sound comparison in the parameters W, for equal norms: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
-    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L. Never negative for k ≥ 2: the worst-case W-guarantee of a
-    heavy-hitter mask is never better than that of full attention, nor is a fixed mask's.
+    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). Never negative for k ≥ 2:
+    the
+    worst-case W-guarantee of a heavy-hitter mask is never better than that of full attention, nor is a fixed
+    mask's.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows
     with e^δ_s.
-
-    Args:
-        masked_rows: constants of the masked model's rows, shape (..., queries).
-        full_rows: constants of the full model's rows, shape (..., queries).
-
-    Returns:
-        The margin against 0, shape (...).
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows, heavy_hitter_rows
@@ -135,17 +130,9 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
 
 
 def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
-    """Return the sound comparison in the inputs X: ln λ_A of the masked minus ln λ_A of the full model.
+    """Return the sound comparison in the inputs X, against 0: ln λ_A of the masked minus ln λ_A of the full model.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 305; each model keeps its own Γ, Ξ and β.
-
-    Args:
-        masked_map: λ_A of the masked model, see
-            :func:`~semdiag.mathematics.bounds.attention_bounds.attention_map_bound`.
-        full_map: λ_A of the full model.
-
-    Returns:
-        The margin against 0, in the broadcast shape.
 
     Example:
         >>> masked, full = Bound(log(6.0), (), "a"), Bound(log(12.0), (), "b")

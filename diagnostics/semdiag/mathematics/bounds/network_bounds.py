@@ -51,16 +51,10 @@ class Readout:
 def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the gradient of cross-entropy in the logits, softmax − one-hot: of norm ≤ √2, and small once learned.
 
-    1 − p of the label is summed over the other classes, for precision.
+    Logits (..., classes) and int64 labels (...) give float64 (..., classes). 1 − p of the label is summed over the
+    other classes, for precision.
 
     Source: docs/theory.md#local-form. Deviation: the paper takes √2 for its norm.
-
-    Args:
-        logits: shape (..., classes).
-        labels: int64, shape (...).
-
-    Returns:
-        The residual, shape (..., classes), float64.
 
     Example:
         >>> loss_residual(torch.tensor([[0.0, 0.0], [40.0, 0.0]]), torch.tensor([0, 0]))
@@ -72,18 +66,12 @@ def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
-    """Return ln of the change of the embedded sequence per unit (Frobenius) of the embedding table.
+    """Return ln of the change of the embedded sequence per unit (Frobenius) of the embedding table, float64 (...).
 
-    scale · sqrt(Σ_v count_v²): a sequence of one repeated token moves most.
+    scale · sqrt(Σ_v count_v²), of the number of occurrences of each token id (..., vocabulary): a sequence of one
+    repeated token moves most. The scale is sqrt(d) in the paper's code.
 
     Source: docs/theory.md#embedding. Deviation: the paper does not train an embedding in Thm 2.
-
-    Args:
-        counts: number of occurrences of each token id in the sequence, shape (..., vocabulary).
-        scale: factor on the embedding (sqrt(d) in the paper's code).
-
-    Returns:
-        ln of the constant, shape (...), float64.
 
     Example:
         >>> log_embedding_constant(torch.tensor([3, 4]), scale=2.0).exp()
@@ -95,20 +83,12 @@ def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
 def log_parameter_bounds(
     blocks: Sequence[BlockConstants], readout: Readout, log_embedding: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the constants λ_g of the loss in each parameter tensor g of the network.
+    """Return ln of the constants λ_g (...) of the loss in each parameter tensor g of the network, by name.
 
-    λ_g = √2 ‖Φ‖₂ · pooling · Π_{s>t} λ_X^(s) · λ_g^(t) for a tensor of block t; √2·max‖pooled‖ and √2 for the
-    head's weight and bias; the embedding passes through all blocks.
+    λ_g = √2 ‖Φ‖₂ · pooling · Π_{s>t} λ_X^(s) · λ_g^(t) for a tensor of block t ("block 0 W_q", …); √2·max‖pooled‖
+    and √2 for "head weight" and "head bias"; "embedding", if its constant is given, passes through all blocks.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: every tensor and bias, not only W, V, P, R.
-
-    Args:
-        blocks: constants of the blocks, first to last.
-        readout: constants of pooling, head and loss.
-        log_embedding: ln of the embedding's constant, or None if it is not trained.
-
-    Returns:
-        ln λ_g, shape (...), by name: "embedding", "block 0 W_q", …, "head weight", "head bias".
     """
     named = _through_network(blocks, [log_parameter_constants(block) for block in blocks], readout)
     if log_embedding is not None:
@@ -130,20 +110,13 @@ def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readou
 
 
 def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assumption] = ()) -> Bound:
-    """Return λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once.
+    """Return λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once, in the broadcast shape.
+
+    It holds only for the inputs and parameters over which the constants of :func:`log_parameter_bounds` were
+    measured.
+    Without a parameter there is a ValueError.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: none.
-
-    Args:
-        log_parameters: ln λ_g by name, from :func:`log_parameter_bounds`.
-        assumptions: assumptions of the blocks' constants, each once.
-
-    Returns:
-        ln λ_L, in the broadcast shape. The bound holds only for the inputs and parameters over which the constants
-        were measured.
-
-    Raises:
-        ValueError: if there is no parameter.
 
     Example:
         >>> print(network_bound({"a": log(3.0), "b": log(4.0)}).log_value.exp())
@@ -200,15 +173,9 @@ class AttentionAtPoint:
 def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return each query's covariance of the keys' vectors, Cov_{p_i}(x, y) = Σ_j p_ij (x_j − x̄_i) y_jᵀ.
 
+    p (..., queries, keys), rows of sum 1 or 0, x (..., keys, m) and y (..., keys, n) give (..., queries, m, n).
+
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        weights: p, (..., queries, keys), rows of sum 1 or 0.
-        left: x, (..., keys, m).
-        right: y, (..., keys, n).
-
-    Returns:
-        (..., queries, m, n).
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -223,18 +190,12 @@ def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def attention_reach(at: AttentionAtPoint) -> Tensor:
-    """Bound ‖∂(Σ_h W_o mixed_i)/∂u_l‖₂ for each query i and token l, for a fixed mask, in closed form.
+    """Bound ‖∂(Σ_h W_o mixed_i)/∂u_l‖₂ for each query i and token l, (L, L), for a fixed mask, in closed form.
 
     Σ_h [ p_il ‖W_oW_v‖ + s p_il ‖W_o(v_l − v̄_i)‖ ‖W_kᵀq_i‖ + [i = l] s ‖W_o Cov_{p_i}(v, k) W_q‖ ]: token l as
     value, as key and as query.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        at: attention at one input.
-
-    Returns:
-        (L, L), query by token.
     """
     p = at.weights
     value_map = at.output_weight @ at.value_weight
