@@ -259,27 +259,15 @@ class Measurements:
         return f"Measurements of {some}: {', '.join(measured)}"
 
     def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:
-        """Return these measurements with some tables replaced or added.
-
-        Args:
-            provenance: new provenance; None keeps the current one.
-            tables: new tables by name.
-        """
+        """Return these measurements with some tables, or the provenance, replaced or added."""
         known = {name: getattr(self, name) for name in TABLES} | self._tables | tables
         return type(self)(**known, provenance=self.provenance if provenance is None else provenance)
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
-        """Join the measurements of several models.
+        """Join the measurements of several models, with the entries of the provenance on which all agree.
 
-        Args:
-            parts: measurements, at least one.
-
-        Returns:
-            Concatenated tables, with the entries of the provenance on which all parts agree.
-
-        Raises:
-            InputError: if there is none, or two have a model with the same path.
+        None at all, or two models with the same path, are an InputError.
         """
         parts = list(parts)
         if not parts:
@@ -298,11 +286,7 @@ class Measurements:
         return cls(**tables, provenance=shared)
 
     def save(self, folder: Path | str) -> None:
-        """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all.
-
-        Args:
-            folder: folder to write to, made if absent.
-        """
+        """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
@@ -321,15 +305,9 @@ class Measurements:
     def load(cls, folder: Path | str) -> Self:
         """Read what :meth:`save` wrote.
 
-        Args:
-            folder: a folder written by :meth:`save`.
-
-        Returns:
-            The measurements.
-
-        Raises:
-            InputError: if a file is missing or damaged (differs from ``SHA256SUMS``, if present), or a column is
-                missing or has another type.
+        A file that is missing or damaged (differs from ``SHA256SUMS``, if present), and a column that is missing
+        or has
+        another type, are an InputError.
         """
         folder = Path(folder)
         check_sums(folder, _files(folder))
@@ -354,11 +332,7 @@ class Measurements:
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
-        """Return the measurements of one model.
-
-        Args:
-            model: a value of the column ``model``.
-        """
+        """Return the measurements of one model, a value of the column ``model``."""
         tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
         own = {name: rows_of(table, model) for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)

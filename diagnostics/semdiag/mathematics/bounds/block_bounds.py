@@ -18,8 +18,7 @@ ACTIVATION_LIPSCHITZ = {
 
 
 def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
-    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without; float64, in Ξ's
-    shape.
+    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without; float64.
 
     Source: docs/theory.md#norms. Deviation: the paper has no biases.
 
@@ -178,8 +177,7 @@ def log_input_constant(block: BlockConstants) -> Tensor:
 
 
 def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return ln λ (...) of each parameter tensor by name: how far the block's output moves per unit of that
-    tensor.
+    """Return ln λ (...) of each parameter tensor by name: how far the block's output moves per unit of it.
 
     Heads are combined by the root of the sum of squares, as one tensor holds all of them. W_q has b_q as its last
     column; b_k has −∞: it cancels.

@@ -293,12 +293,7 @@ class Monitor:
             self.step, self._micro = step, 0
 
     def start(self) -> Self:
-        """Start counting and looking, and return the monitor; ``with Monitor(…)`` calls it.
-
-        Raises:
-            InputError: if the model has no attention that can be watched or was compiled in place, or TensorBoard
-                is not installed.
-        """
+        """Start counting and looking, and return the monitor; ``with Monitor(…)`` calls it."""
         if self._hooks is not None:
             return self
         if getattr(self.model, "_compiled_call_impl", None) is not None:

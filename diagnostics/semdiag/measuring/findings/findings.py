@@ -53,13 +53,7 @@ class Findings:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Answer:
-        """Return the answer to a question, which is computed once.
-
-        Args:
-            question: function of findings. Its result is shared and must not be changed.
-            *args: further arguments of the question, hashable.
-            **kwargs: further keyword arguments of the question, hashable.
-        """
+        """Return the answer of a function of findings and of hashable arguments; it is shared: never change it."""
         key = question, args, *sorted(kwargs.items())
         if key not in self._answers:
             self._answers[key] = question(self, *args, **kwargs)
