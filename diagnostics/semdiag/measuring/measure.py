@@ -136,7 +136,9 @@ def measure(
     if queries is not None:
         ahead, cut = _ahead(cut)
         draws.expect(longest_call(loaded, ahead, device, dtype)[0])
-    collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
+    config = loaded.module.config if isinstance(loaded.module, Encoder) else None
+    wanted = config.k if config is not None and config.attention in APPROXIMATE else None
+    collected = Collector(loaded.path, k, draws, wanted, min_keys, max_queries)
     consumers: list[Collector | Watcher] = [collected, *watchers]
 
     def add(call: AttentionCall) -> None:
@@ -158,9 +160,13 @@ def measure(
     collected.arrivals.settle()
     _check_samples(collected.samples, labels)
     _check_real(real, collected.samples, samples)
-    _check_found(loaded, collected, run.audit)
+    if not len(collected.layers):
+        raise no_attention(loaded.path, run.audit)
+    if not sum(collected.counted.values()):
+        raise InputError("There is no query to measure: all input tokens are padding.")
     if real is not None and not run.padding.fitted:
-        raise _fits_nothing(loaded.path, run.audit)
+        reason = min(seen.text for seen in run.audit.remarks if seen.code == NOT_APPLIED_CODE)
+        raise InputError(f"real fits no attention of {loaded.path}: {reason.removeprefix(NOT_APPLIED + ': ')}.")
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
     _remark_left_out(run.audit, draws, set(k) - set(fits))
     tables = collected.tables(fits)
@@ -214,12 +220,6 @@ def _check_samples(samples: int, labels: Tensor | None) -> None:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
 
 
-def _fits_nothing(path: str, audit: Audit) -> InputError:
-    """Return the error that ``real`` fits no attention, with the reason."""
-    noted = {seen.text for seen in audit.remarks if seen.code == NOT_APPLIED_CODE}
-    return InputError(f"real fits no attention of {path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}.")
-
-
 def _remark_left_out(audit: Audit, draws: QueryDraws, left_out: set[int]) -> None:
     """Add remarks on queries that were not drawn, and on each k that exceeds every query's keys."""
     for text in draws.remarks:
@@ -262,13 +262,6 @@ def no_attention(path: str, audit: Audit) -> InputError:
     return InputError(f"No softmax attention was seen while {path} ran. {reasons or usual}.")
 
 
-def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> None:
-    if not len(collected.layers):
-        raise no_attention(loaded.path, audit)
-    if not sum(collected.counted.values()):
-        raise InputError("There is no query to measure: all input tokens are padding.")
-
-
 def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
     """Refuse to go on without any query."""
     if rows.empty:
@@ -277,14 +270,6 @@ def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) ->
             f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
         )
         raise InputError(f"{problem} Use {' or '.join(ways)}." if ways else problem)
-
-
-def _wanted(loaded: LoadedModel) -> int | None:
-    """Return how many of a query's largest scores the model's hashes or clusters look for; None if it has none."""
-    if not isinstance(loaded.module, Encoder):
-        return None
-    config = loaded.module.config
-    return config.k if config.attention in APPROXIMATE else None
 
 
 _ENCODER_FACTS = (

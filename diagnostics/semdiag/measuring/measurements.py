@@ -276,7 +276,11 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *optional_tables())}
+        tables = {}
+        for name in (*TABLES, *optional_tables()):
+            several = [getattr(part, name) for part in parts]
+            filled = [table for table in several if len(table)] or several[:1]
+            tables[name] = pd.concat(filled, ignore_index=True)
         first, *others = (part.provenance for part in parts)
         shared = {
             name: value
@@ -348,11 +352,6 @@ class Measurements:
                 f"<p>{escape(title)}</p>{table[columns].to_html(index=False, float_format='{:.3g}'.format)}"
             )
         return "".join(parts)
-
-
-def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    filled = [table for table in tables if len(table)] or tables[:1]
-    return pd.concat(filled, ignore_index=True)
 
 
 def _files(folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring import PROBE_SOURCES
 from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table
-from semdiag.measuring.training_runs import RUN_TABLES
+from semdiag.measuring.training_runs import RUNS
 from semdiag_models import InputError
 
 P = TypeVar("P")
@@ -289,4 +289,4 @@ EVERYWHERE = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES)  # tables of every forwa
 def optional_tables() -> dict[str, Table]:
     """Return the declared tables by name: those of every forward pass, of probes, and of training runs."""
     probed = [table for probe in probes().values() for table in probe.tables]
-    return {table.name: table for table in (*EVERYWHERE, *probed, *RUN_TABLES)}
+    return {table.name: table for table in (*EVERYWHERE, *probed, RUNS)}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import torch
@@ -85,14 +85,6 @@ def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witnes
         yield inputs
 
 
-def _parity(task: Task, length: int) -> Iterator[Witness]:
-    return _two_bits(length, ((a, b) for b in reversed(range(length)) for a in range(b)))
-
-
-def _even_pairs(task: Task, length: int) -> Iterator[Witness]:
-    return _two_bits(length, iter([(0, length - 1)] * (length > 1)))
-
-
 def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
     """Yield two pairs of inputs that differ in whether a token is missing, seen by different positions."""
     half = length // 2
@@ -136,8 +128,7 @@ def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
     residues = {n: [2] * n + [1] * (ends - n) for n in range(MODULUS)}
     yield [
         ([*residues[a], *middle, *residues[b]], (a + b) % MODULUS, (a + b + 1) % MODULUS)
-        for a in residues
-        for b in residues
+        for a, b in product(residues, repeat=2)
     ]
 
 
@@ -150,30 +141,26 @@ def _filler(length: int) -> str:
 def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
     """Yield sums of a digit at the start and one at the end."""
     if length >= 9:
-        digits = range(MODULUS)
         middle = _filler(length - 8)
         yield [
             (task.parse(f"({a}+({middle}+{b}))"), (a + b) % MODULUS, (a + b + 1) % MODULUS)
-            for a in digits
-            for b in digits
+            for a, b in product(range(MODULUS), repeat=2)
         ]
 
 
 def _solve_equation(task: Task, length: int) -> Iterator[Witness]:
     """Yield equations for the summand to a digit at the start, with the sum after the equals sign."""
     if length >= 11:
-        digits = range(MODULUS)
         middle = _filler(length - 10)
         yield [
             (task.parse(f"({a}+({middle}+x))={v}"), (v - a) % MODULUS, (v - a + 1) % MODULUS)
-            for a in digits
-            for v in digits
+            for a, v in product(range(MODULUS), repeat=2)
         ]
 
 
 WITNESSES: dict[str, Callable[[Task, int], Iterator[Witness]]] = {
-    "parity": _parity,
-    "even-pairs": _even_pairs,
+    "parity": lambda task, length: _two_bits(length, ((a, b) for b in reversed(range(length)) for a in range(b))),
+    "even-pairs": lambda task, length: _two_bits(length, iter([(0, length - 1)] * (length > 1))),
     "missing-duplicate": _missing_duplicate,
     "stack-manipulation": _stack_manipulation,
     "cycle-navigation": _cycle_navigation,

@@ -101,7 +101,6 @@ RUNS = Table(
         "state": "str",
     },
 )
-RUN_TABLES = (RUNS,)
 
 # Possible differences between compared runs: the attention itself, and the length of training.
 _ATTENTION = (
