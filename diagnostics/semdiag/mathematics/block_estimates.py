@@ -103,21 +103,14 @@ class TileSums:
 def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
     """Return the product of the mean query of each tile and the mean key of each block.
 
-    e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two.
+    e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two, nats,
+    (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉). Queries (H, Lq, D) are times the scale of the scores; keys are (Hk, Lk,
+    D),
+    Hk divides H; positions (Lq,) int64 are the last key that each query may see.
 
     Formula: docs/theory.md#blocks.
     Source: Jiang et al. 2024, MInference (block-sparse heads), and the pooling in front of SeerAttention's learned
     gate (Gao et al. 2024). Deviation: no gate is learned; positions are not used.
-
-    Args:
-        q: (H, Lq, D) queries times the scale of the scores.
-        k: (Hk, Lk, D) keys; Hk divides H.
-        positions: (Lq,) int64, the last key that each query may see.
-        query_block: number of queries in a tile.
-        block: number of keys in a block.
-
-    Returns:
-        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉) in nats.
 
     Example:
         >>> mean_estimate(torch.ones(1, 2, 1), torch.tensor([[[1.0], [3.0], [4.0]]]), torch.tensor([1, 2]), 2, 2)

@@ -31,20 +31,11 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     The r-th smallest and the r-th largest of n draws enclose the median with probability 1 − 2 P(Binomial(n, ½) <
     r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1. The largest r that reaches the
     confidence is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the
-    low values and the upper end from the high ones.
+    low values (``-inf`` if unknown) and the upper end from the high ones, which equal the low ones where the draw
+    is a
+    number. Without a draw, and for an empty range, there is a ValueError.
 
     Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
-
-    Args:
-        lows: low end of each draw's range; ``-inf`` if unknown.
-        highs: high end of each draw's range; the low end again where the draw is a number.
-        confidence: confidence wanted, in (0, 1).
-
-    Returns:
-        The median and its interval.
-
-    Raises:
-        ValueError: if there is no draw, or a range is empty.
 
     Example:
         >>> found = median_interval([2.0, 3.0, 5.0], [2.0, 3.0, float("inf")])
@@ -98,21 +89,17 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
 def logrank_p(
     first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
 ) -> float:
-    """Return the p-value of a two-sided log-rank test by permutation: do two sides arrive at different times?
+    """Return the p-value in (0, 1] of a two-sided log-rank test by permutation: do two sides arrive at different
+    times?
 
     Each run has the log-rank score d − Λ(t): its arrivals (0 or 1) minus the cumulative hazard of all runs at its
     time (Nelson–Aalen). Scores sum to 0; the sum over one side is its observed minus its expected arrivals. p is
-    the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones.
+    the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones. A side
+    is the
+    time at which each of its runs arrived or was stopped, and whether it arrived.
 
     Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
     too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).
-
-    Args:
-        first: runs of one side: time at which each arrived or was stopped, and whether it arrived.
-        second: runs of the other side.
-
-    Returns:
-        p in (0, 1].
 
     Example:
         >>> logrank_p(([10, 11, 12], [True] * 3), ([20, 21, 22], [True] * 3))

@@ -25,20 +25,13 @@ class TopSet:
 def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
     r"""Return the set S of each row's k largest scores, its boundary pair and its separation.
 
-    Δ = min_S z − max_{A\S} z.
+    Δ = min_S z − max_{A\S} z, of scores in nats (..., L), -inf where a key is not allowed; meaningless for rows
+    with
+    fewer than k + 1 allowed keys. ``selected`` (..., k) int64 gives the positions of a set that was chosen
+    already, -1
+    for none. A k that is not in 1 … L is a ValueError.
 
     Source: paper, Def. 3 (docs/theory.md#semantic-separation). Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., L); -inf where a key is not allowed.
-        k: size of the set, 1 … L.
-        selected: (..., k) int64, positions of the chosen set, -1 for none; None means to compute it.
-
-    Returns:
-        The sets; meaningless for rows with fewer than k + 1 allowed keys.
-
-    Raises:
-        ValueError: if k is not in 1 … L.
 
     Example:
         >>> top = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
@@ -113,21 +106,15 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
 
 
 def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:
-    """Return |S ∩ S'|: how many keys of S are still among the k largest scores after a change.
+    """Return |S ∩ S'|, int64 (C, ...): how many keys of S are still among the k largest scores after C changes.
 
     The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1).
     Most rows lose no key, which the ends of both lists show; only the others are sorted. A tie at the boundary
-    leaves the set unchanged.
+    leaves the set unchanged. Scores z' are (C, ..., L), in nats; rows have more than k allowed keys; ``out`` is
+    working
+    memory of that shape.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
-
-    Args:
-        scores: z' in nats, shape (C, ..., L): C changes of the same rows.
-        before: sets before the change, of rows (..., L) with more than k allowed keys.
-        out: working memory of the shape of ``scores``; None means new memory.
-
-    Returns:
-        Numbers of keys, (C, ...) int64, in 0 … k.
 
     Example:
         >>> before = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
@@ -156,24 +143,14 @@ def heavy_hitter_pair_stability(
 ) -> Bound:
     """Return the sound ξ_h of given pairs of rows, with all assumptions of Theorem 5 checked on the rows.
 
-    δ_h is the larger dispersion and Δ_h the smaller separation of the two rows.
+    δ_h is the larger dispersion and Δ_h the smaller separation of the two rows. Scores z and z' (..., keys) are in
+    nats;
+    bool tensors of that shape name the unmasked keys S and S', at least one per row, and the allowed keys of
+    either.
+    ln ξ_h is +inf for pairs that break an assumption.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: δ_h and Δ_h are taken over both
     rows; with one row's values the bound can be exceeded.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, unmasked keys S of z, at least one per row.
-        other_selected: bool, unmasked keys S' of z'.
-        allowed: bool, allowed keys of z: S and the keys passed over.
-        other_allowed: bool, allowed keys of z'.
-
-    Returns:
-        ln ξ_h per pair, shape (...); +inf for pairs that break an assumption.
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> z, all_keys = torch.tensor([3.0, 2.0, 1.0]), torch.tensor([True, True, True])

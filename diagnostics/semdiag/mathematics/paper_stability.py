@@ -126,10 +126,12 @@ def truncations(
     sinks: Tensor | None = None,
     projection: Tensor | None = None,
 ) -> Truncations:
-    """Return the change of each query's output if the query keeps its k largest scores.
+    """Return the change of each query's output if the query keeps its k largest scores, for each k of ``ks``.
 
     o(k) − o = τ (μ_kept − μ_dropped), with τ the dropped weight, and μ the weighted means of the values over kept
-    and dropped keys. A sink counts as a kept key of value 0.
+    and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, nothing is dropped,
+    and the
+    change is rounding; NaN for rows without keys.
 
     Source: docs/theory.md#truncation; not in the paper. Deviation: computed as the equal μ_kept − o.
 
@@ -143,10 +145,6 @@ def truncations(
         first: (B, H), position of the first key.
         sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
         projection: (H, D, d), map of each head's output into the residual stream; None means none.
-
-    Returns:
-        Norms of the changes. Where a row has at most k keys, nothing is dropped, and the change is rounding; NaN
-        for rows without keys.
 
     Example:
         >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])  # weights of 1/2 each
@@ -221,22 +219,15 @@ _STRIP = 2**20  # scores held at a time
 def top_recall(
     q: Tensor, k: Tensor, scale: float, selected: Tensor, top: int, allowed: Tensor | None = None
 ) -> Tensor:
-    """Return the recall of the true top-k: |S_i ∩ T_i| / |T_i|, T_i the keys of query i's largest scores.
+    """Return the recall of the true top-k, (B, H, L) in [0, 1]: |S_i ∩ T_i| / |T_i|, T_i the largest scores' keys.
 
-    T_i are ``top`` keys, or all allowed ones if there are fewer. Ties are broken arbitrarily.
+    T_i are ``top`` ≥ 1 keys, or all allowed ones if there are fewer. Ties are broken arbitrarily. q (B, H, L, D)
+    and
+    k (B, H, Lk, D) are scored as ``scale`` says; S_i are positions (B, H, L, K) int64, distinct in a row, -1 for
+    none;
+    ``allowed`` is broadcastable to (B, H, L, Lk). 0 for a query that keeps nothing, NaN if no key is allowed.
 
     Source: docs/theory.md#hashes-and-clusters; not in the paper. Deviation: none.
-
-    Args:
-        q: queries (B, H, L, D).
-        k: keys (B, H, Lk, D).
-        scale: factor on the scores; a negative one ranks by the smallest products.
-        selected: (B, H, L, K) int64 positions of the keys in S_i, distinct in a row, -1 for none.
-        top: size of T_i, at least 1.
-        allowed: bool, broadcastable to (B, H, L, Lk); None means every key.
-
-    Returns:
-        (B, H, L) in [0, 1], of q's dtype: 0 for a query that keeps nothing, NaN if no key is allowed.
 
     Example:
         >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([[[[4.0], [1.0], [3.0]]]])

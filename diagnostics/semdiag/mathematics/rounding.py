@@ -60,19 +60,10 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
 
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
     rounds above the largest finite number counts as that number; two such scores may always swap. Where one engine
-    rounded h and l, and another engine chose by its own rounding of the same scores:
-    h − l ≤ 2(u(|h| + |l|) + 2η).
+    rounded h and l, and another engine chose by its own rounding of the same scores (``engines`` is 2):
+    h − l ≤ 2(u(|h| + |l|) + 2η). Scores (...) are not NaN; bool (...).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        lower: scores (...), not NaN.
-        higher: scores (...) that are at least as large.
-        kind: format to which the engine rounded its scores.
-        engines: 1 if the engine rounded these scores, 2 if these are another engine's rounded scores.
-
-    Returns:
-        Whether they may swap, bool (...).
 
     Example:
         >>> one = torch.tensor(1.0, dtype=torch.float64)
@@ -156,27 +147,21 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
 
 
 def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncated: bool = True) -> Tensor:
-    """Return how far an engine's scores can be from c q·k, in any order of summation.
+    """Return how far an engine's scores can be from c q·k, in any order of summation, float64 (..., Lq, Lk), nats.
 
     Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(m|c| + 1)t,
     a = e(q), b = e(k), γ = nu/(1 − nu). Accumulation in float32, rounded to nearest: n = D + 4, m = D, u = 2^−24,
     t = 2^−150. Truncated, as on tensor cores, which also cut addends at the last place of the largest:
     n = 2D + 4, m = 2D, u = 2^−23, t = 2^−149; it is not smaller, and covers both.
 
+    Queries (..., Lq, D) and keys (..., Lk, D) are finite. The error is inf if unknown: a number is not finite, a
+    sum can
+    exceed float32's largest number, the head is wider than 2^20, |c| is neither zero nor between 2^−126 and 2^126,
+    or the
+    format is finer than float32.
+
     Source: docs/theory.md#rounded-operands; γ as in Higham, Accuracy and Stability of Numerical Algorithms, ch. 3;
     not in the paper. Deviation: none.
-
-    Args:
-        q: queries (..., Lq, D), finite.
-        k: keys (..., Lk, D), finite.
-        scale: factor c.
-        kind: number format of operands and scores.
-        truncated: whether float32 sums may be truncated: True where the engine is unknown.
-
-    Returns:
-        float64 (..., Lq, Lk), nats; inf if unknown: a number is not finite, a sum can exceed float32's largest
-        number, the head is wider than 2^20, |c| is neither zero nor between 2^−126 and 2^126, or the format is
-        finer than float32.
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS

@@ -12,27 +12,19 @@ PER_STRATUM = 2  # fewest draws that show the spread within a stratum
 
 
 def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw the fraction count / of of a sequence's queries, independently for every head.
+    """Draw the fraction count / of of a sequence's n queries, independently for every head: positions (heads,
+    most).
 
-    With n queries, m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n
+    m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n
     positions form a circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are
     drawn from each (one from the last, if m is odd). So no query is drawn twice, and by symmetry every query has
     probability count / of: plain means and percentiles of the draws estimate those of all queries, whatever the
-    lengths.
+    lengths. Columns 2s and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one
+    column.
+    The generator gives 3 + ⌊n · count / of⌋ numbers per head.
 
     Source: stratified sampling; Cochran 1977, Sampling Techniques, §5.3. Deviation: the random rotation, without
     which strata of unequal size would need weights.
-
-    Args:
-        queries: number n of queries of the sequence, at least 0.
-        heads: number of independent rows of draws.
-        count: numerator of the fraction, at least 1.
-        of: denominator of the fraction, at least ``count``.
-        rng: random generator, which gives 3 + ⌊n · count / of⌋ numbers per head.
-
-    Returns:
-        (heads, most) positions among the n, stratum by stratum: columns 2s and 2s + 1 belong to stratum s; -1 (at
-        the end) if a head has one fewer. At least one column.
 
     Example:
         >>> draw_queries(8, 2, 4, 8, np.random.default_rng(0)).tolist()
@@ -166,15 +158,9 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
     """Return an interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
 
     Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources as for the
-    mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts.
-
-    Args:
-        sums: (c,), sums of the clusters; finite.
-        counts: (c,), not negative; clusters with count 0 do not count.
-        confidence: confidence of the interval, in (0, 1).
-
-    Returns:
-        Both ends; NaN for fewer than two clusters.
+    mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts. Sums (c,) are finite, counts
+    (c,) not
+    negative, and clusters with count 0 do not count; NaN for fewer than two clusters.
 
     Example:
         >>> [round(end, 2) for end in ratio_ends(np.array([0.0, 1.0, 2.0, 9.0]), np.ones(4))]

@@ -125,7 +125,8 @@ class Scores:
         shared = self.q.shape[1] // self.k.shape[1]
         k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
         q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
-        _product_(scores.view(len(k), -1, seen), q.reshape(len(k), -1, self.q.shape[3]), k, self.scale)
+        out, q = scores.view(len(k), -1, seen), q.reshape(len(k), -1, self.q.shape[3])
+        torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=self.scale, out=out)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         bias, allowed = (_part(values, b, h, r, seen, places) for values in (self.bias, self.allowed))
@@ -153,11 +154,6 @@ class Scores:
             return None if self.queries is None else self.queries[b, None, r, None]
         counted = places[..., None] >= 0
         return counted if self.queries is None else counted & rows_of(self.queries[b, None, :, None], places)
-
-
-def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
-    """Compute scale · q kᵀ into ``out``: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
-    torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
@@ -204,21 +200,15 @@ _LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 
 
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count + 1`` largest scores of each row, and the positions of the first ``count``.
+    """Return the ``count + 1`` largest scores of each row (..., n), and the positions of the first ``count``.
 
     Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th
     score: the largest scores lie in as many groups, those with the largest maxima, so only these are searched.
-    Rows in which an omitted score may be as large as a chosen one are sorted instead.
+    Rows in which an omitted score may be as large as a chosen one are sorted instead. Beyond the number of keys
+    values
+    are -inf and positions arbitrary.
 
     Source: none; exact, whatever the grouping. Deviation: none.
-
-    Args:
-        scores: (..., n), nats; -inf where there is no key.
-        count: number of positions to return, at least 1.
-
-    Returns:
-        Values (..., count + 1), -inf beyond the number of keys, and int64 positions (..., count), arbitrary beyond
-        the number of keys.
 
     Example:
         >>> values, positions = largest_scores(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
@@ -345,17 +335,12 @@ class AttentionRows:
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """Return the constants of rows with a fixed set of keys: full, banded, block-local, random; global tokens.
 
+    δ_i ≥ 0 in nats is the largest over everything compared, k_i the number of keys, 0 for a padded query, which
+    does not
+    count; both (..., queries). A negative or NaN dispersion, and a number of keys that is no integer ≥ 0, are a
+    ValueError.
+
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
-
-    Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the largest over everything compared.
-        keys: k_i, shape (..., queries); 0 marks a padded query, which does not count.
-
-    Returns:
-        Constants of the rows.
-
-    Raises:
-        ValueError: if a dispersion is negative or NaN, or a number of keys is not an integer ≥ 0.
 
     Example:
         >>> fixed_mask_rows([2.0, 2.0], [5, 0]).log_row

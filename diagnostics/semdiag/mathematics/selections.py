@@ -28,7 +28,7 @@ def allowed_keys(
     documents: Tensor | None = None,
     causal: bool = False,
 ) -> AllowedKeys:
-    """Return the keys that each row may choose.
+    """Return the keys that each row may choose; an InputError says that the arguments do not fit together.
 
     The valid keys of a sequence are starts ≤ j < starts + lengths. If queries have positions (with ``causal`` or
     ``documents``), they are the last tokens: query i of q is at n − q + i of n keys; if there are fewer queries
@@ -44,9 +44,6 @@ def allowed_keys(
         documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: document of each token,
             negative for padding; the tokens of a document are contiguous.
         causal: whether to exclude the keys after the query.
-
-    Raises:
-        InputError: if the arguments do not fit together.
 
     Example:
         >>> allowed_keys((3,), 4, causal=True).end.tolist()  # the last three of four tokens
@@ -82,18 +79,15 @@ def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
     shape = tuple(numbers.shape)
     if numbers.ndim == 1 and numbers.shape[0] == rows[0]:
         numbers = numbers.reshape(-1, *(1 for _ in rows[1:]))
-    fits = numbers.ndim == len(rows) and all(map(_fits, numbers.shape, rows))
+    fits = numbers.ndim == len(rows) and all(
+        own in (1, size) for own, size in zip(numbers.shape, rows, strict=True)
+    )
     if numbers.numel() != 1 and not fits:
         raise InputError(
             f"{name} of shape {shape} do not fit rows of shape {rows}: give one number, one for each of the first "
             f"dimension, or {len(rows)} dimensions of the same sizes or 1."
         )
     return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(rows)
-
-
-def _fits(own: int, wanted: int) -> bool:
-    """Return whether a dimension can be expanded to another."""
-    return own in (1, wanted)
 
 
 def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
@@ -163,7 +157,10 @@ def judge_rows(
     """Return, for each row that counts, a grade, its worst chosen and k-th scores, and its best dropped score.
 
     A row is right if no dropped key has a larger score than the worst chosen one: one pass over the scores,
-    without sorting. The k-th score is computed only for rows that are not right.
+    without sorting. The k-th score is computed only for rows that are not right. Grades are indices into
+    ``GRAVITY``,
+    int8; scores are float64, NaN where nothing was chosen or nothing dropped. NaN as an allowed key's score is an
+    InputError.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -177,13 +174,6 @@ def judge_rows(
             :func:`~semdiag.mathematics.rounding.may_swap`.
         error: (rows, n) ≥ 0, largest distance of each score from the engine's; the scores were then recomputed,
             and not rounded. None means that the engine chose by these scores.
-
-    Returns:
-        Grades (indices into ``GRAVITY``, int8) and three float64 tensors, one entry per row that counts; NaN where
-        there is no such score, because nothing was chosen or nothing dropped.
-
-    Raises:
-        InputError: if the score of an allowed key is NaN.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
@@ -196,19 +186,14 @@ def judge_rows(
             None if scores is None else scores[own], _key_places(indices[own], keys), keys,
             allowed.first[own, None].to(indices.device), allowed.end[own, None].to(indices.device),
             None if allowed.position is None else allowed.position[own, None].to(indices.device),
+            picked[start : start + per_part],
         )  # fmt: skip
         if room is None and part.scores is not None:
             room = part.room(per_part)
         part.error = None if error is None else error[own]
-        try:
-            judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
-            for column, values in zip(found, judged, strict=True):
-                column.append(values)
-        except _NotANumberError as error:
-            raise InputError(
-                f"The scores of row {int(picked[start + error.row])} hold NaN, which is neither larger nor "
-                "smaller than another score."
-            ) from None
+        judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
+        for column, values in zip(found, judged, strict=True):
+            column.append(values)
     grade, *numbers = (torch.cat(column) for column in found)
     return grade, numbers[0], numbers[1], numbers[2]
 
@@ -217,13 +202,6 @@ def _key_places(indices: Tensor, keys: int) -> Tensor:
     """Convert indices to int64; numbers too large for it are out of range anyway."""
     places = indices.long()
     return places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
-
-
-class _NotANumberError(Exception):
-    """Raised if a row contains NaN."""
-
-    def __init__(self, row: int) -> None:
-        self.row = row
 
 
 @dataclass
@@ -236,6 +214,7 @@ class _Part:
     first: Tensor
     end: Tensor
     position: Tensor | None
+    numbers: Tensor  # of the rows
     error: Tensor | None = None
 
     def room(self, rows: int) -> Tensor:
@@ -272,7 +251,10 @@ class _Part:
         worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
         unknown = worst.isnan() | left.isnan()
         if bool(unknown.any()):
-            raise _NotANumberError(int(unknown.nonzero()[0]))
+            row = int(self.numbers[unknown.nonzero()[0]])
+            raise InputError(
+                f"The scores of row {row} hold NaN, which is neither larger nor smaller than another score."
+            )
         number, free = number.cpu(), (self.end - self.first).squeeze(1).cpu()
         worst = worst.where(number > 0, torch.nan)
         left = left.where(free > number, torch.nan)
@@ -429,23 +411,16 @@ def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Return the margin of each row's top-k, and whether it is certified.
+    """Return the margin of each row's top-k, float64 (rows,), and whether it is certified, bool (rows,).
 
     Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
     = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after every
     score is rounded once to the format. A row that drops no key with a finite score, or keeps only infinite ones,
-    decides nothing: its margin is +∞, and it is certified.
+    decides nothing: its margin is +∞, and it is certified. Scores (rows, n) are not NaN; -inf, or less than half
+    the
+    lowest number of their dtype, where a mask forbids the key.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        scores: (rows, n), not NaN; -inf, or less than half the lowest number of its dtype, where a mask forbids
-            the key.
-        k: number of kept keys, at least 1.
-        kind: number format of the scores.
-
-    Returns:
-        Margins, float64 (rows,), and whether they are certified, bool (rows,).
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS

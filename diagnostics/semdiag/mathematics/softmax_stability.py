@@ -34,7 +34,7 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return ξ of a row whose set of keys does not depend on its scores: full, banded, block-local, random.
 
-    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key.
+    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. ln ξ* is in [−∞, ln ½].
     No smaller constant holds for all pairs of rows of range ≤ δ (for δ > 0), and it never exceeds ½.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k, kept in
@@ -43,9 +43,6 @@ def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     Args:
         dispersion: δ ≥ 0 in nats, the larger of the two rows' ranges over the unmasked keys.
         keys: k ≥ 1, number of unmasked keys (all allowed keys for full attention).
-
-    Returns:
-        ln ξ* per entry, in [−∞, ln ½].
 
     Raises:
         ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
@@ -69,7 +66,9 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     """Return ξ of a row that keeps its k highest-scoring allowed keys (top-k).
 
     ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
-    smaller separation of both rows.
+    smaller separation of both rows. ln ξ_h is +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as
+    not
+    met.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
     :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that
@@ -80,9 +79,6 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
         dispersion: δ_h ≥ 0 in nats, the larger of both rows.
         separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
         keys: k ≥ 1, number of unmasked keys, the same in both rows.
-
-    Returns:
-        ln ξ_h per entry; +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as not met.
 
     Raises:
         ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
@@ -199,19 +195,11 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
     """Return ln ξ_loc of each row: the ℓ1 → ℓ1 norm of the softmax Jacobian at the row.
 
     ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum; 1 − p_j is summed over the
-    other weights, so that it stays accurate if p_j rounds to 1.
+    other weights, so that it stays accurate if p_j rounds to 1. From scores in nats and selected keys (bool), both
+    (..., keys), it is float64 (...), in [−∞, ln ½]; −∞ for a single key. A row that selects no key is a
+    ValueError.
 
     Source: docs/theory.md#local-stability. Deviation: not in the paper.
-
-    Args:
-        scores: z in nats, shape (..., keys); entries that are not selected are ignored (they may be −inf).
-        selected: bool, shape (..., keys), at least one True per row.
-
-    Returns:
-        ln ξ_loc, shape (...), float64, in [−∞, ln ½]; −∞ for a single key.
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0, 5.0], [900.0, 0.0, 0.0]])

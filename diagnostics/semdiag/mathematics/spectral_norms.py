@@ -214,22 +214,14 @@ def token_jacobian_norm(
     start: Tensor,
     iterations: int = ITERATIONS,
 ) -> JacobianNorm:
-    """Bound the norm of a linear map between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
+    """Bound the norm of N linear maps between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
 
     max ‖J x‖ over ‖x‖ = Σ_l ‖x_l‖₂ = 1 is attained with a single nonzero token. Power iteration for this pair of
     norms: y = J x; its dual vectors y_i / ‖y_i‖ are mapped by Jᵀ; the token with the longest image becomes the
     next x. No step lowers the value. It may end in a local maximum, hence a lower bound.
+    ``jvp`` maps x (N, L, d) to J x (N, L', d'), ``vjp`` y to Jᵀ y; ``start`` is the first x, not zero.
 
     Source: docs/theory.md#empirical (Boyd, The power method for lᵖ norms, 1974). Deviation: not in the paper.
-
-    Args:
-        jvp: map from x (N, L, d) to J x (N, L', d'), for each of the N maps.
-        vjp: map from y (N, L', d') to Jᵀ y (N, L, d).
-        start: initial x, (N, L, d), not zero.
-        iterations: largest number of iterations.
-
-    Returns:
-        One lower bound per map.
 
     Example:
         >>> matrix = torch.tensor([[3.0, 0.0], [0.0, 1.0]])  # one token of width 2
@@ -271,18 +263,10 @@ def jacobian_spectral_norm(
     Golub and Kahan's bidiagonalisation of each block, with full reorthogonalisation:
     α_j w_j = Jᵀ u_j − β_j w_{j−1} and β_{j+1} u_{j+1} = J w_j − α_j u_j. The largest singular value of the matrix
     of α and β never exceeds ‖J‖₂, never falls with a step, and reaches it long before power iteration does.
+    ``jvp`` maps w (*blocks, n) to J w (*blocks, m), ``vjp`` u to Jᵀ u; ``start`` is the first u, not zero.
 
     Source: docs/theory.md#gain; Golub and Kahan 1965, Calculating the Singular Values. Deviation: not in the
     paper.
-
-    Args:
-        jvp: map from w (*blocks, n) to J w (*blocks, m), for each of the blocks.
-        vjp: map from u (*blocks, m) to Jᵀ u (*blocks, n).
-        start: first u, (*blocks, m), not zero.
-        steps: number of steps, each a product with Jᵀ and one with J.
-
-    Returns:
-        One lower bound for each block; ``value`` and ``settled`` have the shape of the blocks.
 
     Example:
         >>> matrix = torch.tensor([[3.0, 0.0], [4.0, 1.0]])

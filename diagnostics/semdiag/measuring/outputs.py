@@ -160,7 +160,7 @@ class Reader:
         named_inputs = batch if isinstance(batch, Mapping) else {}
         self.unread = [each for each in _UNREAD if named_inputs.get(each) is not None]
         self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
-        self.loss = self._own_loss(output, batch) if self.distribution and labels is None else ""
+        self.loss = self._compare_loss(output, batch) if self.distribution and labels is None else ""
 
     def shape(self, output: Any, batch: Batch) -> tuple[int, ...]:
         """Return the shape of what is read of an output, as :meth:`read` does."""
@@ -208,29 +208,31 @@ class Reader:
                 return real[name]
         return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
 
-    def _own_loss(self, output: Any, batch: Batch) -> str:
+    def _compare_loss(self, output: Any, batch: Batch) -> str:
         """Learn from a model's own loss to which positions labels belong; return how it is another, if it is."""
-        name, given = given_labels(self._module, batch)
-        if given is None:
+        name, labels = given_labels(self._module, batch)
+        if labels is None:
             return ""
         values, _ = _values(output, batch)
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
-        targets = targets_of(given, name, values)
+        targets = targets_of(labels, name, values)
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             return ""
-        if not math.isfinite(own := float(loss)):
+        if not math.isfinite(value := float(loss)):
             return ""
         moved = next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
         ours = [_cross_entropy(values, each) for each in (targets, moved)]
-        rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(1.0, abs(own))
-        there, earlier = (abs(each - own) for each in ours)
+        rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(1.0, abs(value))
+        there, earlier = (abs(each - value) for each in ours)
         if there <= rounding or earlier <= rounding:
             self._moved = None if there == earlier else earlier < there  # the nearer of two that are near
             return ""
         places = ("", " (each label one position earlier)")
-        known = [f"{x:.4g}{at}" for x, at in zip(ours, places, strict=True) if math.isfinite(x)]
-        return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {' or '.join(known)}"
+        texts = [f"{x:.4g}{at}" for x, at in zip(ours, places, strict=True) if math.isfinite(x)]
+        return (
+            f"on the first batch the model's own loss is {value:.4g}, and that of its logits {' or '.join(texts)}"
+        )
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)

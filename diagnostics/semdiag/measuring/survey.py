@@ -282,10 +282,10 @@ def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[
     """Return remarks on a model and its inputs that matter whatever is measured."""
     remarks = []
     if isinstance(model.module, Encoder):
-        config, given = model.module.config, sorted({longest(batch) for batch in batches})
-        own = config.length if model.training is None or config.pad_as_token else model.training.length
-        text = f"the inputs are {', '.join(map(str, given))} tokens long, but the model was trained on {own}"
-        remarks += [Remark("", text, "input-length")] * (given != [own])
+        config, lengths = model.module.config, sorted({longest(batch) for batch in batches})
+        usual = config.length if model.training is None or config.pad_as_token else model.training.length
+        text = f"the inputs are {', '.join(map(str, lengths))} tokens long, but the model was trained on {usual}"
+        remarks += [Remark("", text, "input-length")] * (lengths != [usual])
     if places := model.contradicted_by:
         remarks.append(
             Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,10 +59,6 @@ class Table:
 
     def empty(self) -> pd.DataFrame:
         """Return the table without rows."""
-        return self._without_rows.copy()
-
-    @cached_property
-    def _without_rows(self) -> pd.DataFrame:
         return self.of_rows([])
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

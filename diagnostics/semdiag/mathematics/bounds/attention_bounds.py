@@ -35,25 +35,17 @@ class HeadNorms:
 
 
 def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms) -> Bound:
-    """Return λ_A of u ↦ (Σ_j p_ij u_j)_i, from each token's own load.
+    """Return ln λ_A, (...), of u ↦ (Σ_j p_ij u_j)_i, from each token's own load, with the rows' assumptions.
 
     λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, split_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
-    token l as value, as query and as key. Ragged rows and global tokens are covered.
+    token l as value, as query and as key. Ragged rows and global tokens are covered. Rows are (..., L), norms
+    (...) or
+    broadcasting to it; ``selected`` is S_i, bool (..., L, L), query by key, for heavy-hitter masks the union S_i ∪
+    S'_i
+    over all compared inputs. A map that is not square is a ValueError.
 
     Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for
     all rows, see :func:`~semdiag.mathematics.bounds.attention_bounds.paper_attention_map_bound`.
-
-    Args:
-        rows: constants of the rows, shape (..., L).
-        selected: bool, shape (..., L, L), query by key: S_i; for heavy-hitter masks the union S_i ∪ S'_i over all
-        compared inputs.
-        norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
-
-    Returns:
-        ln λ_A, shape (...), with the rows' assumptions.
-
-    Raises:
-        ValueError: if the map is not square.
 
     Example:
         >>> import torch
@@ -132,22 +124,15 @@ def _key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
 def paper_attention_map_bound(
     dispersion: Real, norms: HeadNorms, load_ratio: Real = 1.0, separation: Real | None = None
 ) -> Bound:
-    """Return the paper's constant of the attention map in its input.
+    """Return ln λ_A, the paper's constant of the attention map in its input, in the broadcast shape.
 
     Full attention (β = 1) and fixed masks: e^δ [β + ΓΞ²(1 + β)];
-    heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)].
+    heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)], +inf where Δ_h ≤ 0. δ is the largest over the queries
+    and
+    Δ_h the smallest (or percentiles), in nats, None for masks that ignore the scores; β = max_j l_j / k.
 
     Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none;
     its ξ is not an ℓ1 constant everywhere (docs/theory.md#where-the-paper-form-fails).
-
-    Args:
-        dispersion: δ in nats, the largest over the queries (or a percentile).
-        norms: Γ and Ξ.
-        load_ratio: β = max_j l_j / k; 1 for full attention.
-        separation: Δ_h in nats, the smallest over the queries; None for masks that ignore the scores.
-
-    Returns:
-        ln λ_A, in the broadcast shape; +inf where Δ_h ≤ 0.
 
     Example:
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=1.0, query=1.0)

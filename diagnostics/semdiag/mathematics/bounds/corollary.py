@@ -38,20 +38,14 @@ class Condition:
 
 
 def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, masked_separation: Real) -> Condition:
-    """Return the paper's condition for a better guarantee in the parameters W.
+    """Return the paper's condition for a better guarantee in the parameters W, against 1.
 
-    δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1.
+    δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1; the left side is +inf where δ_s = 0 or Δ_h ≤ 0. δ_s of the full model
+    and
+    δ_h of the heavy-hitter model are at the same percentiles, Δ_h at the mirrored ones (100 − p), all in nats.
 
     Source: paper, Cor. 1, eq. 304 (docs/theory.md#corollary). Deviation: none; percentiles of
     different queries are combined, a heuristic.
-
-    Args:
-        full_dispersion: δ_s of the full model in nats, per percentile.
-        masked_dispersion: δ_h of the heavy-hitter model, at the same percentiles.
-        masked_separation: Δ_h of the heavy-hitter model in nats, at the mirrored percentiles (100 − p).
-
-    Returns:
-        Left side against 1; +inf where δ_s = 0 or Δ_h ≤ 0.
 
     Example:
         >>> paper_weight_condition(8.61, 3.51, 0.016).left_side.item()

@@ -235,22 +235,15 @@ def score_gradient_sums(
     cotangents: Tensor,
     scale: float,
 ) -> Tensor:
-    """Bound the gradient in W_q, b_q and W_k from the gradient g_i of the loss in each head's mixed values.
+    """Bound the gradient in W_q, b_q and W_k, (3, H), from that of the loss in each head's mixed values, g_i.
 
     |s| Σ_i ‖Cov_{p_i}(k, v)‖ ‖g_i‖ times ‖u_i‖ for W_q and 1 for b_q; |s| Σ_i ‖q_i‖ ‖Cov_{p_i}(u, v)‖ ‖g_i‖ for
-    W_k. ‖C‖ is replaced by ‖C Cᵀ‖_F^(1/2) ≥ ‖C‖, plus the possible effect of rounding on C.
+    W_k, summed over queries and inputs. ‖C‖ is replaced by ‖C Cᵀ‖_F^(1/2) ≥ ‖C‖, plus the possible effect of
+    rounding
+    on C. p is (B, H, L, L), rows of padded queries 0; q, k, v and g are (B, H, L, D), u (B, L, d); s = τ /
+    sqrt(d_head).
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        weights: p, (B, H, L, L), rows of padded queries 0.
-        query_key_value: q, k and v, each (B, H, L, D).
-        tokens: u, (B, L, d).
-        cotangents: g, (B, H, L, D).
-        scale: s = τ / sqrt(d_head).
-
-    Returns:
-        (3, H): bounds for W_q, b_q and W_k by head, summed over queries and inputs.
 
     Example:
         >>> p, x = torch.full((1, 1, 2, 2), 0.5), torch.tensor([[[[1.0], [3.0]]]])
