@@ -89,8 +89,7 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
 def logrank_p(
     first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
 ) -> float:
-    """Return the p-value in (0, 1] of a two-sided log-rank test by permutation: do two sides arrive at different
-    times?
+    """Return the p-value of a two-sided log-rank test by permutation: do two sides arrive at different times?
 
     Each run has the log-rank score d − Λ(t): its arrivals (0 or 1) minus the cumulative hazard of all runs at its
     time (Nelson–Aalen). Scores sum to 0; the sum over one side is its observed minus its expected arrivals. p is

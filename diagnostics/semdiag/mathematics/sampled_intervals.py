@@ -12,8 +12,7 @@ PER_STRATUM = 2  # fewest draws that show the spread within a stratum
 
 
 def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw the fraction count / of of a sequence's n queries, independently for every head: positions (heads,
-    most).
+    """Draw the fraction count / of of a sequence's n queries for every head: positions (heads, most).
 
     m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n
     positions form a circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are
