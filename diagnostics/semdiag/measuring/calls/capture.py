@@ -430,17 +430,10 @@ def longest_call(
     def look(call: AttentionCall) -> None:
         seen.append((call.q.shape[2], call.k.shape[2]))
 
+    batch = max(batches, key=lambda batch: max((t.shape[1:].numel() for t in tensors(batch)), default=0))
+    if not isinstance(batch, tuple | list) and len(tensors(batch)) == 1:  # several may depend on each other
+        batch = next(each(batch, 1))
     with running(loaded, look, device, dtype) as run:
-        run(_one_sample(max(batches, key=_largest)))
+        run(batch)
     queries, keys = zip(*seen, strict=True)
     return max(queries), max(keys)
-
-
-def _largest(batch: Batch) -> int:
-    """Return the size of a sample in the largest of the tensors."""
-    return max((t.shape[1:].numel() for t in tensors(batch)), default=0)
-
-
-def _one_sample(batch: Batch) -> Batch:
-    """Return the first sample of a batch that is one tensor; several tensors may depend on each other."""
-    return batch if isinstance(batch, tuple | list) or len(tensors(batch)) > 1 else next(each(batch, 1))

@@ -352,8 +352,6 @@ class Monitor:
         try:
             if error is None:
                 self.stop()
-            else:
-                self._leave()
         finally:
             self._leave()
 
