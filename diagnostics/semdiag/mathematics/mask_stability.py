@@ -161,9 +161,12 @@ def heavy_hitter_pair_stability(
         >>> print(heavy_hitter_pair_stability(z, z, top, last, all_keys, all_keys).unmet[0])
         assumption not met: each row keeps its highest-scoring allowed keys (rows that do not = 1)
     """
-    ends = ((scores, selected, allowed), (other, other_selected, other_allowed))
-    delta = torch.maximum(*(_range(z, s) for z, s, _ in ends))
-    gap = torch.minimum(*(_gap(z, s, a) for z, s, a in ends))
+    ranges, gaps = [], []
+    for z, kept, keys_allowed in ((scores, selected, allowed), (other, other_selected, other_allowed)):
+        low = torch.where(kept, float64(z), math.inf).amin(dim=-1)
+        ranges.append(torch.where(kept, float64(z), -math.inf).amax(dim=-1) - low)
+        gaps.append(low - torch.where(keys_allowed & ~kept, float64(z), -math.inf).amax(dim=-1))
+    delta, gap = torch.maximum(*ranges), torch.minimum(*gaps)
     keys = torch.maximum(selected.sum(dim=-1), other_selected.sum(dim=-1))
     bound = heavy_hitter_stability(delta, gap, keys)
     size_differs = selected.sum(dim=-1) != other_selected.sum(dim=-1)
@@ -182,18 +185,6 @@ def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
     """Return the assumption that no row is broken."""
     count = int(broken.sum())
     return Assumption(statement, {name: count}, holds=count == 0)
-
-
-def _range(scores: Tensor, selected: Tensor) -> Tensor:
-    """Return the largest minus the smallest selected score."""
-    low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
-    return torch.where(selected, float64(scores), -math.inf).amax(dim=-1) - low
-
-
-def _gap(scores: Tensor, selected: Tensor, allowed: Tensor) -> Tensor:
-    """Return the smallest selected minus the largest unselected allowed score; +inf if all are selected."""
-    low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
-    return low - torch.where(allowed & ~selected, float64(scores), -math.inf).amax(dim=-1)
 
 
 def weight_change_bound(score_range: Real) -> Tensor:

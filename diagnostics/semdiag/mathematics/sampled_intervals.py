@@ -173,7 +173,11 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
     residuals = (sums - ratio * counts) / counts.sum()
     changes = residuals / (1 - weights)
     error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
-    critical, shape = float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights))), _shape(residuals)
+    critical, squares = (
+        float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights))),
+        float(residuals @ residuals),
+    )
+    shape = float((residuals**3).sum()) / (3 * squares**1.5) if squares else 0.0  # γ/(3√c), γ the skewness
     high, low = (ratio - error * _unskewed(t, shape) for t in (-critical, critical))
     return low, high
 
@@ -224,12 +228,6 @@ def _freedom(weights: NDArray[np.float64]) -> float:
     pairs = spread**2 * a**2 + 2 * a * c - 4 * spread * a * b + 2 * b**2
     pairs += float((squares**2 * (own**2 - (own - 1) ** 2)).sum())
     return max(1.0, float((squares * own).sum()) ** 2 / pairs)
-
-
-def _shape(sums: NDArray[np.float64]) -> float:
-    """Return γ/(3√c), γ the skewness of c numbers with sum 0; 0 if they are all equal."""
-    squares = float(sums @ sums)
-    return float((sums**3).sum()) / (3 * squares**1.5) if squares else 0.0
 
 
 def _unskewed(t: float, a: float) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -318,9 +318,6 @@ def _sorted(scores: Tensor, positions: Tensor | None, count: int) -> Tensor:
     return torch.from_numpy(_LAST - (array[..., : -count - 1 : -1] & (2**32 - 1)))
 
 
-Constants = tuple[Tensor, Tensor, Tensor, Tensor]  # the tensors of AttentionRows
-
-
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
     """Constants of an attention map per query: natural logarithms, shape (..., queries); −∞ for padded queries."""
@@ -347,12 +344,12 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
         tensor([0., -inf], dtype=torch.float64)
     """
     delta, k = broadcast(dispersion, keys)
-
-    def constants(d: Tensor, n: Tensor) -> Constants:
-        row = fixed_mask_row_stability(d, n).log_value
-        return log_largest_weight(d, n), fixed_mask_stability(d, n).log_value, row, row
-
-    return AttentionRows(*_where_attended(k, constants, delta), assumptions=())
+    padded = k == 0
+    delta, k = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
+    row = fixed_mask_row_stability(delta, k).log_value
+    logs = log_largest_weight(delta, k), fixed_mask_stability(delta, k).log_value, row, row
+    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
+    return AttentionRows(weight, xi, row, split, ())
 
 
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
@@ -369,20 +366,10 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
         tensor([4., 1.], dtype=torch.float64)
     """
     delta, gap, k = broadcast(dispersion, separation, keys)
-
-    def constants(d: Tensor, n: Tensor, g: Tensor) -> Constants:
-        row, split = heavy_hitter_row_stability(d, g, n), heavy_hitter_split_stability(d, g, n)
-        xi = heavy_hitter_stability(d, g, n)
-        return log_largest_weight(d, n), xi.log_value, row.log_value, split.log_value
-
-    assumption = positive_separation(gap[k != 0])
-    return AttentionRows(*_where_attended(k, constants, delta, gap), assumptions=(assumption,))
-
-
-def _where_attended(keys: Tensor, constants: Callable[..., Constants], *rows: Tensor) -> Constants:
-    """Return the constants of rows with keys; −∞ (no contribution) for rows without."""
-    padded = keys == 0
-    delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
-    weight, xi, row, split = constants(delta, torch.where(padded, 1.0, keys), *rest)
-    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in (weight, xi, row, split))
-    return weight, xi, row, split
+    padded = k == 0
+    assumption = positive_separation(gap[~padded])
+    delta, gap, k = delta.masked_fill(padded, 0), gap.masked_fill(padded, 0), k.masked_fill(padded, 1)
+    forms = (heavy_hitter_stability, heavy_hitter_row_stability, heavy_hitter_split_stability)
+    logs = log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
+    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
+    return AttentionRows(weight, xi, row, split, (assumption,))

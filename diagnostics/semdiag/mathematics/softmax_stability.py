@@ -327,13 +327,11 @@ def _log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tens
     delta, gap, k = broadcast(dispersion, separation, keys)
     gap = gap.clamp(min=0)
     inner = torch.minimum(_stationary_height(gap, k), delta)
-    none, some, most = (_log_cost(height, gap, k) for height in (delta.new_zeros(()), inner, delta))
+    none, some, most = (  # ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one
+        math.log(2) - torch.log1p((k - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
+        for height in (delta.new_zeros(()), inner, delta)
+    )
     return torch.maximum(torch.maximum(none, some), most)
-
-
-def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
-    """Return ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
-    return math.log(2) - torch.log1p((keys - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
 
 
 def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:

@@ -134,8 +134,9 @@ def measure(
         cut = map(partial(checked_batch, loaded.module), cut)
     draws = QueryDraws(queries, seed)
     if queries is not None:
-        ahead, cut = _ahead(cut)
+        ahead = cut if isinstance(cut, list) else list(islice(cut := iter(cut), 1))  # the first of an iterator
         draws.expect(longest_call(loaded, ahead, device, dtype)[0])
+        cut = cut if isinstance(cut, list) else chain(ahead, cut)
     config = loaded.module.config if isinstance(loaded.module, Encoder) else None
     wanted = config.k if config is not None and config.attention in APPROXIMATE else None
     collected = Collector(loaded.path, k, draws, wanted, min_keys, max_queries)
@@ -168,7 +169,10 @@ def measure(
         reason = min(seen.text for seen in run.audit.remarks if seen.code == NOT_APPLIED_CODE)
         raise InputError(f"real fits no attention of {loaded.path}: {reason.removeprefix(NOT_APPLIED + ': ')}.")
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
-    _remark_left_out(run.audit, draws, set(k) - set(fits))
+    for text in draws.remarks:
+        run.audit.remarks[Remark("", text, "queries-drawn")] += 1
+    for value in sorted(set(k) - set(fits)):
+        run.audit.remarks[Remark("", f"k = {value} is left out: no query has that many keys", "k-left-out")] += 1
     tables = collected.tables(fits)
     _check_keys(loaded.path, tables["queries"], min_keys, draws)
     accuracy = _accuracy(torch.cat(answers), labels, run.audit) if answers else None
@@ -180,15 +184,6 @@ def measure(
         provenance=_provenance(run, queries, min_keys),
         **tables,
     )
-
-
-def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
-    """Return the batches that can be checked beforehand (the first of an iterator), and all batches."""
-    if isinstance(cut, list):
-        return cut, cut
-    rest = iter(cut)
-    first = list(islice(rest, 1))
-    return first, chain(first, rest)
 
 
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
@@ -218,14 +213,6 @@ def _check_samples(samples: int, labels: Tensor | None) -> None:
         raise InputError(f"labels must be one class per sample, of shape ({samples},). Got {tuple(labels.shape)}.")
     if not samples:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
-
-
-def _remark_left_out(audit: Audit, draws: QueryDraws, left_out: set[int]) -> None:
-    """Add remarks on queries that were not drawn, and on each k that exceeds every query's keys."""
-    for text in draws.remarks:
-        audit.remarks[Remark("", text, "queries-drawn")] += 1
-    for k in sorted(left_out):
-        audit.remarks[Remark("", f"k = {k} is left out: no query has that many keys", "k-left-out")] += 1
 
 
 def _accuracy(classes: Tensor, labels: Tensor | None, audit: Audit) -> float | None:

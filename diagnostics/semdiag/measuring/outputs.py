@@ -156,7 +156,9 @@ class Reader:
         self._by_token = logits and self._is_one_a_token(values, known, ids.values())
         self.reason = self._no_distribution(values, known) if logits else ""
         self.distribution = logits and not self.reason
-        self.others = "" if self.distribution else _others(output)
+        first, *rest = [*_comparable(output)] or [""]
+        some = rest and not self.distribution
+        self.others = f"{first} alone is compared, not {', '.join(rest)}" if some else ""
         named_inputs = batch if isinstance(batch, Mapping) else {}
         self.unread = [each for each in _UNREAD if named_inputs.get(each) is not None]
         self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
@@ -275,11 +277,6 @@ def _comparable(output: Any) -> dict[str, Tensor]:
         several = output if isinstance(output, tuple | list) else ()
         parts = {f"number {place}": x for place, x in enumerate(several, 1)}
     return {n: x for n, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
-
-
-def _others(output: Any) -> str:
-    first, *rest = [*_comparable(output)] or [""]
-    return f"{first} alone is compared, not {', '.join(rest)}" if rest else ""
 
 
 def _samples_first(values: Tensor, samples: int) -> Tensor:

@@ -173,7 +173,11 @@ def log_input_constant(block: BlockConstants) -> Tensor:
     """
     attention = block.attention
     log_heads = torch.logsumexp(log_product(log(attention.upsilon), attention.log_map), dim=-1)
-    return log_product(_log_attention_residual(block, log_heads), _log_mlp_residual(block))
+    log_norm = log(block.attention_norm)
+    log_residual = (
+        log_one_plus(log_product(log_norm, log_heads)) if block.pre_norm else log_norm + log_one_plus(log_heads)
+    )
+    return log_product(log_residual, _log_mlp_residual(block))
 
 
 def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
@@ -241,12 +245,6 @@ def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Te
         name: log_product(value, after_mlp if name in _MLP_PARAMETERS else after_attention)
         for name, value in inside.items()
     }
-
-
-def _log_attention_residual(block: BlockConstants, log_heads: Tensor) -> Tensor:
-    """Return the Lipschitz constant of Y in U; ``log_heads`` is ln Σ_h Υ_h λ_A,h."""
-    log_norm = log(block.attention_norm)
-    return log_one_plus(log_product(log_norm, log_heads)) if block.pre_norm else log_norm + log_one_plus(log_heads)
 
 
 def _log_mlp_residual(block: BlockConstants) -> Tensor:

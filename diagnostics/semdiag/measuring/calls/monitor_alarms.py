@@ -341,19 +341,18 @@ class Faults:
             self._noted.add(seen)
             missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
         if missed:
-            text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
-            warn(f"The monitor cannot see all attention: it has no rows for {text}.")
+            texts = []
+            for why, modules in sorted(missed.items()):
+                more = len(modules) - _NAMED
+                names = ", ".join(sorted(modules)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+                texts.append(f"{names} ({why})")
+            warn(f"The monitor cannot see all attention: it has no rows for {'; '.join(texts)}.")
 
     def warn_once(self, fault: str, text: str) -> None:
         """Warn once of a fault, even if its text changes at every step."""
         if fault not in self._faults:
             self._faults.add(fault)
             warn(text, stacklevel=6)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class MonitorLog:

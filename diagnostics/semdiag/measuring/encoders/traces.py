@@ -15,7 +15,6 @@ from semdiag.capturing.batches import Batch
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
 from semdiag.mathematics.bounds.block_bounds import query_norm
 from semdiag.mathematics.bounds.network_bounds import score_gradient_sums
-from semdiag.mathematics.score_strips import AttentionRows
 from semdiag.mathematics.spectral_norms import log, log_root_sum_squares
 from semdiag.measuring.calls.collector import ScoredRows, scored_rows
 from semdiag.measuring.encoders.weights import block_weights
@@ -131,20 +130,17 @@ class _Tracer:
             return statistics | dict.fromkeys(("log_map", "log_form"), nothing)
         xi = token_norm[:, None]
         norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
+        united = constants  # over the union of two masks, which doubles a token's sums for heavy hitters
+        if self.kind in HEAVY_HITTERS:
+            double = math.log(2)
+            united = replace(united, log_weight=united.log_weight + double, log_xi=united.log_xi + double)
         bounds = {
-            "log_map": attention_map_bound(self._united(constants), rows.selected, norms),
+            "log_map": attention_map_bound(united, rows.selected, norms),
             "log_form": bilinear_form_bound(constants, norms),
         }
         return statistics | {
             name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()
         }
-
-    def _united(self, rows: AttentionRows) -> AttentionRows:
-        """Return rows with doubled sums over a token's queries for heavy hitters, for the union of two masks."""
-        if self.kind not in HEAVY_HITTERS:
-            return rows
-        double = math.log(2)
-        return replace(rows, log_weight=rows.log_weight + double, log_xi=rows.log_xi + double)
 
     def result(self) -> InputTraces:
         layers = [
