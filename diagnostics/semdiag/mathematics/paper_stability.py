@@ -170,7 +170,10 @@ def truncations(
         sink = (score - log_sum).exp()
         weights = (largest[0][b, h, r, : ks[-1]] - log_sum[..., None]).exp()
         sums, mass = _kept(weights, largest[1][b, h, r], own, ks)
-        others[b, h, r] = torch.logaddexp(score, _besides(strip, first[b, h]))
+        strip.forbid_(-torch.inf)
+        keys = torch.arange(strip.scores.shape[3], device=first.device)
+        besides = strip.scores.masked_fill(keys == first[b, h][..., None, None], -torch.inf)
+        others[b, h, r] = torch.logaddexp(score, besides.logsumexp(-1))
         output = _whole(strip, log_sum, own, sink)
         moved = sums.div_(mass.add_(sink[..., None])[..., None]).sub_(output[..., None, :])
         size[b, h, r], change[b, h, r] = output.norm(dim=-1), moved.norm(dim=-1)
@@ -195,13 +198,6 @@ def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) ->
     )
     mass = torch.stack([weights[..., low:high].sum(-1) for low, high in pairwise((0, *ks))], -1)
     return sums.view(*mass.shape, -1).cumsum_(-2), mass.cumsum_(-1)
-
-
-def _besides(strip: ScoreStrip, first: Tensor) -> Tensor:
-    """Return ln Σ exp(z) over a strip's keys except the first, (b, h, r); set forbidden scores to -inf."""
-    strip.forbid_(-torch.inf)
-    keys = torch.arange(strip.scores.shape[3], device=first.device)
-    return strip.scores.masked_fill(keys == first[..., None, None], -torch.inf).logsumexp(-1)
 
 
 def _whole(strip: ScoreStrip, log_sum: Tensor, values: Tensor, sink: Tensor) -> Tensor:

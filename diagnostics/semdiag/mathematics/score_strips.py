@@ -52,11 +52,9 @@ class ScoreStrip:
             return (self.allowed.sum(-1) * (length // self.allowed.shape[3])).expand(shape)
         if self.future is not None:
             hidden = self.future.shape[1]  # of the first query; one less for each later one
-            return (
-                torch.arange(length - hidden, length - hidden + shape[2], device=self.scores.device)
-                .clamp(max=length)
-                .expand(shape)
-            )
+            first = length - hidden
+            numbers = torch.arange(first, first + shape[2], device=self.scores.device)
+            return numbers.clamp(max=length).expand(shape)
         return torch.full(shape, length, device=self.scores.device)
 
     def load(self) -> Tensor:

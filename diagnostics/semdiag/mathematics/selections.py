@@ -182,8 +182,10 @@ def judge_rows(
     room = None
     for start in range(0, picked.numel(), per_part):
         own: slice | Tensor = slice(start, start + per_part) if every else picked[start : start + per_part]
+        places = indices[own].long()  # a number too large for int64 is out of range anyway
+        places = places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
         part = _Part(
-            None if scores is None else scores[own], _key_places(indices[own], keys), keys,
+            None if scores is None else scores[own], places, keys,
             allowed.first[own, None].to(indices.device), allowed.end[own, None].to(indices.device),
             None if allowed.position is None else allowed.position[own, None].to(indices.device),
             picked[start : start + per_part],
@@ -196,12 +198,6 @@ def judge_rows(
             column.append(values)
     grade, *numbers = (torch.cat(column) for column in found)
     return grade, numbers[0], numbers[1], numbers[2]
-
-
-def _key_places(indices: Tensor, keys: int) -> Tensor:
-    """Convert indices to int64; numbers too large for it are out of range anyway."""
-    places = indices.long()
-    return places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
 
 
 @dataclass
@@ -236,7 +232,11 @@ class _Part:
     def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the result of :func:`judge_rows` by the scores."""
         rows, k = self.indices.shape
-        table = self._filled(room[:rows])
+        assert self.scores is not None
+        table = room[:rows]  # with +inf in the extra column
+        table[:, : self.keys].copy_(self.scores)
+        table[:, self.keys] = torch.inf
+        self._mask_(table[:, : self.keys], self.first, self.end)
         inside = (self.indices >= self.first) & (self.indices < self.end)
         valid = None if bool(inside.all()) else inside
         slots = self.indices if valid is None else self.indices.where(valid, self.keys)
@@ -282,14 +282,6 @@ class _Part:
         chosen = marked.scatter_(1, slots.where(slots >= 0, self.keys), True)[:, : self.keys]
         lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
         return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
-
-    def _filled(self, table: Tensor) -> Tensor:
-        """Return the scores, with -inf for keys that are not allowed and +inf in the extra column."""
-        assert self.scores is not None
-        table[:, : self.keys].copy_(self.scores)
-        table[:, self.keys] = torch.inf
-        self._mask_(table[:, : self.keys], self.first, self.end)
-        return table
 
     def _mask_(self, scores: Tensor, first: Tensor, end: Tensor) -> None:
         if bool((first > 0).any()) or bool((end < self.keys).any()):

@@ -169,17 +169,14 @@ def measure(
         reason = min(seen.text for seen in run.audit.remarks if seen.code == NOT_APPLIED_CODE)
         raise InputError(f"real fits no attention of {loaded.path}: {reason.removeprefix(NOT_APPLIED + ': ')}.")
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
-    for text in draws.remarks:
-        run.audit.remarks[Remark("", text, "queries-drawn")] += 1
-    for value in sorted(set(k) - set(fits)):
-        run.audit.remarks[Remark("", f"k = {value} is left out: no query has that many keys", "k-left-out")] += 1
+    _add_remarks(run.audit, loaded, draws, set(k) - set(fits))
     tables = collected.tables(fits)
     _check_keys(loaded.path, tables["queries"], min_keys, draws)
     accuracy = _accuracy(torch.cat(answers), labels, run.audit) if answers else None
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
-        remarks=remarks_table(loaded.path, _noted(loaded, run.audit)),
+        remarks=remarks_table(loaded.path, run.audit),
         skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
         provenance=_provenance(run, queries, min_keys),
         **tables,
@@ -196,13 +193,16 @@ def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
     return whole_numbers(k, "k")
 
 
-def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
-    """Return the audit, with a remark if the model's mask cannot represent its task."""
+def _add_remarks(audit: Audit, loaded: LoadedModel, draws: QueryDraws, left_out: set[int]) -> None:
+    """Remark on queries that were not drawn, on each k that was left out, and on a mask unfit for its task."""
+    texts = [(text, "queries-drawn") for text in draws.remarks]
+    texts += [(f"k = {k} is left out: no query has that many keys", "k-left-out") for k in sorted(left_out)]
     if isinstance(loaded.module, Encoder) and loaded.task in TASKS:
         length = loaded.training.length if loaded.training is not None else None
         if cannot_represent(TASKS[loaded.task], loaded.module.config, length):
-            audit.remarks[Remark("", OUT_OF_REACH, OUT_OF_REACH_CODE)] += 1
-    return audit
+            texts.append((OUT_OF_REACH, OUT_OF_REACH_CODE))
+    for text, code in texts:
+        audit.remarks[Remark("", text, code)] += 1
 
 
 def _check_samples(samples: int, labels: Tensor | None) -> None:

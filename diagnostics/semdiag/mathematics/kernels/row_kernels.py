@@ -72,18 +72,9 @@ def _scores(
 
 
 _PLAIN = [
-    "head0",
-    "tile0",
-    "heads",
-    "key_heads",
-    "all_heads",
-    "all_keys",
-    "q_length",
-    "k_length",
-    "q_rows",
-    "k_rows",
-]
-_PLAIN += ["first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h", "GROUPS", "ROOM"]
+    "head0", "tile0", "heads", "key_heads", "all_heads", "all_keys", "q_length", "k_length", "q_rows", "k_rows",
+    "first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h", "GROUPS", "ROOM",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_PLAIN)

@@ -174,10 +174,8 @@ class Calls:
             for (name, rows), (to, keys) in product(named.items(), repeat=2):
                 among = attends & rows[:, None]
                 given = (weights * keys[:, None, None]).sum(-1).where(among, 0).sum((0, 2))
-                place, queries = (
-                    {"layer": layer, "head": range(size[1]), "group": name, "to": to},
-                    among.sum((0, 2)),
-                )
+                queries = among.sum((0, 2))
+                place = {"layer": layer, "head": range(size[1]), "group": name, "to": to}
                 parts.append(pd.DataFrame(place | {"queries": queries, "weight": given / queries}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 

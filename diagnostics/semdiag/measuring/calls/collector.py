@@ -276,10 +276,10 @@ class KeptScores:
         """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are joined along B."""
         own = self._occurrences.get(layer)
         if own is None:
-            known = (
+            layers = (
                 f"layers 0 to {max(self._scores)}" if self._scores else "none: run the model inside the context"
             )
-            raise InputError(f"There are no scores of layer {layer}. Kept: {known}.")
+            raise InputError(f"There are no scores of layer {layer}. Kept: {layers}.")
         if occurrence not in (None, own):
             raise InputError(f"Layer {layer} is occurrence {own} of its module. Got {occurrence}.")
         parts = self._scores[layer]

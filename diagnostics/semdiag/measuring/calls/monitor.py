@@ -397,7 +397,7 @@ class Monitor:
         step, self._looked_at = self._looked_at, None
         self._looker = None
         if step is not None and output is not None:
-            self._now.parts = self._ranks.parts
+            self._now.parts = dict(self._ranks.parts)
             self._now.follow()
             self._behind = self._now
             if self._now.thread is None:

@@ -44,7 +44,7 @@ class Ranks:
         self._together, self._wanted = ranks == "all" and _several(), ranks == "all"
         self.rank = dist.get_rank() if self._together else 0
         self._group: Any = None
-        self._parts: dict[str, str] = {}
+        self.parts: dict[str, str] = {}  # fingerprints of this rank's part of weights, by module
 
     @property
     def joined(self) -> bool:
@@ -107,13 +107,8 @@ class Ranks:
 
     def part(self, model: nn.Module, name: str) -> None:
         """Note this rank's part of a module's weights when the module first attends."""
-        if self._group is not None and name not in self._parts:
-            self._parts[name] = _fingerprint(model, name)
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """Parts that :meth:`part` noted, by module."""
-        return dict(self._parts)
+        if self._group is not None and name not in self.parts:
+            self.parts[name] = _fingerprint(model, name)
 
     def leave(self) -> None:
         """Close the group, which other ranks notice at once."""
@@ -202,10 +197,7 @@ LIMITS = {
     "query_norm": (0.0, math.inf),
     "key_norm": (0.0, math.inf),
 }
-LARGEST, SMALLEST = (
-    ("max_logit", "query_norm", "key_norm"),
-    ("least_entropy",),
-)  # extremes of rows; others are averages
+LARGEST, SMALLEST = ["max_logit", "query_norm", "key_norm"], ["least_entropy"]  # other quantities are averages
 OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "mass": (0.0, 1.0)}
 PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
 LOGIT = 50.0  # nats: rows above it are counted unless a rule gives another number
@@ -342,12 +334,8 @@ def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, fl
                 layers.setdefault(place.split("/")[0], {}).setdefault(name, []).append(row[name])
     for layer, names in layers.items():
         for name, numbers in names.items():
-            for how, number in (
-                ("max", max(numbers)),
-                ("min", min(numbers)),
-                ("median", statistics.median(numbers)),
-            ):
-                logged[f"attention/{layer}/{name}/{how}"] = number
+            for how, extreme in (("max", max), ("min", min), ("median", statistics.median)):
+                logged[f"attention/{layer}/{name}/{how}"] = extreme(numbers)
     return logged
 
 

@@ -20,7 +20,6 @@ from semdiag.measuring.findings.findings import (
     json_ready,
     records,
 )
-from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
@@ -123,30 +122,28 @@ def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFra
 
 def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
     """Return percentiles of a quantity per layer and head, and pooled, of every model."""
-    models = [str(model) for model in findings.measurements.models["model"]]
-    return pd.DataFrame({"model": model, **row} for model in models for row in _places(findings, model, quantity))
+    models = map(str, findings.measurements.models["model"])
+    return pd.DataFrame(row for model in models for row in _places(findings, {"model": model}, quantity))
 
 
 def within_table(findings: Findings) -> pd.DataFrame:
     """Return percentiles of what every counterfactual k would keep, by layer and head and pooled, by model."""
     table: list[dict[Any, Any]] = []
-    for model in findings.measurements.models["model"]:
+    for model in map(str, findings.measurements.models["model"]):
         own = findings.measurements.of(model)
         for k in counterfactual_ks(own.queries):
             for quantity in ("dispersion", "separation", "mass", "load"):
                 rows, column = own.loads if quantity == "load" else own.queries, f"{quantity}_k{k}"
                 if column in rows:
-                    place = {"model": model, "quantity": quantity, "k": k}
-                    table += [{**place, **row} for row in _places(findings, str(model), column)]
+                    table += _places(findings, {"model": model, "quantity": quantity, "k": k}, column)
     return pd.DataFrame(table)
 
 
-def _places(findings: Findings, model: str, column: str) -> list[dict[Any, Any]]:
-    """Return one row per layer and head, then one for all together."""
+def _places(findings: Findings, facts: dict[str, Any], column: str) -> list[dict[Any, Any]]:
+    """Return facts with the percentiles of each layer and head, then those of all together."""
+    places = findings(place_percentiles, facts["model"], column).items()
     return [
-        {"layer": layer, "head": head, **row}
-        for (layer, head), row in findings(place_percentiles, model, column).items()
-        if (layer == ALL) == (head == ALL)
+        {**facts, "layer": at[0], "head": at[1], **row} for at, row in places if (at[0] == ALL) == (at[1] == ALL)
     ]
 
 
@@ -304,7 +301,11 @@ def by_layer(findings: Findings, describe: Describe) -> dict[str, Summary]:
             pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
             estimates = pooled.drop(columns=["model", "layer", "head"]).to_dict("records")
             result["sampled"] = {**drawing(findings, model), "estimates": estimates}
-        result["capture"] = _capture(own)
+        row = own.models.iloc[0]
+        result["capture"] = {"found": int(row["attention_found"]), "captured": int(row["attention_captured"])}
+        result["capture"] |= {name: float(row[name]) for name in RESIDUALS}
+        for name in ("skipped", "remarks"):
+            result["capture"][name] = getattr(own, name).drop(columns="model").to_dict("records")
         within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(own.queries)]
         results[str(model)] = json_ready(result | ({"within_model": within} if within else {}))
     return results
@@ -322,14 +323,6 @@ def _layers(findings: Findings, model: str, describe: Describe, suffix: str) -> 
 def without(table: Summary, *names: str) -> Summary:
     """Return a table of numbers without some of them."""
     return {key: value for key, value in table.items() if key not in names}
-
-
-def _capture(own: Measurements) -> Summary:
-    """Return the capture's completeness: modules found and captured, residual, skipped operations, remarks."""
-    row = own.models.iloc[0]
-    found, captured = int(row["attention_found"]), int(row["attention_captured"])
-    listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}
-    return {"found": found, "captured": captured, **{name: float(row[name]) for name in RESIDUALS}, **listed}
 
 
 def check_supposed_k(findings: Findings, k: int) -> None:

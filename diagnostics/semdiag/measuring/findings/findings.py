@@ -279,15 +279,10 @@ def log10(natural: float) -> float:
 
 def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]:
     """Return the findings about a model or pair as plain values."""
+    words = ("claim", "form", "where", "note")
     return [
-        {
-            "claim": f.claim,
-            "form": f.form,
-            "where": f.where,
-            "verdict": f.verdict.value,
-            "numbers": {name: float(value) for name, value in f.numbers.items()},
-            "note": f.note,
-        }
+        {name: getattr(f, name) for name in words}
+        | {"verdict": f.verdict.value, "numbers": {name: float(value) for name, value in f.numbers.items()}}
         for f in judged
         if f.subject == subject
     ]
