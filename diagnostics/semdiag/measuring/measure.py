@@ -307,12 +307,7 @@ def _model_row(
     return typed(pd.DataFrame([row]), {**whole, **text, "accuracy": "float64"})
 
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {n: getattr(torch, n) for n in ("float32", "float64", "bfloat16", "float16")}
 HALF = "bfloat16", "float16"  # for external models only; their scores are computed in float32
 
 _MOST = 10**9  # largest number of samples, in a batch or in all

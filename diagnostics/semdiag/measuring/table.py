@@ -22,12 +22,7 @@ _KINDS = {
     "bool": "bool",
     "str": "text",
 }
-_READ_AS = {
-    "text": ("text",),
-    "bool": ("bool",),
-    "int": ("int",),
-    "float": ("float", "int"),
-}  # kinds accepted for a declared kind
+_READ_AS = {kind: (kind,) for kind in ("text", "bool", "int")} | {"float": ("float", "int")}  # of a file
 _COUNT = 0, 2**31 - 1
 _RANGES: dict[str, tuple[float, float]] = {  # ranges of columns with the same meaning in every table
     **dict.fromkeys(
