@@ -26,8 +26,7 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
     """Return scores (…, ⌈n / block⌉) that rank blocks of consecutive keys for single queries, from scores (…, n).
 
     ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys,
-    all in
-    nats; -inf for hidden keys, and for blocks without a visible one. The last block may have fewer keys.
+    all in nats; -inf for hidden keys, and for blocks without a visible one. The last block may have fewer keys.
 
     Formula: docs/theory.md#blocks.
     Source: none; these are the exact choices beside which estimates are judged. Deviation: none.
@@ -103,9 +102,8 @@ class TileSums:
 def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
     """Return the product of the mean query of each tile and the mean key of each block.
 
-    e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two, nats,
-    (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉). Queries (H, Lq, D) are times the scale of the scores; keys are (Hk, Lk,
-    D),
+    e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two, nats:
+    (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉). Queries (H, Lq, D) are times the scale of the scores; keys are (Hk, Lk, D),
     Hk divides H; positions (Lq,) int64 are the last key that each query may see.
 
     Formula: docs/theory.md#blocks.

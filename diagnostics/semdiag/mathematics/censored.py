@@ -32,8 +32,7 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1. The largest r that reaches the
     confidence is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the
     low values (``-inf`` if unknown) and the upper end from the high ones, which equal the low ones where the draw
-    is a
-    number. Without a draw, and for an empty range, there is a ValueError.
+    is a number. Without a draw, and for an empty range, there is a ValueError.
 
     Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
 
@@ -65,8 +64,7 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
     """Return the time by which half of the runs have arrived, if some were stopped early.
 
     The smallest time at which the estimated share of arrivals reaches ½; +inf if it never does. Each run arrived
-    or was
-    stopped at its duration; without a run there is a ValueError.
+    or was stopped at its duration; without a run there is a ValueError.
 
     Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
 
@@ -94,8 +92,7 @@ def logrank_p(
     Each run has the log-rank score d − Λ(t): its arrivals (0 or 1) minus the cumulative hazard of all runs at its
     time (Nelson–Aalen). Scores sum to 0; the sum over one side is its observed minus its expected arrivals. p is
     the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones. A side
-    is the
-    time at which each of its runs arrived or was stopped, and whether it arrived.
+    is the time at which each of its runs arrived or was stopped, and whether it arrived.
 
     Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
     too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).

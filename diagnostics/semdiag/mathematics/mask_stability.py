@@ -26,10 +26,8 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
     r"""Return the set S of each row's k largest scores, its boundary pair and its separation.
 
     Δ = min_S z − max_{A\S} z, of scores in nats (..., L), -inf where a key is not allowed; meaningless for rows
-    with
-    fewer than k + 1 allowed keys. ``selected`` (..., k) int64 gives the positions of a set that was chosen
-    already, -1
-    for none. A k that is not in 1 … L is a ValueError.
+    with fewer than k + 1 allowed keys. ``selected`` (..., k) int64 gives the positions of a set that was chosen
+    already, -1 for none. A k that is not in 1 … L is a ValueError.
 
     Source: paper, Def. 3 (docs/theory.md#semantic-separation). Deviation: none.
 
@@ -53,8 +51,7 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
     """Return how far rounding can move any score of a row, in any order of summation, (..., Lq) in nats.
 
     ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head, q (..., Lq, D), k (..., Lk, D), and
-    eps
-    the distance from 1 to the next number in the precision of the scores.
+    eps the distance from 1 to the next number in the precision of the scores.
 
     Source: docs/theory.md#mask-stability; γ_D of a dot product (Higham, Accuracy and Stability of Numerical
     Algorithms, ch. 3). Deviation: four more roundings, for the scale and for differences.
@@ -74,8 +71,7 @@ def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0
     """Return whether each row's set provably survives a change of the scores, S' = S, bool (...).
 
     max_j dz_j − min_j dz_j < Δ, over all allowed keys, in nats. A kept key leads a dropped one by at least Δ
-    before
-    the change, and the lead shrinks by at most the range of dz. False decides nothing.
+    before the change, and the lead shrinks by at most the range of dz. False decides nothing.
 
     Source: docs/theory.md#mask-stability. Deviation: room for rounding. If every score is off by at most
     ``rounding`` in all (before and after), Δ and the range are off by at most four times that.
@@ -111,8 +107,7 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
     The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1).
     Most rows lose no key, which the ends of both lists show; only the others are sorted. A tie at the boundary
     leaves the set unchanged. Scores z' are (C, ..., L), in nats; rows have more than k allowed keys; ``out`` is
-    working
-    memory of that shape.
+    working memory of that shape.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
 
@@ -144,10 +139,8 @@ def heavy_hitter_pair_stability(
     """Return the sound ξ_h of given pairs of rows, with all assumptions of Theorem 5 checked on the rows.
 
     δ_h is the larger dispersion and Δ_h the smaller separation of the two rows. Scores z and z' (..., keys) are in
-    nats;
-    bool tensors of that shape name the unmasked keys S and S', at least one per row, and the allowed keys of
-    either.
-    ln ξ_h is +inf for pairs that break an assumption.
+    nats; bool tensors of that shape name the unmasked keys S and S', at least one per row, and the allowed keys of
+    either. ln ξ_h is +inf for pairs that break an assumption.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: δ_h and Δ_h are taken over both
     rows; with one row's values the bound can be exceeded.
@@ -191,8 +184,7 @@ def weight_change_bound(score_range: Real) -> Tensor:
     """Bound the change of the weights of two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
 
     range(dz) = max dz − min dz ≥ 0 over the keys, nats. The bound, float64 and no logarithm, is at most ‖dz‖_∞ and
-    at
-    most 2, and it is attained for every range.
+    at most 2, and it is attained for every range.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
 

@@ -69,8 +69,7 @@ def paper_form_threshold(keys: Real) -> Tensor:
     """Return the dispersion in nats below which some pairs of rows of n ≥ 1 keys exceed e^δ/n.
 
     The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1); 0 for n ≤ 2, where the paper's
-    form
-    is never exceeded. n < 1 is a ValueError.
+    form is never exceeded. n < 1 is a ValueError.
 
     Source: docs/theory.md#where-the-paper-form-fails. Deviation: not in the paper.
 
@@ -130,8 +129,7 @@ def truncations(
 
     o(k) − o = τ (μ_kept − μ_dropped), with τ the dropped weight, and μ the weighted means of the values over kept
     and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, nothing is dropped,
-    and the
-    change is rounding; NaN for rows without keys.
+    and the change is rounding; NaN for rows without keys.
 
     Source: docs/theory.md#truncation; not in the paper. Deviation: computed as the equal μ_kept − o.
 
@@ -218,10 +216,9 @@ def top_recall(
     """Return the recall of the true top-k, (B, H, L) in [0, 1]: |S_i ∩ T_i| / |T_i|, T_i the largest scores' keys.
 
     T_i are ``top`` ≥ 1 keys, or all allowed ones if there are fewer. Ties are broken arbitrarily. q (B, H, L, D)
-    and
-    k (B, H, Lk, D) are scored as ``scale`` says; S_i are positions (B, H, L, K) int64, distinct in a row, -1 for
-    none;
-    ``allowed`` is broadcastable to (B, H, L, Lk). 0 for a query that keeps nothing, NaN if no key is allowed.
+    and k (B, H, Lk, D) are scored as ``scale`` says; S_i are positions (B, H, L, K) int64, distinct in a row, -1
+    for none; ``allowed`` is broadcastable to (B, H, L, Lk). 0 for a query that keeps nothing, NaN if no key is
+    allowed.
 
     Source: docs/theory.md#hashes-and-clusters; not in the paper. Deviation: none.
 

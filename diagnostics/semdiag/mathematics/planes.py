@@ -32,8 +32,7 @@ def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.
     """Return a Gaussian direction (n,) whose part in each tensor has the tensor's norm; zero outside the tensors.
 
     Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale. The generator is
-    on
-    the CPU, so that draws depend on neither the device nor the precision of the origin, the vector of all
+    on the CPU, so that draws depend on neither the device nor the precision of the origin, the vector of all
     parameters.
 
     Source: docs/theory.md#empirical. Deviation: none (the paper also scales tensor by tensor).

@@ -155,10 +155,8 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncate
     n = 2D + 4, m = 2D, u = 2^−23, t = 2^−149; it is not smaller, and covers both.
 
     Queries (..., Lq, D) and keys (..., Lk, D) are finite. The error is inf if unknown: a number is not finite, a
-    sum can
-    exceed float32's largest number, the head is wider than 2^20, |c| is neither zero nor between 2^−126 and 2^126,
-    or the
-    format is finer than float32.
+    sum can exceed float32's largest number, the head is wider than 2^20, |c| is neither zero nor between 2^−126
+    and 2^126, or the format is finer than float32.
 
     Source: docs/theory.md#rounded-operands; γ as in Higham, Accuracy and Stability of Numerical Algorithms, ch. 3;
     not in the paper. Deviation: none.
@@ -195,8 +193,7 @@ def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
     """Return whether each row keeps its set under all changes of its scores within their errors, bool (...).
 
     Formula: min_S (z − E) > max_{A∖S} (z + E), z (..., L) float64, -inf where a key is not allowed, E ≥ 0. It
-    holds
-    wherever Δ > 2 max E. False decides nothing: such a row may keep its set or change it.
+    holds wherever Δ > 2 max E. False decides nothing: such a row may keep its set or change it.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 

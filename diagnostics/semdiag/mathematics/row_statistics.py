@@ -239,8 +239,7 @@ class RowStatistics:
         """Return the share of the softmax over all of A_i held by the k largest scores, (B, H, Lq), in (0, 1].
 
         m_i(k) = Σ_{j among the k largest} exp(z_j) / Σ_{A_i} exp(z_j), a sink counted in the denominator; NaN for
-        a row
-        without keys. ``k`` and its error as of :meth:`dispersion`.
+        a row without keys. ``k`` and its error as of :meth:`dispersion`.
 
         Source: none; the mass that top-k would renormalise. Deviation: none.
         """

@@ -14,13 +14,12 @@ PER_STRATUM = 2  # fewest draws that show the spread within a stratum
 def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Draw the fraction count / of of a sequence's n queries for every head: positions (heads, most).
 
-    m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n
-    positions form a circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are
-    drawn from each (one from the last, if m is odd). So no query is drawn twice, and by symmetry every query has
-    probability count / of: plain means and percentiles of the draws estimate those of all queries, whatever the
-    lengths. Columns 2s and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one
-    column.
-    The generator gives 3 + ⌊n · count / of⌋ numbers per head.
+    m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n positions form a
+    circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are drawn from each (one
+    from the last, if m is odd). So no query is drawn twice, and by symmetry every query has probability count /
+    of: plain means and percentiles of the draws estimate those of all queries, whatever the lengths. Columns 2s
+    and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one column. The generator
+    gives 3 + ⌊n · count / of⌋ numbers per head.
 
     Source: stratified sampling; Cochran 1977, Sampling Techniques, §5.3. Deviation: the random rotation, without
     which strata of unequal size would need weights.
@@ -98,13 +97,12 @@ def sampled_estimates(
     The interval of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is
     missing (NaN) if too few draws or effective sequences (degrees of freedom + 1) lie beyond.
 
-    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of
-    Quenouille's Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002,
-    Bias Reduction in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall
-    1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson
-    1927.
-    Deviation: Student's factor instead of Hall's normal one; Wilson's interval with an effective number of draws,
-    instead of Woodruff's normal one.
+    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of Quenouille's
+    Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002, Bias Reduction
+    in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall 1992, On the
+    Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson 1927. Deviation:
+    Student's factor instead of Hall's normal one; Wilson's interval with an effective number of draws, instead of
+    Woodruff's normal one.
 
     Args:
         values: (n,), values of drawn queries; those that are not finite do not count.
@@ -158,8 +156,7 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
 
     Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources as for the
     mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts. Sums (c,) are finite, counts
-    (c,) not
-    negative, and clusters with count 0 do not count; NaN for fewer than two clusters.
+    (c,) not negative, and clusters with count 0 do not count; NaN for fewer than two clusters.
 
     Example:
         >>> [round(end, 2) for end in ratio_ends(np.array([0.0, 1.0, 2.0, 9.0]), np.ones(4))]

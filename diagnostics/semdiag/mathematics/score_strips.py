@@ -200,11 +200,10 @@ _LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ``count + 1`` largest scores of each row (..., n), and the positions of the first ``count``.
 
-    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th
-    score: the largest scores lie in as many groups, those with the largest maxima, so only these are searched.
-    Rows in which an omitted score may be as large as a chosen one are sorted instead. Beyond the number of keys
-    values
-    are -inf and positions arbitrary.
+    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score:
+    the largest scores lie in as many groups, those with the largest maxima, so only these are searched. Rows in
+    which an omitted score may be as large as a chosen one are sorted instead. Beyond the number of keys values are
+    -inf and positions arbitrary.
 
     Source: none; exact, whatever the grouping. Deviation: none.
 
@@ -331,9 +330,8 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """Return the constants of rows with a fixed set of keys: full, banded, block-local, random; global tokens.
 
     δ_i ≥ 0 in nats is the largest over everything compared, k_i the number of keys, 0 for a padded query, which
-    does not
-    count; both (..., queries). A negative or NaN dispersion, and a number of keys that is no integer ≥ 0, are a
-    ValueError.
+    does not count; both (..., queries). A negative or NaN dispersion, and a number of keys that is no integer ≥ 0,
+    are a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
 

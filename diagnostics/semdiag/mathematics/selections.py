@@ -158,9 +158,8 @@ def judge_rows(
 
     A row is right if no dropped key has a larger score than the worst chosen one: one pass over the scores,
     without sorting. The k-th score is computed only for rows that are not right. Grades are indices into
-    ``GRAVITY``,
-    int8; scores are float64, NaN where nothing was chosen or nothing dropped. NaN as an allowed key's score is an
-    InputError.
+    ``GRAVITY``, int8; scores are float64, NaN where nothing was chosen or nothing dropped. NaN as an allowed key's
+    score is an InputError.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -409,8 +408,7 @@ def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]
     = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after every
     score is rounded once to the format. A row that drops no key with a finite score, or keeps only infinite ones,
     decides nothing: its margin is +∞, and it is certified. Scores (rows, n) are not NaN; -inf, or less than half
-    the
-    lowest number of their dtype, where a mask forbids the key.
+    the lowest number of their dtype, where a mask forbids the key.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 

@@ -67,13 +67,12 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
 
     ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
     smaller separation of both rows. ln ξ_h is +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as
-    not
-    met.
+    not met.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that
-    both rows keep their own top-k set;
-    :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability` checks it on the rows.
+    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that both
+    rows keep their own top-k set; :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability` checks
+    it on the rows.
 
     Args:
         dispersion: δ_h ≥ 0 in nats, the larger of both rows.
@@ -243,8 +242,7 @@ def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selecte
     """Return ‖p(z) − p(z')‖₁, each row with its own mask; (...), float64, in [0, 2].
 
     z and z' are in nats, (..., keys), and bool tensors of the same shape name the keys in their softmax. A row
-    that
-    selects no key is a ValueError.
+    that selects no key is a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: none.
 

@@ -78,10 +78,9 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     """Bound the spectral norm of (..., m, n), too large for an SVD, from above, by Gram iteration; float64 (...).
 
-    G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, and the excess
-    factor is at most rank^(1/2^(t+1)): 7% for t = 6 and rank 4096. G is divided by its Frobenius norm at each
-    step, and
-    the factors are kept. A negative t is a ValueError.
+    G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, and the excess factor is
+    at most rank^(1/2^(t+1)): 7% for t = 6 and rank 4096. G is divided by its Frobenius norm at each step, and the
+    factors are kept. A negative t is a ValueError.
 
     Source: Delattre et al. 2023, Gram iteration for plain matrices (docs/theory.md#norms). Deviation: not in
     the paper.
@@ -138,8 +137,7 @@ def bilinear_form_norm(
     """Return Γ_h, float64 (...), the norm of the form that scores a query against a key.
 
     Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂, W_q and W_k (..., d_head, d), b_q (..., d_head) or None, scale τ /
-    sqrt(d_head).
-    b_k adds a constant to each row and cancels in δ, Δ and p.
+    sqrt(d_head). b_k adds a constant to each row and cancels in δ, Δ and p.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has no biases; its code includes b_k,
     see :func:`paper_code_bilinear_norm`.

@@ -310,8 +310,7 @@ class Measurements:
         """Read what :meth:`save` wrote.
 
         A file that is missing or damaged (differs from ``SHA256SUMS``, if present), and a column that is missing
-        or has
-        another type, are an InputError.
+        or has another type, are an InputError.
         """
         folder = Path(folder)
         check_sums(folder, _files(folder))

@@ -37,8 +37,7 @@ def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Te
 
     λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens (..., tokens) before the normalisation, both
     inputs of a comparison included. A ValueError says that there is no token, or that one has s ≤ 0 (constant
-    entries
-    and eps = 0).
+    entries and eps = 0).
 
     Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
 
@@ -210,8 +209,7 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
     """Return ln λ (...) of the four matrices in the paper's Theorem 2 by name: W, V, W_P and W_R.
 
     W is the score form M_h, V the value-output map of a head; their constants are λ_M,h and LΞ, heads combined by
-    the
-    root of the sum of squares. For the paper's form the block holds the paper's λ_A and λ_W.
+    the root of the sum of squares. For the paper's form the block holds the paper's λ_A and λ_W.
 
     Source: paper, Thm 2 (docs/theory.md#parameters). Deviation: none for one head.
     """

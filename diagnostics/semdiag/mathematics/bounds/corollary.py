@@ -41,8 +41,7 @@ def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, maske
     """Return the paper's condition for a better guarantee in the parameters W, against 1.
 
     δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1; the left side is +inf where δ_s = 0 or Δ_h ≤ 0. δ_s of the full model
-    and
-    δ_h of the heavy-hitter model are at the same percentiles, Δ_h at the mirrored ones (100 − p), all in nats.
+    and δ_h of the heavy-hitter model are at the same percentiles, Δ_h at the mirrored ones (100 − p), all in nats.
 
     Source: paper, Cor. 1, eq. 304 (docs/theory.md#corollary). Deviation: none; percentiles of
     different queries are combined, a heuristic.
@@ -105,8 +104,7 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
     """Return the sound comparison in the parameters W, for equal norms: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
     ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). Never negative for k ≥ 2:
-    the
-    worst-case W-guarantee of a heavy-hitter mask is never better than that of full attention, nor is a fixed
+    the worst-case W-guarantee of a heavy-hitter mask is never better than that of full attention, nor is a fixed
     mask's.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows

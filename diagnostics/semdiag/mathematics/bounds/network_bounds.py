@@ -113,8 +113,7 @@ def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assum
     """Return λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once, in the broadcast shape.
 
     It holds only for the inputs and parameters over which the constants of :func:`log_parameter_bounds` were
-    measured.
-    Without a parameter there is a ValueError.
+    measured. Without a parameter there is a ValueError.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: none.
 
@@ -239,9 +238,8 @@ def score_gradient_sums(
 
     |s| Σ_i ‖Cov_{p_i}(k, v)‖ ‖g_i‖ times ‖u_i‖ for W_q and 1 for b_q; |s| Σ_i ‖q_i‖ ‖Cov_{p_i}(u, v)‖ ‖g_i‖ for
     W_k, summed over queries and inputs. ‖C‖ is replaced by ‖C Cᵀ‖_F^(1/2) ≥ ‖C‖, plus the possible effect of
-    rounding
-    on C. p is (B, H, L, L), rows of padded queries 0; q, k, v and g are (B, H, L, D), u (B, L, d); s = τ /
-    sqrt(d_head).
+    rounding on C. p is (B, H, L, L), rows of padded queries 0; q, k, v and g are (B, H, L, D), u (B, L, d); s = τ
+    / sqrt(d_head).
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 

@@ -83,10 +83,8 @@ class Calls:
         """Return the semantic dispersion δ of every query: the range of the scores that it attends to, in nats.
 
         With a k, or several, each query would keep its k largest scores; None means the keys that the model really
-        attends
-        to. There is one row per query and k, with the further columns keys, k (missing for None) and dispersion,
-        NaN for
-        a query without keys. A k that is not in 1 … the capture's k is a ValueError.
+        attends to. There is one row per query and k, with the further columns keys, k (missing for None) and
+        dispersion, NaN for a query without keys. A k that is not in 1 … the capture's k is a ValueError.
         """
         return self._table("query", "dispersion", k, lambda statistics, n: statistics.dispersion(n))
 
@@ -101,8 +99,7 @@ class Calls:
         """Return the key load, how many queries attend to each key, and the weight that the key receives.
 
         ``k`` and errors as of :meth:`dispersion`. There is one row per key and k, with the further columns k, load
-        and
-        received, Σ_i p_ij over the queries that were looked at (NaN with a k); no row for padded keys.
+        and received, Σ_i p_ij over the queries that were looked at (NaN with a k); no row for padded keys.
         """
         received = self._table(
             "key", "received", k, lambda s, n: s.received if n is None else s.received * torch.nan
@@ -136,8 +133,7 @@ class Calls:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
         Arguments, shape and errors as of :meth:`scores`. With a learned logit in the denominator (attention
-        sinks), rows
-        sum to less than 1.
+        sinks), rows sum to less than 1.
 
         Example:
             >>> from semdiag_models import Encoder, ModelConfig
@@ -157,12 +153,10 @@ class Calls:
         """Return the weight that groups of tokens give one another, from a capture with ``scores=True``.
 
         w(A, B) = mean over the queries i in A that attend to something of Σ_{j in B} p_ij: one row per layer, head
-        and
-        pair of groups, with the columns group, to, queries and weight (NaN without queries). A group, by name
-        (image, text,
-        register …), is bool, (L,) or (B, L). Layers whose keys are not their queries' tokens are left out. Errors
-        are those
-        of :meth:`scores`, and an InputError if a group has another length or is not bool.
+        and pair of groups, with the columns group, to, queries and weight (NaN without queries). A group, by name
+        (image, text, register …), is bool, (L,) or (B, L). Layers whose keys are not their queries' tokens are
+        left out. Errors are those of :meth:`scores`, and an InputError if a group has another length or is not
+        bool.
         """
         parts = []
         for layer in range(len(self._layers)):
@@ -183,12 +177,9 @@ class Calls:
         """Return what a choice of keys of your own keeps, from a capture with ``scores=True``.
 
         Indices by layer are positions of the chosen keys, (B, H or 1, L, k), -1 for none. There is one row per
-        layer and
-        head: queries (that attend to something), weight (mean weight of the chosen keys), top_weight (that of as
-        many
-        largest), recall (share of those that were chosen). Errors are those of :meth:`scores`, and an InputError
-        if
-        indices do not fit a layer.
+        layer and head: queries (that attend to something), weight (mean weight of the chosen keys), top_weight
+        (that of as many largest), recall (share of those that were chosen). Errors are those of :meth:`scores`,
+        and an InputError if indices do not fit a layer.
         """
         parts = []
         for layer, chosen in indices.items():
