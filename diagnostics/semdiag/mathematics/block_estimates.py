@@ -103,8 +103,8 @@ def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, blo
     """Return the product of the mean query of each tile and the mean key of each block.
 
     e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two, nats:
-    (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉). Queries (H, Lq, D) are times the scale of the scores; keys are (Hk, Lk, D),
-    Hk divides H; positions (Lq,) int64 are the last key that each query may see.
+    (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉). Queries (H, Lq, D) are times the scale of the scores; keys are
+    (Hk, Lk, D), Hk divides H; positions (Lq,) int64 are the last key that each query may see.
 
     Formula: docs/theory.md#blocks.
     Source: Jiang et al. 2024, MInference (block-sparse heads), and the pooling in front of SeerAttention's learned
