@@ -193,8 +193,8 @@ def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
     return spectral_norm(_with_bias(weight, bias))
 
 
-ITERATIONS = 50
-LANCZOS_STEPS = 16
+_ITERATIONS = 50
+_LANCZOS_STEPS = 16
 _TOLERANCE = 1e-4  # relative growth at which an iteration counts as settled
 
 
@@ -210,7 +210,7 @@ def token_jacobian_norm(
     jvp: Callable[[Tensor], Tensor],
     vjp: Callable[[Tensor], Tensor],
     start: Tensor,
-    iterations: int = ITERATIONS,
+    iterations: int = _ITERATIONS,
 ) -> JacobianNorm:
     """Bound the norm of N linear maps between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
 
@@ -254,7 +254,7 @@ def jacobian_spectral_norm(
     jvp: Callable[[Tensor], Tensor],
     vjp: Callable[[Tensor], Tensor],
     start: Tensor,
-    steps: int = LANCZOS_STEPS,
+    steps: int = _LANCZOS_STEPS,
 ) -> JacobianNorm:
     """Bound the spectral norms of linear maps J from below, for many independent blocks at once.
 

@@ -169,7 +169,7 @@ def write_sums(folder: Path, names: Collection[str]) -> None:
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
-def check_sums(folder: Path, names: Collection[str]) -> None:
+def _check_sums(folder: Path, names: Collection[str]) -> None:
     """Refuse files that differ from those of :func:`write_sums`; without its file, check nothing."""
     if not (folder / SUMS).exists():  # an older version saved the folder
         return
@@ -313,7 +313,7 @@ class Measurements:
         or has another type, are an InputError.
         """
         folder = Path(folder)
-        check_sums(folder, _files(folder))
+        _check_sums(folder, _files(folder))
         try:
             tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
             for name in optional_tables():

@@ -33,7 +33,7 @@ _UNREAD = ("start_positions", "end_positions", "next_sentence_label", "class_lab
 _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes whose labels are moved by one
 
 
-def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
+def _given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
     """Return the labels among a model's inputs and their name; an empty name and None if there are none."""
     if isinstance(batch, Mapping):
         named = dict(batch)
@@ -48,7 +48,7 @@ def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
     return next(((name, named[name]) for name in _NAMES if named.get(name) is not None), ("", None))
 
 
-def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
+def _targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
     """Return labels as the targets of logits."""
     samples, positions, classes = values.shape
     what = f"{samples} samples of {positions} predictions among {classes} classes"
@@ -70,14 +70,14 @@ def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
     return targets
 
 
-def next_tokens(ids: Tensor, real: Tensor) -> Tensor:
+def _next_tokens(ids: Tensor, real: Tensor) -> Tensor:
     """Return the token after each one; nothing after the last, and nothing to or from padding."""
     targets = torch.full_like(ids, IGNORED)
     targets[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
     return targets
 
 
-def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:
+def _moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:
     """Tell whether labels are the tokens themselves, so that each is right one position earlier."""
     known = type(module).__module__.startswith("transformers.")
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -145,7 +145,7 @@ class Reader:
                 self._predicted = place
                 break
         self.causal = self._predicted is not None
-        name, known = given_labels(module, batch) if labels is None else ("labels", labels)
+        name, known = _given_labels(module, batch) if labels is None else ("labels", labels)
         plain = known is not None and not headless and not isinstance(output, Mapping)
         logits = isinstance(module, Encoder) or named or self.causal or plain
         if known is not None and not logits:
@@ -212,18 +212,18 @@ class Reader:
 
     def _compare_loss(self, output: Any, batch: Batch) -> str:
         """Learn from a model's own loss to which positions labels belong; return how it is another, if it is."""
-        name, labels = given_labels(self._module, batch)
+        name, labels = _given_labels(self._module, batch)
         if labels is None:
             return ""
         values, _ = _values(output, batch)
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
-        targets = targets_of(labels, name, values)
+        targets = _targets_of(labels, name, values)
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             return ""
         if not math.isfinite(value := float(loss)):
             return ""
-        moved = next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+        moved = _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
         ours = [_cross_entropy(values, each) for each in (targets, moved)]
         rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(1.0, abs(value))
         there, earlier = (abs(each - value) for each in ours)
@@ -238,16 +238,16 @@ class Reader:
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
-        name, given = given_labels(self._module, batch) if labels is None else ("labels", labels)
+        name, given = _given_labels(self._module, batch) if labels is None else ("labels", labels)
         if given is not None:
-            targets = targets_of(given, name, values)
+            targets = _targets_of(given, name, values)
             moved = self._moved
             if moved is None:
-                moved = moved_by_one(self._module, targets, name, ids, self.causal)
+                moved = _moved_by_one(self._module, targets, name, ids, self.causal)
             if moved:
-                return next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+                return _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
             return targets
-        return None if ids is None else next_tokens(ids, counted)
+        return None if ids is None else _next_tokens(ids, counted)
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
@@ -462,7 +462,7 @@ def _strips(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(x[at : at + size] for x in flat)
 
 
-SHARE = 0.15
+_SHARE = 0.15
 
 
 def masked_language(
@@ -480,12 +480,12 @@ def masked_language(
         return batches
     for number, batch in enumerate(given):
         ids: Tensor = batch["input_ids"]
-        masked = tokenise.mask(ids.cpu(), seed + number, SHARE)
+        masked = tokenise.mask(ids.cpu(), seed + number, _SHARE)
         if masked is None:
             return batches
         batch["input_ids"], batch["labels"] = (x.to(ids.device) for x in masked)
     remark(
-        f"run with {SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens",
+        f"run with {_SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens",
         "tokens-masked",
     )
     return [*given]

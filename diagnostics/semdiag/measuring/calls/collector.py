@@ -301,7 +301,7 @@ class KeptScores:
         return torch.where(torch.isfinite(scores), (scores - total).exp(), 0.0)
 
 
-def rows_per_sample(rows: int, samples: int) -> int:
+def _rows_per_sample(rows: int, samples: int) -> int:
     """Return the number of consecutive rows that count as one sample."""
     return rows // samples if samples and rows % samples == 0 else 1
 
@@ -318,7 +318,7 @@ class SampleNumbers:
 
     def of(self, rows: int) -> NDArray[np.int32]:
         """Return the sample number of each row of a call's batch axis."""
-        numbers = self._first + np.arange(rows, dtype=np.int32) // rows_per_sample(rows, self._batch)
+        numbers = self._first + np.arange(rows, dtype=np.int32) // _rows_per_sample(rows, self._batch)
         self._next = max(self._next, int(numbers[-1]) + 1)
         return numbers.astype(np.int32)
 
@@ -334,7 +334,7 @@ def folded(rows: int, samples: int) -> str | None:
 
 def counted_as(rows: int, samples: int) -> str:
     """Return the sample as which the rows of such a batch axis count: the second half of a sentence."""
-    several = rows_per_sample(rows, samples)
+    several = _rows_per_sample(rows, samples)
     if several == 1:
         return "each row counts as a sample"
     return f"the first {several} count as sample 0, and so on, which mixes samples if heads come before them"

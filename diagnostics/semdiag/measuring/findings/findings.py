@@ -289,7 +289,7 @@ def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]
 
 
 BLIND = 0.25  # fraction of the largest output: missing terms go unnoticed if rounding can change it by so much
-OFF = 0.1  # a change of this fraction by rounding is as large as a missing term
+_OFF = 0.1  # a change of this fraction by rounding is as large as a missing term
 _OLDER = 1e-3  # residual above which something is missing, if the effect of rounding is unknown
 
 
@@ -317,7 +317,7 @@ def completeness(row: Mapping[str, Any]) -> Completeness:
         return Completeness.COMPLETE if residual < _OLDER else Completeness.MISSING
     if excess > 1:
         return Completeness.MISSING
-    return Completeness.BLIND if row["rounding"] > BLIND or residual > OFF else Completeness.COMPLETE
+    return Completeness.BLIND if row["rounding"] > BLIND or residual > _OFF else Completeness.COMPLETE
 
 
 Place = tuple[int, int]  # layer and head
