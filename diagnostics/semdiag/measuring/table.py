@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,7 @@ _KINDS = {
     "bool": "bool",
     "str": "text",
 }
-_READ_AS = {
-    "text": ("text",),
-    "bool": ("bool",),
-    "int": ("int",),
-    "float": ("float", "int"),
-}  # kinds accepted for a declared kind
+_READ_AS = {kind: (kind,) for kind in ("text", "bool", "int")} | {"float": ("float", "int")}  # of a file
 _COUNT = 0, 2**31 - 1
 _RANGES: dict[str, tuple[float, float]] = {  # ranges of columns with the same meaning in every table
     **dict.fromkeys(
@@ -60,10 +54,6 @@ class Table:
 
     def empty(self) -> pd.DataFrame:
         """Return the table without rows."""
-        return self._without_rows.copy()
-
-    @cached_property
-    def _without_rows(self) -> pd.DataFrame:
         return self.of_rows([])
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

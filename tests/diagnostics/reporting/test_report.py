@@ -14,7 +14,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import PERCENTILES, layer_table, percentiles
+from semdiag.measuring.probe import PERCENTILES, percentile_rows, percentiles
 from semdiag.questions import registry
 from semdiag.questions.heads import head_table
 from semdiag.reporting.report import write_report
@@ -269,7 +269,9 @@ def test_csv_holds_the_percentiles(quantity, four, kept):
     found = table[table["model"] == "even-pairs-topk-7/last.pt"]
     assert found[found["layer"] == "all"][columns].iloc[0].to_dict() == pytest.approx(percentiles(rows[quantity]))
     layers = found[found["layer"] != "all"][columns].reset_index(drop=True)
-    pd.testing.assert_frame_equal(layers, layer_table(rows, quantity)[columns], check_dtype=False)
+    pd.testing.assert_frame_equal(
+        layers, percentile_rows(rows, quantity, "layer", "head")[columns], check_dtype=False
+    )
 
 
 def test_kept_queries_redraw_the_same_report(kept, tmp_path):
