@@ -32,7 +32,7 @@ PROBES = (
     "landscape_contour",
     "landscape_cuts",
 )
-WITHIN = ("mass_kept", "key_load_counterfactual")
+WITHIN = ("mass_kept",)
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
@@ -142,8 +142,6 @@ def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite
     registry.figures()[name](some).draw_without_rendering()
     if name in (*THEORY, *PROBES) and name not in OF_QUERIES:
         return  # not drawn from queries
-    if name == "key_load_counterfactual":
-        return  # drawn from loads
     if name in ("key_load", "training_curves"):
         registry.figures()[name](every)
     else:

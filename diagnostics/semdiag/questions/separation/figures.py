@@ -20,7 +20,7 @@ from semdiag.presenting.drawing.panels import (
     panels_of,
     positive_range,
 )
-from semdiag.presenting.drawing.style import FAINT, AttentionStyle, drawing, finished, panel_grid, plain_numbers
+from semdiag.presenting.drawing.style import FAINT, drawing, finished, panel_grid, plain_numbers
 
 
 @drawing(
@@ -59,26 +59,14 @@ def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
             fontsize=9, color=FAINT,
         )  # fmt: skip
     for series in panel.series:
-        draw_loads(ax, loads.get(series.model, pd.Series(dtype=float)), series.style, series.label)
+        style, (x, y) = series.style, exceedance_curve(loads.get(series.model, ()))
+        line: dict[str, Any] = {"color": style.color, "linestyle": style.line}
+        ax.plot([], [], markersize=4, marker=style.marker, label=series.label, **line)
+        if len(x):  # every key has a load of at least 0
+            ax.step([0.0, *x], [1.0, *y], where="pre", linewidth=style.width, **line)
+            ax.plot(x[-1], y[-1], marker=style.marker, color=style.color, markersize=5, linestyle="none")
     ax.set_xlim(left=0)
     ax.margins(y=0.12)
-
-
-def draw_loads(ax: Axes, loads: "pd.Series[Any]", style: AttentionStyle, label: str) -> None:
-    """Draw the share of keys with at least a load, and mark the largest load."""
-    x, y = exceedance_curve(loads)
-    line: dict[str, Any] = {"color": style.color, "linestyle": style.line}
-    ax.plot([], [], markersize=4, marker=style.marker, label=label, **line)
-    if len(x):
-        start = [0.0, *x], [1.0, *y]  # every key has a load of at least 0
-        ax.step(*start, where="pre", linewidth=style.width, **line)
-        ax.plot(x[-1], y[-1], marker=style.marker, color=style.color, markersize=5, linestyle="none")
-
-
-def load_fact(label: str, *tables: Percentiles) -> str:
-    """Return unused keys and largest load in words, of one or several models together."""
-    unused = sum(table["not_positive"] for table in tables) / max(sum(table["queries"] for table in tables), 1)
-    return f"{label}: largest load {max(table['p100'] for table in tables):g}; {unused:.0%} of keys never kept"
 
 
 @drawing(
