@@ -14,8 +14,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
-from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, Findings, path_tail
-from semdiag.measuring.words import counted, percent
+from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     AttentionStyle,
@@ -338,30 +337,10 @@ def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[n
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def powers_of_ten(low: float, high: float) -> str:
-    """Return the range of several factors, in powers of ten."""
-    ends = power_of_ten(low), power_of_ten(high)
-    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
-
-
 def factors(low: float, high: float) -> str:
-    """Return the range of several factors, as plain numbers below a thousand."""
-    if high >= 3:
-        return powers_of_ten(low, high)
-    ends = [f"{float(f'{10**end:.2g}'):g}" for end in (low, high)]
+    """Return the range of several factors: powers of ten, or plain numbers below a thousand."""
+    ends = [
+        "10" + str(round(end)).translate(_SUPERSCRIPT) if high >= 3 else f"{float(f'{10**end:.2g}'):g}"
+        for end in (low, high)
+    ]
     return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
-
-
-def power_of_ten(exponent: float) -> str:
-    """Return the nearest whole power of ten, with a superscript."""
-    return "10" + str(round(exponent)).translate(_SUPERSCRIPT)
-
-
-def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return in words the noise level, samples and draws behind some secants."""
-    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
-    samples = int(secants.groupby("model")["sample"].nunique().max())
-    seed = findings.measurements.provenance.get("seed")
-    drawn = "" if seed is None else f" (seed {seed})"
-    count = f"{counted(samples, 'sample')} per model"
-    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"

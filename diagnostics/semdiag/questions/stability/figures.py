@@ -12,12 +12,9 @@ from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.words import counted
+from semdiag.measuring.words import counted, percent
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import (
-    NothingToDrawError,
-    noise_facts,
-)
+from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     DENSE_STYLES,
@@ -64,10 +61,20 @@ def stability_curves(findings: Findings) -> Figure:
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
     return finished(
         figure,
-        f"{noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
+        f"{_noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
         "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
         "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well.",
     )
+
+
+def _noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
+    """Return in words the noise level, samples and draws behind some secants."""
+    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
+    samples = int(secants.groupby("model")["sample"].nunique().max())
+    seed = findings.measurements.provenance.get("seed")
+    drawn = "" if seed is None else f" (seed {seed})"
+    count = f"{counted(samples, 'sample')} per model"
+    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"
 
 
 def _lengths(rows: pd.DataFrame) -> list[int]:
