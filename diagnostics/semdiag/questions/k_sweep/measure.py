@@ -252,10 +252,6 @@ def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> CleanPas
     return _clean_pass(subject, plan, prepared or 1) if same and _scored(subject.model) else None
 
 
-def _provenance(plan: KSweepPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"probe_samples": few, **({"tolerance": plan.tolerance} if plan.tolerance else {})}
-
-
 PROBE = Probe(
     "k-sweep",
     KSweepPlan,
@@ -263,7 +259,10 @@ PROBE = Probe(
     _measure,
     watch=_watch,
     prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=_provenance,
+    provenance=lambda plan, samples, few: {
+        "probe_samples": few,
+        **({"tolerance": plan.tolerance} if plan.tolerance else {}),
+    },
     draws=True,
     reported=lambda options: KSweepPlan(seconds=options.rerun_seconds),
 )

@@ -20,9 +20,7 @@ from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
 
 SAMPLES = 8
-QUERIES = (
-    256  # of a sample and head, evenly spaced, beyond which the rest is left out: the norm is then a lower bound
-)
+QUERIES = 256  # of a sample and head, evenly spaced: of longer ones the norm is a lower bound
 STEPS = 10
 _ENTRIES = 2**22  # scores at a time
 _WAYS = {"gain": ("q", "k", "v"), "score_gain": ("q", "k"), "value_gain": ("v",)}  # what moves
@@ -44,11 +42,10 @@ GAINS = Table(
 def measure_gains(
     loaded: LoadedModel,
     batches: Iterable[Batch],
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
     *,
-    samples: int = SAMPLES,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> pd.DataFrame:
     """Measure the gains of every head on the first samples."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,26 +57,20 @@ def measure_gains(
             numbers.add(call.module)
             return
         for sample in range(len(call.q)):
-            columns = _gains(call.part(slice(sample, sample + 1), _spaced(call.q.shape[2])), generator)
+            length = call.q.shape[2]  # evenly spaced queries, the last among them
+            spaced = torch.arange(length - 1, -1, -math.ceil(length / QUERIES)).flip(0)
+            columns = _gains(call.part(slice(sample, sample + 1), spaced), generator)
             place = {"sample": done + sample, "layer": call.layer, "head": np.arange(call.q.shape[1])}
             parts.append({**place, **columns})
 
     with running(loaded, add, device, torch.float64) as run:
-        for batch in first_samples(batches, samples):
+        for batch in first_samples(batches, SAMPLES):
             run(batch)
             done = max((int(part["sample"]) + 1 for part in parts), default=done)
     if numbers:
-        note(
-            "gains",
-            "scores of its attention are not products of queries and keys alone",
-            ", ".join(sorted(numbers)),
-        )
+        why = "scores of its attention are not products of queries and keys alone"
+        note("gains", why, ", ".join(sorted(numbers)))
     return GAINS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
-
-
-def _spaced(length: int) -> Tensor:
-    """Return at most QUERIES evenly spaced positions, the last among them."""
-    return torch.arange(length - 1, -1, -math.ceil(length / QUERIES)).flip(0)
 
 
 def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndarray]:
