@@ -124,34 +124,7 @@ def _today() -> str:
     return datetime.fromtimestamp(seconds, UTC).date().isoformat()
 
 
-# Name, type with help, default; in the order of the help.
-_SHARED: dict[str, tuple[Any, Any]] = {
-    "models": (options.Models, None),
-    "against": (options.Against, None),
-    "k": (options.Counterfactual, ""),
-    "every": (options.Every, False),
-    "inputs": (options.Inputs, None),
-    "max_length": (options.MaxLength, None),
-    "tokenizer": (options.Tokenizer, None),
-    "labels": (options.Labels, None),
-    "samples": (options.Samples, 500),
-    "batch_size": (options.BatchSize, 100),
-    "device": (options.Device, "auto"),
-    "dtype": (options.Dtype, "auto"),
-    "seed": (options.Seed, 0),
-    "min_keys": (options.MinKeys, 1),
-    "queries": (options.Queries, None),
-    "max_queries": (options.MaxQueries, 20_000_000),
-    "config": (options.Config, None),
-    "head": (options.Head, "auto"),
-    "jobs": (options.Jobs, None),
-    "ray": (options.Ray, ""),
-    "out": (options.Out, None),
-    "as_json": (options.Json, False),
-    "per_query": (options.PerQuery, None),
-    "figures": (options.Figures, "png,svg"),
-    "quiet": (options.Quiet, False),
-}
+_SHARED = options.of_plan(options.Shared)
 _OF_SOME = ("models", "against", "k", "every", *SAMPLING)  # taken on request
 _OF_TEXTS = ("max_length", "tokenizer", "labels")
 _OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *SAMPLING)
