@@ -15,7 +15,6 @@ _JUDGED = "What is judged"
 
 
 def _check(
-    models: options.Models = None,
     rule: Annotated[
         list[str] | None,
         options.option(
@@ -84,7 +83,7 @@ def _check(
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     paired = not expected.rules and known is None  # which applies to encoders only
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
-    findings, _ = shared.measured(models, conditions)
+    findings, _ = shared.measured(shared.values["models"], conditions)
     result = verify(findings, expected)
     if junit is not None:
         write_text(junit, junit_xml(result))
@@ -102,7 +101,9 @@ def _check(
         raise typer.Exit(1)
 
 
-CHECK = Question("check", __name__, ask=_check, leave_out=("seed", "min_keys", "out", "per_query", "figures"))
+CHECK = Question(
+    "check", __name__, ask=_check, takes=("models",), leave_out=("seed", "min_keys", "out", "per_query", "figures")
+)
 
 
 def list_names(

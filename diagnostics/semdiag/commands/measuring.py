@@ -293,6 +293,7 @@ def with_options(question: Question) -> Callable[..., None]:
         default = "none" if name == "figures" and question.name not in _PICTURED else default
         default = question.defaults.get(name, default)
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
+    parameters.sort(key=lambda parameter: parameter.name != "models")  # first in the help
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     command.__doc__ = question.help or ask.__doc__

@@ -90,9 +90,10 @@ class Shared:
         list[Path] | None,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:DIRECTORY (a Hugging "
-            "Face model on disk), or package.module:function (a function of yours that returns a model, or a model "
-            "and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
+            help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:DIRECTORY (a "
+            "Hugging Face model on disk), or package.module:function (a function of yours that returns a model, "
+            "or a model and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that "
+            "is set.",
             show_default=False,
             autocompletion=models,
         ),
@@ -123,10 +124,9 @@ class Shared:
         option(
             "File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
             "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
-            "models of text that semdiag trained take a .txt, from which "
-            "--samples windows are drawn; Hugging Face models and your own also take a .pt with a dictionary of the "
-            "model's arguments. Default: the samples that the run held out; for the paper's code, fresh samples of "
-            "the task."
+            "models of text that semdiag trained take a .txt, from which --samples windows are drawn; Hugging "
+            "Face models and your own also take a .pt with a dictionary of the model's arguments. Default: the "
+            "samples that the run held out; for the paper's code, fresh samples of the task."
         ),
     ] = None
     max_length: Annotated[
@@ -142,7 +142,8 @@ class Shared:
     labels: Annotated[
         Path | None,
         option(
-            "File with the class of each text of --inputs, a number or a name a line, for models that tell classes.",
+            "File with the class of each text of --inputs, a number or a name a line, for models that "
+            "tell classes.",
             metavar="FILE",
         ),
     ] = None
@@ -164,10 +165,10 @@ class Shared:
     dtype: Annotated[
         str,
         option(
-            "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
-            "models, whose scores are then read in float32. auto: float64 if all models are "
-            "semdiag's or the paper's encoders, so that numbers are the same on every processor; float32 if any other "
-            "model is among them, or on mps."
+            "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external models, "
+            "whose scores are then read in float32. auto: float64 if all models are semdiag's or the paper's "
+            "encoders, so that numbers are the same on every processor; float32 if any other model is among them, "
+            "or on mps."
         ),
     ] = "auto"
     seed: Annotated[
@@ -187,8 +188,8 @@ class Shared:
         int | None,
         option(
             "For long sequences: measure only this many random queries per sample and head of the longest "
-            "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
-            "that need every query are not given. Default: every query.",
+            "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and "
+            "quantities that need every query are not given. Default: every query.",
             show_default=False,
         ),
     ] = None

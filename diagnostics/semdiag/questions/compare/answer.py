@@ -131,9 +131,8 @@ def _beginning(heads: list[Summary], modules: Sequence[str]) -> list[str]:
     before = "between the layer before and this one, or in it" if len(began) > 1 else "there"
     return [
         f"The change begins in layer {layer_name(first, modules)}, {of} (total variation "
-        f"{number(max(row['largest'] for row in began))} at "
-        f"most, output {number(most)} of its norm): look for it {before}. What precedes is the same; heads of "
-        "later layers may change only by their input."
+        f"{number(max(row['largest'] for row in began))} at most, output {number(most)} of its norm): look for it "
+        f"{before}. What precedes is the same; heads of later layers may change only by their input."
     ]
 
 

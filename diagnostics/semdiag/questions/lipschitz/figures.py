@@ -95,11 +95,10 @@ def _note(findings: Findings) -> str:
     radius = float(measurements.loss_gradients["radius"].max())
     return (
         f"Gradients at the checkpoint and {counted(draws, 'random parameter')} up to {radius:.2g} of each "
-        f"tensor's norm away (seed {seed}), {counted(samples, 'sample')}; secants in planes (all) and on lines.\n"
-        "Bound: the largest "
-        "at the drawn parameters; it holds for them and these samples. Bound at the checkpoint: of queries and "
-        "keys, from the gradients in the mixed values there. W_qk: queries and keys, V: values and "
-        "outputs, P and R: the MLP's matrices."
+        f"tensor's norm away (seed {seed}), {counted(samples, 'sample')}; secants in planes (all) and on "
+        "lines.\nBound: the largest at the drawn parameters; it holds for them and these samples. Bound at the "
+        "checkpoint: of queries and keys, from the gradients in the mixed values there. W_qk: queries and keys, "
+        "V: values and outputs, P and R: the MLP's matrices."
     )
 
 

@@ -151,9 +151,8 @@ def _of_format(answer: Summary) -> Iterator[str]:
         interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
         yield (
             f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken "
-            f"({interval}), "
-            f"{strict_percent(row['tied'])} have a tie at the boundary, {strict_percent(row['changed_or_tied'])} "
-            f"either; certified {strict_percent(row['certified'])}."
+            f"({interval}), {strict_percent(row['tied'])} have a tie at the boundary, "
+            f"{strict_percent(row['changed_or_tied'])} either; certified {strict_percent(row['certified'])}."
         )
         if not math.isnan(row["lost_p50"]):
             yield f"A changed row loses {row['lost_p50']:.2g} of its weight (median; mean {row['lost_mean']:.2g})."

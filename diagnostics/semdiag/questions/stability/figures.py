@@ -153,8 +153,7 @@ HEADINGS = (
         (stability_curves,),
         (
             "A constant bounds the worst pair of rows; the response is an average under one kind of noise (level, "
-            "samples and draws stand in the captions). A small δ can lower the first and leave the second "
-            "high.",
+            "samples and draws stand in the captions). A small δ can lower the first and leave the second high.",
             "ξ bounds the attention weights by the change of the scores. How much noise at the input changes the "
             "scores depends on the earlier layers and on Γ, which ξ does not contain.",
             "The heavy-hitter form takes δ as the larger and Δ as the smaller of both rows; rows with Δ ≤ 0 do"
