@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from semdiag.questions.selections.compare import OwnSelections, Saving
 
 _PANEL = "What is asked"
-_OF_MODELS = [
+_OF_MODELS = ("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head", "out", "figures",
+              "save")  # fmt: skip
     "inputs",
     "max_length",
     "tokenizer",
@@ -110,13 +111,11 @@ def _ask(
     from semdiag_models import InputError
 
     of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
-    idle = [name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed]
-    if idle and of_model:
-        raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
-    if idle:
-        raise InputError(
-            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is not one. Leave it out."
-        )
+    for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
+        word = "A second file" if name == "against" else f"--{name.replace('_', '-')}"
+        what = "files" if of_model else "a model (hf:DIRECTORY)"
+        other = "a model" if of_model else "not one"
+        raise InputError(f"{word} applies to {what}, and {file} is {other}. Leave it out.")
     if of_model:
         if "figures" in shared.typed and out is None:
             raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
@@ -128,11 +127,6 @@ def _ask(
     if layout:
         raise InputError("--layout applies to two files: name what another engine chose.")
     _check(file, format, causal, keys, shared)
-
-
-def _option(name: str) -> str:
-    """Return an argument as the user typed it."""
-    return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
 def _own(model: Path, format: str, shared: Asked, save: Path | None, out: Path | None) -> NoReturn:
