@@ -27,7 +27,6 @@ THEORY = (
 MASK_PROBES = ("masks_unchanged",)
 PROBES = (
     "lipschitz_percentiles",
-    "lipschitz_rungs",
     "block_stretch",
     "landscape_contour",
     "landscape_cuts",

@@ -1,105 +1,16 @@
-"""Figures: empirical estimates under the sound bound, group by group."""
-
-import math
-from typing import Any
+"""Figures: secants of the loss by radius, and how far blocks stretch their inputs."""
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.findings import Findings, log10
-from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.words import counted
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, Series, panels_of
-from semdiag.presenting.drawing.style import FAINT, INK, drawing, finished, panel_grid, title_with_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
+from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
 from semdiag.questions.lipschitz.answer import PERCENTILES, RESAMPLES, secant_percentiles
-from semdiag.questions.lipschitz.measure import GROUPS
-
-_POINT = "#3b5bb5"
-_NAMES = {
-    "all": "all", "qk": "W_qk", "value-output": "V", "mlp-in": "P", "mlp-out": "R", "embedding": "emb.",
-    "head": "head",
-}  # fmt: skip
-
-
-@drawing(
-    "Decimal logarithm of the largest secant, the largest gradient norm and the sound bound for each group of "
-    "parameters, and of queries and keys a bound at the checkpoint: {shown}.",
-    "Secants and gradients are two estimates from below, in no order among themselves. "
-    "The bound at the checkpoint belongs to the open circle below it, and could have failed. The grey "
-    "lines are what the sound bound leaves open, in powers of ten.",
-)
-def lipschitz_rungs(findings: Findings) -> Figure:
-    """Draw log10 of the largest secant, the largest gradient and the bounds of each group."""
-    measurements = findings.measurements
-    measured = set(measurements.loss_gradients["model"])
-    shown = [
-        (panel, series) for panel in panels_of(measurements.models) for series in panel.series
-        if series.model in measured
-    ]  # fmt: skip
-    if not shown:
-        raise NothingToDrawError("No gradient of the loss was measured.")
-    figure, axes = panel_grid(len(shown), height=2.9, columns=min(len(shown), 2))
-    for ax, (panel, series) in zip(axes, shown, strict=True):
-        _draw(ax, series, measurements.of(series.model))
-        ax.set_title(f"{panel.title}, {series.label}")
-    axes[0].set_ylabel("log10 of slope or bound")
-    return finished(figure, _note(findings))
-
-
-def _draw(ax: Axes, series: Series, measured: Measurements) -> None:
-    groups = ["all", *GROUPS]
-    tops = {
-        "largest secant": _largest(measured.loss_secants, "slope", groups),
-        "largest gradient": _largest(measured.loss_gradients, "slope", groups),
-    }
-    x = np.arange(len(groups))
-    bounds = measured.loss_gradients.groupby("group")["ln_sound"].max()
-    high = [log10(float(bounds[g])) if g in bounds and math.isfinite(bounds[g]) else math.nan for g in groups]
-    dash: dict[str, Any] = {"marker": "_", "markersize": 14, "linestyle": "none"}
-    ax.plot(x, high, color=INK, markeredgewidth=2, label="sound bound", **dash)
-    at_point = measured.loss_gradients[measured.loss_gradients["ln_point"].notna()].set_index("group")
-    places = [groups.index(str(group)) for group in at_point.index]
-    ax.plot(
-        places, at_point["ln_point"].map(log10), color=_POINT, markeredgewidth=2,
-        label="bound at the checkpoint", **dash,
-    )  # fmt: skip
-    opened: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "none", "linestyle": "none"}
-    ax.plot([], [], color=FAINT, label="gradient there", **opened)
-    ax.plot(places, at_point["slope"].map(_decades), color=series.style.color, **opened)
-    ax.vlines(x, tops["largest gradient"], high, color="#cfcfcf", linewidth=0.9, zorder=1)
-    for shift, (label, marker) in zip(
-        (-0.18, 0.0), (("largest secant", "x"), ("largest gradient", "o")), strict=True
-    ):
-        ax.plot([], [], marker=marker, markersize=4, color=FAINT, linestyle="none", label=label)
-        ax.plot(x + shift, tops[label], marker=marker, markersize=4, color=series.style.color, linestyle="none")
-    ax.set_xticks(x, [_NAMES[g] for g in groups])
-    ax.axhline(0, color=FAINT, linewidth=0.6)
-
-
-def _decades(value: float) -> float:
-    return math.log10(value) if value > 0 else math.nan
-
-
-def _largest(table: pd.DataFrame, column: str, groups: list[str]) -> list[float]:
-    tops = table.groupby("group")[column].max()
-    return [_decades(tops[g]) if g in tops else math.nan for g in groups]
-
-
-def _note(findings: Findings) -> str:
-    measurements = findings.measurements
-    draws = int(measurements.loss_gradients["draw"].max())
-    samples, seed = (measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
-    radius = float(measurements.loss_gradients["radius"].max())
-    return (
-        f"Gradients at the checkpoint and {counted(draws, 'random parameter')} up to {radius:.2g} of each "
-        f"tensor's norm away (seed {seed}), {counted(samples, 'sample')}; secants in planes (all) and on "
-        "lines.\nBound: the largest at the drawn parameters; it holds for them and these samples. Bound at the "
-        "checkpoint: of queries and keys, from the gradients in the mixed values there. W_qk: queries and keys, "
-        "V: values and outputs, P and R: the MLP's matrices."
-    )
 
 
 @drawing(
@@ -125,7 +36,19 @@ def lipschitz_percentiles(findings: Findings) -> Figure:
         ax.set_xlabel("radius, in ‖θ‖")
         if first:
             ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
-    return finished(figure, _note_lipschitz_percentiles(findings, table))
+    planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
+    samples, seed = (findings.measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
+    bands = (
+        f"bands: 95%, whole planes resampled {RESAMPLES} times"
+        if table["low"].notna().any()
+        else "no bands: too few"
+    )
+    return finished(
+        figure,
+        f"{counted(planes, 'random plane')} (seed {seed}), each tensor's direction as long as the tensor; per "
+        f"radius {pairs} pairs of the checkpoint and points on circles; loss over {counted(samples, 'sample')}. "
+        f"{bands}",
+    )
 
 
 def _draw_percentiles(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
@@ -144,24 +67,6 @@ def _draw_percentiles(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
         )  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
-
-
-def _note_lipschitz_percentiles(findings: Findings, table: pd.DataFrame) -> str:
-    planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
-    samples = findings.measurements.provenance.get("lipschitz_samples", 0)
-    seed = findings.measurements.provenance.get("seed")
-    bands = (
-        f"Bands: 95%, whole planes resampled {RESAMPLES} times; they are about other planes, not about other "
-        "training runs."
-        if table["low"].notna().any()
-        else "No bands: these are too few for intervals."
-    )
-    return (
-        f"{counted(planes, 'random plane')} (seed {seed}), each tensor's direction as long as the tensor; per "
-        f"radius {pairs} pairs of the checkpoint and points on circles, each divided by the true distance of its "
-        f"parameters; loss over {counted(samples, 'sample')}.\n{bands} "
-        "Where the loss is near 0, so are its secants."
-    )
 
 
 _HIGHEST = 600.0  # logarithm of what still fits an axis
@@ -224,13 +129,12 @@ HEADINGS = (
     Heading(
         "lipschitz",
         "How steep is the loss around the checkpoint?",
-        (lipschitz_percentiles, lipschitz_rungs, block_stretch),
+        (lipschitz_percentiles, block_stretch),
         (
-            "A trained model whose loss is near 0 is flat nearby whatever its attention: gradients and secants "
-            "shrink with the loss. Compare the initialisations as well (the runs' epoch-0.pt).",
-            "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms; "
-            "none of these numbers is the supremum over the ball.",
-            "With a top-k mask the loss jumps where a key is swapped: gradients do not see it, secants do.",
+            "A trained model whose loss is near 0 is flat nearby whatever its attention: compare the "
+            "initialisations as well (the runs' epoch-0.pt).",
+            "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms. "
+            "With a top-k mask the loss jumps where a key is swapped: secants see it, gradients do not.",
             "The intervals are about other random planes around these models, not about other training runs.",
         ),
     ),

@@ -15,19 +15,10 @@ if TYPE_CHECKING:
     from semdiag.questions.selections.compare import OwnSelections, Saving
 
 _PANEL = "What is asked"
-_OF_MODELS = ("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head", "out", "figures",
-              "save")  # fmt: skip
-    "inputs",
-    "max_length",
-    "tokenizer",
-    "batch_size",
-    "device",
-    "dtype",
-    "head",
-    "out",
-    "figures",
-    "save",
-]
+_OF_MODELS = (
+    *("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head"),
+    *("out", "figures", "save"),
+)
 _OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
