@@ -135,9 +135,7 @@ def test_a_violated_bound_is_loud(pair, tmp_path):
     broken = pair.replace(jacobians=pair.jacobians.assign(ln_sound=-3.0))
     write_report(Findings(broken), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz",))
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
-    assert "ERROR OF SEMDIAG, a sound bound is exceeded: block Jacobians" in " ".join(
-        summary["details"]["lipschitz"]
-    )
+    assert "ERROR OF SEMDIAG: block Jacobians" in " ".join(summary["details"]["lipschitz"])
 
 
 def test_mixed_orderings_are_called_mixed(pair, tmp_path):
@@ -148,7 +146,9 @@ def test_mixed_orderings_are_called_mixed(pair, tmp_path):
         Findings(pair.replace(loss_secants=secants)), tmp_path / "r", "semdiag", (), sections=("lipschitz",)
     )
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
-    assert "is mixed: p50 smaller at 1, larger at 1 of 2 radii" in " ".join(summary["details"]["lipschitz"])
+    assert "p50: nothing conclusive (radii = 2, lower = 1, higher = 1," in " ".join(
+        summary["details"]["lipschitz"]
+    )
 
 
 def test_saved_probes_are_drawn_again(pair, tmp_path):

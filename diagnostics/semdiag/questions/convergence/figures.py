@@ -146,7 +146,11 @@ def learning_curves(findings: Findings) -> Figure:
             _draw_learning_curves(ax, style, *seed_curves(findings, seeds, "holdout_accuracy"), 0.7)
             ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4,
                     label=str(attention))  # fmt: skip
-            _mark(ax, style, seeds, target)
+            arrived = seeds["arrival"].dropna()
+            ax.plot(
+                arrived, [target] * len(arrived), marker=style.marker, color=style.color, markersize=5.5,
+                linestyle="none", markeredgecolor="white", markeredgewidth=0.6, zorder=4,
+            )  # fmt: skip
             facts.append(f"{attention}: {', '.join(arrival_words(run) for run in seeds.to_dict('records'))}")
         ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
         title_with_facts(ax, f"{group}: epochs to {percent(target, 'g')}", facts)
@@ -175,14 +179,6 @@ def _draw_learning_curves(
         )  # fmt: skip
     if len(band) and width > 1:
         ax.fill_between(epochs, band["low"], band["high"], color=style.color, alpha=0.18, linewidth=0)
-
-
-def _mark(ax: Axes, style: AttentionStyle, runs: pd.DataFrame, target: float) -> None:
-    arrived = runs["arrival"].dropna()
-    ax.plot(
-        arrived, [target] * len(arrived), marker=style.marker, color=style.color, markersize=5.5, linestyle="none",
-        markeredgecolor="white", markeredgewidth=0.6, zorder=4,
-    )  # fmt: skip
 
 
 @drawing(

@@ -22,7 +22,6 @@ from semdiag.presenting.drawing.panels import (
 )
 from semdiag.presenting.drawing.style import (
     FAINT,
-    AttentionStyle,
     draw_band,
     drawing,
     finished,
@@ -60,7 +59,12 @@ def dispersion_ratio(findings: Findings) -> Figure:
     low, high = ratios[["ratio", "low"]].min().min(), ratios[["ratio", "high"]].max().max()
     places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
     for ax, (panel, percentile) in zip(axes, places, strict=True):
-        _scale(ax, min(low, 0.5), max(high, 2.0))
+        ax.set_yscale("log", base=2)
+        ends = min(low, 0.5), max(high, 2.0)
+        if 0 < ends[0] < ends[1] < float("inf"):  # of a diverged model neither need hold
+            ax.set_ylim(ends[0] / 1.1, ends[1] * 1.1)
+        plain_numbers(ax.yaxis)
+        ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
         _draw(ax, panel, ratios[ratios["percentile"] == percentile])
         which = "median" if percentile == 50 else f"p{percentile}"
         ax.set_title(f"{panel.title}: {which}")
@@ -71,14 +75,6 @@ def dispersion_ratio(findings: Findings) -> Figure:
     )
 
 
-def _scale(ax: Axes, low: float, high: float) -> None:
-    ax.set_yscale("log", base=2)
-    if 0 < low < high < float("inf"):  # of a diverged model neither need hold
-        ax.set_ylim(low / 1.1, high * 1.1)
-    plain_numbers(ax.yaxis)
-    ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
-
-
 def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
     sparse = [series for series in panel.series if series.attention != "full"]
     for place, series in enumerate(sparse):
@@ -87,17 +83,11 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
         color = lightened(series.style.color, 0.35) if control else series.style.color
         ax.errorbar(
             rows["layer"] + (place - (len(sparse) - 1) / 2) * 0.12,
-            rows["ratio"],
-            yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
-            color=color,
-            marker=series.style.marker,
-            markersize=4 if control else 5.5,
-            linestyle=series.style.line,
-            linewidth=0.7 if control else 1.1,
-            elinewidth=1.0,
-            capsize=2,
+            rows["ratio"], yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
+            color=color, marker=series.style.marker, markersize=4 if control else 5.5, linestyle=series.style.line,
+            linewidth=0.7 if control else 1.1, elinewidth=1.0, capsize=2,
             label=series.label + (", control" if control else ""),
-        )
+        )  # fmt: skip
     number_layers(ax, sorted(ratios["layer"].unique()))
 
 
@@ -135,19 +125,14 @@ def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFr
         table, style = curves[series.model], series.style
         if len(table) < 2:
             continue
-        _band(ax, table, (0.05, 0.95), style, 0.75)
-        _band(ax, table, (0.25, 0.75), style, 0.45)
+        for low, high, alpha in ((0.05, 0.95, 0.25), (0.25, 0.75, 0.55)):
+            ax.fill_between(table["keys"], table[low], table[high], color=style.color, alpha=alpha, linewidth=0)
         ax.plot(table["keys"], table[0.5], color=style.color, linewidth=style.width, marker=style.marker,
                 markersize=3, label=series.label)  # fmt: skip
         facts.append(f"{series.label}: {counted(int(table['queries'].sum()), 'query')}")
     title_with_facts(ax, panel.title, facts)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("keys a query may attend to (count)")
-
-
-def _band(ax: Axes, table: pd.DataFrame, ends: tuple[float, float], style: AttentionStyle, white: float) -> None:
-    low, high = ends
-    ax.fill_between(table["keys"], table[low], table[high], color=style.color, alpha=1 - white, linewidth=0)
 
 
 MARKED = (50, 75, 90, 95)
