@@ -193,7 +193,7 @@ def info(
     model: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint (.pt), the folder of a run, hf:DIRECTORY, or package.module:function.",
+            help="A checkpoint (.pt), the folder of a run, hf:PATH, or package.module:function.",
             autocompletion=options.models,
         ),
     ],

@@ -145,7 +145,7 @@ class SweepProgress(TimedBar):
             self._bar.console.print(line, soft_wrap=True)
 
 
-_COLORS = {"holds": "green", "FAILS": "red", "cannot tell": "yellow"}
+_COLORS = {"holds": "green", "FAILS": "red", "inconclusive": "yellow"}
 
 
 def print_check(result: Verification) -> None:
@@ -158,7 +158,7 @@ def print_check(result: Verification) -> None:
         word = "holds" if invariant.passed else "FAILS"
         console.print(f"{word}: {invariant.words}", style=_COLORS[word])
     for rule in result.rules:
-        word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
+        word = "holds" if rule.passed else "FAILS" if rule.known else "inconclusive"
         value = four_digits(rule.value) if rule.known else "undefined"
         console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}", style=_COLORS[word])
     for words in result.compared.words if result.compared else ():
@@ -199,7 +199,7 @@ def _verdict(result: GateResult, percentile: str) -> str:
     if percentile not in GATED:
         return "–"
     if percentile in result.unknown:
-        return "cannot tell"
+        return "inconclusive"
     return "FAILS" if percentile in result.failed else "holds"
 
 

@@ -38,10 +38,10 @@ def head_table(findings: Findings) -> pd.DataFrame:
     sums = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
     keeps_all = sums["kept"] == sums["keys"]
     heads = measurements.heads.set_index(_PLACE)
-    first_key = heads.reindex(index=table.index, columns=["first_key", f"first_key_k{k}"]).astype("float64")
-    table["first_key"] = first_key["first_key"].mask(keeps_all).fillna(first_key[f"first_key_k{k}"])
-    if k is not None and f"mass_k{k}" in queries:
-        table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
+    keeps_first = heads.reindex(index=table.index, columns=["keeps_first", f"keeps_first_k{k}"]).astype("float64")
+    table["keeps_first"] = keeps_first["keeps_first"].mask(keeps_all).fillna(keeps_first[f"keeps_first_k{k}"])
+    if k is not None and f"weight_kept_k{k}" in queries:
+        table["weight_kept"] = queries.groupby(_PLACE, sort=False)[f"weight_kept_k{k}"].median()
     table = table.join(heads[["entropy", "first_weight"]]) if len(heads) else table
     return table.reset_index()
 
@@ -144,7 +144,7 @@ _OLDER = {"largest_weight": "largest weight of a query"}
     "may be a sink, where queries put weight that they have no use for, or a token that the task needs.",
 )
 def heads_map(findings: Findings) -> Figure:
-    """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head."""
+    """Draw δ, the entropy of the weights, the weight on the first key and the weight kept of every head."""
     table = findings(head_table)
     if not table["dispersion"].notna().any():
         raise NothingToDrawError("No query has a dispersion.")
@@ -153,7 +153,7 @@ def heads_map(findings: Findings) -> Figure:
         "dispersion": "dispersion δ (nats)",
         **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
         **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
-        "mass": f"weight on the {k} largest scores",
+        "weight_kept": f"weight on the {k} largest scores",
     }
     shown = [name for name in titles if name in table and table[name].notna().any()]
     labels = short_labels(findings.measurements.models)

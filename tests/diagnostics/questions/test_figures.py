@@ -32,7 +32,7 @@ PROBES = (
     "landscape_contour",
     "landscape_cuts",
 )
-WITHIN = ("mass_kept", "key_load_counterfactual")
+WITHIN = ("weight_kept", "key_load_counterfactual")
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
@@ -124,7 +124,7 @@ def not_finite(make_four, unequal, theory, probes):
         four = probes(theory(make_four()))
         four = four.replace(landscape=four.landscape[four.landscape["plane"] == 0])
         four = unequal(four) if keys_differ else four
-        numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "mass_k3"]
+        numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "weight_kept_k3"]
         one = four.queries["model"].str.contains("block")
         some, every = four.queries.copy(), four.queries.copy()
         some.loc[one, numbers], every[numbers] = value, value

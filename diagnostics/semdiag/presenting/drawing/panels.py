@@ -263,7 +263,7 @@ def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:
 _PANELS = (
     ("max_logit", "max", "largest score of any head (nats)"),
     ("entropy", "min", "smallest mean entropy of any head (nats)"),
-    ("first_key", "max", "largest mean weight on the first key"),
+    ("first_weight", "max", "largest mean weight on the first key"),
     ("dispersion", "max", "largest median dispersion δ (nats)"),
 )
 _ALARM = "#d55e00"

@@ -21,7 +21,7 @@ from semdiag.questions.bounds.corollary import HEURISTIC, PAPER_PERCENTILES, cor
 _FORMS = {"paper": ("paper: left side, met below 1", 1.0), "sound": ("sound: ln margin, met below 0", 0.0)}
 _PARAMETERS = ("W", "X")
 _EQUAL = 1e-12  # a margin of which nothing is left but rounding
-_COLORS = ListedColormap(["#dcdcdc", "#f3c9a5", "#a9cdea"])  # cannot tell, not met, met
+_COLORS = ListedColormap(["#dcdcdc", "#f3c9a5", "#a9cdea"])  # inconclusive, not met, met
 
 
 @drawing(

@@ -36,7 +36,7 @@ def _ask(
         Path,
         typer.Argument(
             help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where they are "
-            "known, scores (rows × n), lengths, starts and documents. Or a model, hf:DIRECTORY or "
+            "known, scores (rows × n), lengths, starts and documents. Or a model, hf:PATH or "
             "package.module:function: what it chooses itself.",
             show_default=False,
         ),
@@ -114,9 +114,7 @@ def _ask(
     if idle and of_model:
         raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
     if idle:
-        raise InputError(
-            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is not one. Leave it out."
-        )
+        raise InputError(f"{_option(idle[0])} applies to a model (hf:PATH), and {file} is not one. Leave it out.")
     if of_model:
         if "figures" in shared.typed and out is None:
             raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
