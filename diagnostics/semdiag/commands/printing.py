@@ -47,10 +47,10 @@ def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_js
             row["epochs_left"] + epochs,
         )
     if not quiet:
-        wide_console().print(NumberTable(_PLAN, list(rows.values()), "Runs"))
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
         unfinished = sum(epochs > 0 for epochs in left)
         say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{counted(sum(left), 'epoch')}.")
+        wide_console().print(NumberTable(_PLAN, list(rows.values()), "Runs"))
     if as_json:
         results = [
             {
@@ -78,15 +78,15 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
+    counts = Counter(row.status for row in rows)
+    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
+    say(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
     shown = [asdict(row) for row in rows if len(rows) <= _ROWS or row.status != "done"]
     if shown:
         wide_console().print(NumberTable(_RESULTS, shown, "Results", unit=f"{target:.0%}"))
     for row in rows:
         if row.problem:
             tell(f"{row.run}: {row.problem}")
-    counts = Counter(row.status for row in rows)
-    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
-    say(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
 
 
 class SweepProgress(TimedBar):

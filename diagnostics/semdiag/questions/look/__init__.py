@@ -80,8 +80,8 @@ def _ask(
         tell(f"semdiag: {sentence}")
     heads = all_heads(seen)
     layers = counted(len(seen.layers), "layer")
-    say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
     say_sentences([lead(seen)])
+    say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
     say(f"Page: {place}")
 
 
