@@ -92,8 +92,7 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
             color=color,
             marker=series.style.marker,
             markersize=4 if control else 5.5,
-            linestyle=series.style.line,
-            linewidth=0.7 if control else 1.1,
+            linestyle="none",  # layers are no continuum
             elinewidth=1.0,
             capsize=2,
             label=series.label + (", control" if control else ""),
