@@ -89,14 +89,12 @@ def _check(
         write_text(junit, junit_xml(result))
     if not shared.values["quiet"]:
         with beside_json(shared.values["as_json"]):
+            say(conclusion(result))
             print_check(result)
     if shared.values["as_json"]:
         typer.echo(json.dumps(result.summary(), allow_nan=False))
     for words in result.failures:
         tell(f"semdiag: {words}.")
-    if not shared.values["quiet"]:
-        with beside_json(shared.values["as_json"]):
-            say(conclusion(result))
     if result.failures and not exit_zero:
         raise typer.Exit(1)
 
@@ -194,7 +192,7 @@ def info(
     model: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint (.pt), the folder of a run, hf:DIRECTORY, or package.module:function.",
+            help="A checkpoint (.pt), the folder of a run, hf:PATH, or package.module:function.",
             autocompletion=options.models,
         ),
     ],
@@ -246,6 +244,7 @@ def info(
         content = {"results": [dict(zip(MODEL_FACTS, known, strict=True))], **sections}
         typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
         raise typer.Exit(bool(wrong))
+    say(f"{loaded.path}: weights {recorded}.")
     console = terminal()
     for title, entries in sections.items():
         table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)

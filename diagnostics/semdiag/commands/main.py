@@ -214,7 +214,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure what attention does in trained transformers: yours, or ones that semdiag trains. To begin: "
-    "[bold]semdiag report hf:DIRECTORY --inputs texts.txt[/], or [bold]semdiag report[/] for the reference "
+    "[bold]semdiag report hf:PATH --inputs texts.txt[/], or [bold]semdiag report[/] for the reference "
     "checkpoints.",
 )
 

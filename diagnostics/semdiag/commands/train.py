@@ -143,7 +143,7 @@ class TrainingProgress(TimedBar):
 def text_task(
     file: Path | None,
     holdout: Path | None,
-    tokenizer: str | None,
+    pieces: str | None,
     vocabulary: int | None,
     window: int | None,
     quiet: bool,
@@ -163,7 +163,7 @@ def text_task(
         console.status(learning.capitalize()) if console.is_terminal and not quiet else nullcontext(),
         Minutes(learning, lambda: learning, lambda: None, quiet or console.is_terminal),
     ):
-        source = open_text(file, holdout, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary)
+        source = open_text(file, holdout, pieces or "unigram", 4096 if vocabulary is None else vocabulary)
     return Text(source, window)
 
 
@@ -255,7 +255,7 @@ def train(
             help="File of held-out text. Default: the last tenth of the lines of --text.", rich_help_panel=_TEXT
         ),
     ] = None,
-    tokenizer: Annotated[
+    pieces: Annotated[
         str | None,
         typer.Option(
             help="How SentencePiece cuts the text into pieces: unigram or bpe.",
@@ -263,6 +263,7 @@ def train(
             rich_help_panel=_TEXT,
         ),
     ] = None,
+    tokenizer: Annotated[str | None, typer.Option(hidden=True)] = None,
     vocabulary: Annotated[
         int | None, typer.Option(help="Number of different pieces.", show_default="4096", rich_help_panel=_TEXT)
     ] = None,
@@ -325,11 +326,13 @@ def train(
         raise InputError("--resume and --overwrite cannot be used together.")
     if seeds and chosen["seed"] is not None:
         raise InputError("--seeds names every seed: leave out --seed.")
+    if tokenizer is not None:
+        raise InputError("--tokenizer of semdiag train is now --pieces: unigram or bpe.")
     least_length, longest = length_range(chosen["length"])
     classification: Classification
     if task == Text.name:
-        classification = text_task(text, holdout_text, tokenizer, vocabulary, longest, quiet)
-    elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
+        classification = text_task(text, holdout_text, pieces, vocabulary, longest, quiet)
+    elif (text, holdout_text, pieces, vocabulary) == (None,) * 4:
         classification = find_task(task)
     else:
         raise InputError("--text and its options apply only to the task text: semdiag train text --text FILE.")

@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
     HOLDS = "holds"
     DOES_NOT = "does not hold"
-    OPEN = "cannot tell"
+    OPEN = "inconclusive"
     PLAUSIBLE = "plausible"  # sparse attention suffices
     COSTS = "not without loss"  # sparse attention does not suffice
     CHANGES = "not without change"  # the same for outputs without a known loss

@@ -90,7 +90,7 @@ class Shared:
         list[Path] | None,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:DIRECTORY (a "
+            help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:PATH (a "
             "Hugging Face model on disk), or package.module:function (a function of yours that returns a model, "
             "or a model and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that "
             "is set.",

@@ -38,7 +38,7 @@ def within_sentences(findings: Findings) -> list[str]:
     for model in measurements.models[external(measurements.models)]["model"]:
         queries = measurements.queries[measurements.queries["model"] == model]
         sentences.append(span_sentence(findings, model))
-        ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
+        ks = [k for k in counterfactual_ks(queries) if f"weight_kept_k{k}" in queries]
         sentences += [_one_k(findings, model, k) for k in ks]
         sentences += ["This is a counterfactual within the model, on its own scores."] if ks else []
     return sentences
@@ -54,9 +54,9 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
         return f"What a top-{k} mask would keep is not known: no query of the sample has more than {k_keys}."
     if not numbers:
         return f"No query has more than {k_keys}: a top-{k} mask would change nothing."
-    verb = "keeps" if numbers["mass"] >= _NEARLY_ALL else "would keep"
+    verb = "keeps" if numbers["weight_kept"] >= _NEARLY_ALL else "would keep"
     mass, low, lowest, highest, share = (
-        whole_percent(numbers[name]) for name in ("mass", "mass_p5", "lowest", "highest", "share")
+        whole_percent(numbers[name]) for name in ("weight_kept", "weight_kept_p5", "lowest", "highest", "share")
     )
     sample = f", from a random sample of {numbers['sampled']:,}" if numbers["sampled"] else ""
     modules = findings(modules_by_layer, model)
@@ -76,7 +76,7 @@ def within_glance(findings: Findings) -> Glance:
     """Return the share of attention weight that the smallest requested k would keep in full-attention models."""
     measurements = findings.measurements
     queries = measurements.queries
-    ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
+    ks = [k for k in counterfactual_ks(queries) if f"weight_kept_k{k}" in queries]
     if not ks:
         return Glance(Outcome.OPEN, "0 models", "were measured for the weight on their largest scores")
     k = min(ks)
@@ -87,7 +87,7 @@ def within_glance(findings: Findings) -> Glance:
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of the weight of the median query is on its {k} largest scores"
     words += f" ({counted(count, 'query')}{' drawn or kept' * in_part(findings)} of {counted(len(kept), 'model')})"
-    return Glance(Outcome.MEASURED, percent_span([each["mass"] for each in kept.values()]), words)
+    return Glance(Outcome.MEASURED, percent_span([each["weight_kept"] for each in kept.values()]), words)
 
 
 def answer(findings: Findings) -> Answer | None:
@@ -107,12 +107,16 @@ _MARKERS = "sPXv<>*h"
     "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k keys and "
     "would hardly notice the mask; where the boxes are low, the mask would throw away what the model uses.",
 )
-def mass_kept(findings: Findings) -> Figure:
+def weight_kept(findings: Findings) -> Figure:
     """Draw the share of each query's attention weight on its k largest scores, per layer of each full model."""
     measurements = findings.measurements
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]
     ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
-    tables = {k: findings(layer_percentiles, f"mass_k{k}") for k in ks if f"mass_k{k}" in measurements.queries}
+    tables = {
+        k: findings(layer_percentiles, f"weight_kept_k{k}")
+        for k in ks
+        if f"weight_kept_k{k}" in measurements.queries
+    }
     if not tables:
         raise NothingToDrawError("No full-attention model was measured with a counterfactual k.")
     panels = panels_of(dense)
@@ -140,7 +144,7 @@ HEADINGS = (
     Heading(
         "within",
         "How much attention would a top-k mask keep?",
-        (mass_kept,),
+        (weight_kept,),
         (
             "A counterfactual within one model, on its own scores. Training with such a mask "
             "would move its scores; how far, only training can tell.",

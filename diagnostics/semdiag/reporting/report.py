@@ -395,7 +395,7 @@ def summary(found: Measurements | Findings) -> Summary:
         >>> from semdiag_models import Encoder, ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
         >>> summary(measure(encoder, torch.tensor([[0, 1, 1, 0]])))["glances"]["dispersion"]["answer"]
-        'cannot tell'
+        'inconclusive'
     """
     findings = _findings(found)
     answers = {name: reported()[name].answered(findings) for name in measured_questions(findings)}

@@ -31,7 +31,7 @@ PROBES = (
     "landscape_contour",
     "landscape_cuts",
 )
-WITHIN = ("mass_kept",)
+WITHIN = ("weight_kept",)
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
@@ -123,7 +123,7 @@ def not_finite(make_four, unequal, theory, probes):
         four = probes(theory(make_four()))
         four = four.replace(landscape=four.landscape[four.landscape["plane"] == 0])
         four = unequal(four) if keys_differ else four
-        numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "mass_k3"]
+        numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "weight_kept_k3"]
         one = four.queries["model"].str.contains("block")
         some, every = four.queries.copy(), four.queries.copy()
         some.loc[one, numbers], every[numbers] = value, value
@@ -199,8 +199,9 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
 def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
     figure = registry.figures()["separation_by_layer"](Findings(four))
     (ax,) = shown(figure)
-    said = [text.get_text() for text in ax.texts]
-    assert said == ["≤ 0: 100%"] * 4  # banded and block-local, two layers each; top-k has none, full is left out
+    assert "Δ ≤ 0 of queries: banded 100%, local blocks 100%" in " ".join(
+        words(figure).split()
+    )  # top-k has none, full is left out
     assert (ax.get_ylabel(), ax.get_yscale()) == ("semantic separation Δ (nats)", "log")
     assert "full" not in legend(figure)
 
@@ -213,6 +214,8 @@ def test_key_load_shows_shares_and_the_largest_load(four):
     assert [[0, 1], [0, 1], [6, 0.5]] in curves
     assert any(line.get_xydata().tolist() == [[6, 0.5]] for line in ax.lines)
     assert "k = 3" in words(figure)
+    loads = four.loads[four.loads["model"].str.contains("topk")]["load"]
+    assert f"keys never kept: top-k {(loads == 0).mean():.0%}" in " ".join(words(figure).split())
 
 
 def test_training_curves_mark_the_arrival_or_say_there_was_none(model):

@@ -184,20 +184,18 @@ def draw_letter_values(
 
 def layer_boxes(
     ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]], extreme: str = "p100"
-) -> list[tuple[float, dict[Hashable, float], AttentionStyle]]:
+) -> None:
     """Draw one group of boxes per layer, one box of each table, and number the layers from 0."""
     layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
-    width, drawn = 0.84 / max(len(boxes), 1), []
+    width = 0.84 / max(len(boxes), 1)
     narrow = width * panel_inches(ax) / max(len(layers), 1) < _DISTINCT
     for place, (label, style, table) in enumerate(boxes):
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
         for row in table.to_dict("records"):
             x = row["layer"] + (place - (len(boxes) - 1) / 2) * width
             draw_letter_values(ax, x, 0.85 * width, row, style, extreme, narrow=narrow)
-            drawn.append((x, row, style))
     number_layers(ax, layers)
     ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
-    return drawn
 
 
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
@@ -262,7 +260,7 @@ def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:
 _PANELS = (
     ("max_logit", "max", "largest score of any head (nats)"),
     ("entropy", "min", "smallest mean entropy of any head (nats)"),
-    ("first_key", "max", "largest mean weight on the first key"),
+    ("first_weight", "max", "largest mean weight on the first key"),
     ("dispersion", "max", "largest median dispersion δ (nats)"),
 )
 _ALARM = "#d55e00"

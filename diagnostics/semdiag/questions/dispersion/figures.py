@@ -84,8 +84,8 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
         ax.errorbar(
             rows["layer"] + (place - (len(sparse) - 1) / 2) * 0.12,
             rows["ratio"], yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
-            color=color, marker=series.style.marker, markersize=4 if control else 5.5, linestyle=series.style.line,
-            linewidth=0.7 if control else 1.1, elinewidth=1.0, capsize=2,
+            color=color, marker=series.style.marker, markersize=4 if control else 5.5, linestyle="none",
+            elinewidth=1.0, capsize=2,
             label=series.label + (", control" if control else ""),
         )  # fmt: skip
     number_layers(ax, sorted(ratios["layer"].unique()))

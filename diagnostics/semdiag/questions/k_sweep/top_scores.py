@@ -23,7 +23,7 @@ from semdiag.measuring.probe import COLUMNS, rank_error, summaries
 from semdiag.measuring.table import ALL
 
 _CHANGES = ("head_change", "stream_change")
-_ESTIMATED = ("dispersion", "ratio", "separation", "mass", "mass_without_first", *_CHANGES)
+_ESTIMATED = ("dispersion", "ratio", "separation", "weight_kept", "weight_kept_without_first", *_CHANGES)
 _MOST_NUMBERS = 64_000_000  # held at once of queries, and of keys: 0.26 GB each
 _HEADS = 2**16  # no layer has as many
 _UNUSED = 2.0  # luck of a row that does not count: above every share
@@ -220,8 +220,8 @@ def quantities(part: Columns, ks: Sequence[int], output_ks: Sequence[int]) -> It
         yield k, "dispersion", dispersion
         yield k, "ratio", (dispersion / whole).masked_fill(~(drops & (whole > 0)), math.nan)
         yield k, "separation", separation
-        yield k, "mass", mass.clamp(max=1).masked_fill(~drops, math.nan)
-        yield k, "mass_without_first", besides.clamp(max=1).masked_fill(~drops, math.nan)
+        yield k, "weight_kept", mass.clamp(max=1).masked_fill(~drops, math.nan)
+        yield k, "weight_kept_without_first", besides.clamp(max=1).masked_fill(~drops, math.nan)
         for name in _CHANGES:
             if name in part and k in output_ks:
                 yield k, name, part[name][output_ks.index(k)].double().masked_fill(~drops, math.nan)
@@ -232,8 +232,8 @@ def quantities(part: Columns, ks: Sequence[int], output_ks: Sequence[int]) -> It
 
 # of a table, after which quantities of one k are ordered
 _ORDER = (
-    "dispersion", "ratio", "separation", "mass", "mass_without_first", *_CHANGES, "load", "ln_sound", "ln_paper",
-    "sound_better", "evenness",
+    "dispersion", "ratio", "separation", "weight_kept", "weight_kept_without_first", *_CHANGES, "load",
+    "ln_sound", "ln_paper", "sound_better", "evenness",
 )  # fmt: skip
 
 

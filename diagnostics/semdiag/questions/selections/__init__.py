@@ -28,7 +28,7 @@ def _ask(
         Path,
         typer.Argument(
             help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where they are "
-            "known, scores (rows × n), lengths, starts and documents. Or a model, hf:DIRECTORY or "
+            "known, scores (rows × n), lengths, starts and documents. Or a model, hf:PATH or "
             "package.module:function: what it chooses itself.",
             show_default=False,
         ),
@@ -104,7 +104,7 @@ def _ask(
     of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
     for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
         word = "A second file" if name == "against" else f"--{name.replace('_', '-')}"
-        what = "files" if of_model else "a model (hf:DIRECTORY)"
+        what = "files" if of_model else "a model (hf:PATH)"
         other = "a model" if of_model else "not one"
         raise InputError(f"{word} applies to {what}, and {file} is {other}. Leave it out.")
     if of_model:

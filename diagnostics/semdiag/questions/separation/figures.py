@@ -1,6 +1,6 @@
 """Figures: separation by layer, and the load of the keys."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,13 +14,21 @@ from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
     Panel,
+    Series,
     exceedance_curve,
     layer_boxes,
     logarithmic_limits,
     panels_of,
     positive_range,
 )
-from semdiag.presenting.drawing.style import FAINT, drawing, finished, panel_grid, plain_numbers
+from semdiag.presenting.drawing.style import (
+    FAINT,
+    drawing,
+    finished,
+    panel_grid,
+    plain_numbers,
+    title_with_facts,
+)
 
 
 @drawing(
@@ -36,13 +44,14 @@ def key_load(findings: Findings) -> Figure:
     }
     if not loads:
         raise NothingToDrawError("No key load was measured.")
-    panels = panels_of(findings.measurements.models)
+    panels, pooled = panels_of(findings.measurements.models), findings(pooled_percentiles, "load")
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_yscale("log")
         plain_numbers(ax.yaxis)
         _draw(ax, panel, loads)
-        ax.set_title(panel.title)
+        shown = [series for series in panel.series if series.attention != "full" and series.model in pooled]
+        title_with_facts(ax, panel.title, _shares("keys never kept", shown, pooled))
         ax.set_xlabel("load: queries that keep the key (count)")
     axes[0].set_ylabel("share of keys with at least this load")
     return finished(
@@ -77,7 +86,7 @@ def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
     "the mask, and the bounds of a heavy-hitter mask grow as 1/Δ.",
 )
 def separation_by_layer(findings: Findings) -> Figure:
-    """Draw the distribution of Δ over queries per layer on a logarithmic axis, and at its foot the share ≤ 0."""
+    """Draw the distribution of Δ over queries per layer on a logarithmic axis, and say the share ≤ 0."""
     tables, pooled = findings(layer_percentiles, "separation"), findings(pooled_percentiles, "separation")
     panels = [
         p for p in panels_of(findings.measurements.models) if any(_defined(pooled.get(s.model)) for s in p.series)
@@ -89,15 +98,12 @@ def separation_by_layer(findings: Findings) -> Figure:
     for ax, panel in zip(axes, panels, strict=True):
         logarithmic_limits(ax, low, high)
         shown = [series for series in panel.series if _defined(pooled.get(series.model))]
-        drawn = layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
-        for x, row, style in drawn:
-            _write_share(ax, x, row, style.color)
-        ax.set_title(panel.title)
+        layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
+        title_with_facts(ax, panel.title, _shares("Δ ≤ 0 of queries", shown, pooled))
     axes[0].set_ylabel("semantic separation Δ (nats)")
     return finished(
         figure,
-        f"{READING}; marker: maximum.\nAt the foot: share of the queries with Δ ≤ 0, which a logarithmic axis "
-        "cannot show; percentiles count them.",
+        f"{READING}; marker: maximum.\nA logarithmic axis cannot show queries with Δ ≤ 0; percentiles count them.",
     )
 
 
@@ -105,16 +111,15 @@ def _defined(table: Percentiles | None) -> bool:
     return table is not None and table["undefined"] < table["queries"]
 
 
-def _write_share(ax: Axes, x: float, row: Mapping[Hashable, float], color: str) -> None:
-    """Write the share of the queries of a layer that have Δ ≤ 0 at the foot of its box, if there is any."""
-    queries = row["queries"] - row["undefined"]
-    if queries and row["not_positive"]:
-        share = row["not_positive"] / queries
-        words = f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else "< 1%" if share < 0.01 else "> 99%"
-        ax.annotate(
-            f"≤ 0: {words}", (x, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=9, color=color,
-            ha="center", va="bottom",
-        )  # fmt: skip
+def _shares(words: str, series: Sequence[Series], pooled: Mapping[str, Percentiles]) -> list[str]:
+    """Return in a line the share of each model's queries or keys that are not positive, where there are some."""
+    said = []
+    for each in series:
+        table = pooled[each.model]
+        share = table["not_positive"] / max(table["queries"] - table["undefined"], 1)
+        number = f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else "< 1%" if share < 0.01 else "> 99%"
+        said += [f"{each.style.name} {number}"] if share else []
+    return [f"{words}: {', '.join(said)}"] if said else []
 
 
 HEADINGS = (

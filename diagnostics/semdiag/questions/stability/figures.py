@@ -14,7 +14,7 @@ from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.words import counted, percent
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     DENSE_STYLES,
@@ -36,6 +36,7 @@ _EXCEEDING = 50
 _RANGE = (0.1, 100.0)
 _TOP, _FLOOR = 10.0, 1e-5
 _MOST = 3  # panels
+_NAMED = 5  # layers of models with rows above the paper's form
 _SHADE = "#f6dcc3"
 
 
@@ -53,17 +54,20 @@ def stability_curves(findings: Findings) -> Figure:
     rows = _rows(findings)
     if rows.empty:
         raise NothingToDrawError("No secant of full attention or of a fixed mask was measured.")
-    panels = _lengths(rows)
-    figure, axes = panel_grid(len(panels), height=3.0)
+    panels, labels = _lengths(rows), short_labels(findings.measurements.models)
+    figure, axes = panel_grid(len(panels), height=3.6)
     for ax, keys in zip(axes, panels, strict=True):
         _draw_curves(ax, keys)
         _draw_points(ax, keys, rows[rows["kept"] == keys])
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
+    found = rows[rows["above"]].groupby(["model", "layer"], sort=False).size().nlargest(_NAMED)
+    above = [f"{labels[model]}, layer {layer} ({number})" for (model, layer), number in found.items()]
     return finished(
         figure,
         f"{_noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
         "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
-        "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well.",
+        "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well."
+        + (f"\nAbove the paper's form, most first: {'; '.join(above)}." if above else ""),
     )
 
 
