@@ -51,25 +51,19 @@ def network_rungs(findings: Findings, model: str) -> dict[str, float]:
     """Return the gaps between the whole gradient and its bounds, with their causes, in nats."""
     measurements = findings.measurements
     rows = measurements.constants[measurements.constants["model"] == model].to_dict("records")
-    logs = {_NAMES[place]: _value(row) for row in rows if (place := (row["quantity"], row["form"])) in _NAMES}
+    logs = {
+        _NAMES[place]: float(row["ln_finite"] if row["infinite"] else row["ln_value"])
+        for row in rows if (place := (row["quantity"], row["form"])) in _NAMES
+    }  # fmt: skip
     slopes = measurements.parameters.loc[measurements.parameters["model"] == model, "ln_gradient"].to_numpy(float)
     if len(logs) < len(_NAMES) or np.isnan(slopes).any():
         return {}
     gradient = float(np.logaddexp.reduce(2 * slopes, initial=-math.inf)) / 2
     if not all(map(math.isfinite, (gradient, *logs.values()))):
         return {}
-    return {
-        "gradient": gradient,
-        "local": logs["local"],
-        "sound": logs["sound"],
-        "residual": logs["any"] - logs["local"],
-        "point": logs["sound"] - logs["any"],
-        "left": logs["local"] - gradient,
-    }
-
-
-def _value(row: dict[Hashable, Any]) -> float:
-    return float(row["ln_finite"] if row["infinite"] else row["ln_value"])
+    gaps = {"residual": logs["any"] - logs["local"], "point": logs["sound"] - logs["any"]}
+    ends = {"gradient": gradient, "local": logs["local"], "sound": logs["sound"]}
+    return ends | gaps | {"left": logs["local"] - gradient}
 
 
 SCOPE = (
@@ -97,7 +91,9 @@ def parameter_findings(findings: Findings) -> list[Finding]:
         reason = network["assumptions"].to_dict().get("sound", "")
         tensors = [_tensor(model, row, reason) for row in rows.to_dict("records")]
         sound = _together(model, tensors, "sound", reason)
-        sound = replace(sound, numbers={**sound.numbers, **_without_guarantee(network)})
+        infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
+        without = {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
+        sound = replace(sound, numbers={**sound.numbers, **without})
         point, paper, local = (_of_form(model, rows, network, form) for form in ("point", "paper", "local"))
         results += [*point, sound, *paper, *local, *tensors]
     return results
@@ -111,12 +107,6 @@ def _of_form(model: str, rows: pd.DataFrame, network: pd.DataFrame, form: str) -
     known = known if form == "paper" else known.assign(ln_secant=math.nan)
     tensors = [_tensor(model, row, reason) for row in known.to_dict("records")]
     return [_together(model, tensors, form, reason)] if tensors or form == "paper" else []
-
-
-def _without_guarantee(network: pd.DataFrame) -> dict[str, float]:
-    """Return how many sound constants are infinite, and the largest finite one; nothing if all are finite."""
-    infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
-    return {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
 
 
 def _tensor(model: str, row: Mapping[Hashable, Any], reason: str) -> Finding:
@@ -309,7 +299,9 @@ def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:
     """Yield slopes and constants of one model."""
     measured = findings.measurements.of(model)
     yield f"{title(findings, model)}: slopes of the loss, by group"
-    yield _slopes(measured.parameters)
+    names = [column.name for column in _SLOPES[2:]]
+    largest = measured.parameters.groupby(["layer", "group"], sort=False)[names].max().reset_index()
+    yield NumberTable(_SLOPES, records(largest))
     yield from _model_lines(findings, model)
     yield "Constants:"
     yield _constants(measured.constants)
@@ -335,13 +327,6 @@ def _shown_pair(conditions: list[Finding]) -> Iterator[str | NumberTable]:
         if f.percentile is None and (f.where != "all" or (f.claim, f.form) not in by_condition)
     ]  # fmt: skip
     yield from map(verdict_line, others)
-
-
-def _slopes(parameters: pd.DataFrame) -> NumberTable:
-    """Return the largest measured slope and constants of each group of tensors, as natural logarithms."""
-    names = [column.name for column in _SLOPES[2:]]
-    largest = parameters.groupby(["layer", "group"], sort=False)[names].max().reset_index()
-    return NumberTable(_SLOPES, records(largest))
 
 
 def _constants(constants: pd.DataFrame) -> NumberTable:

@@ -173,12 +173,6 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
     return judged
 
 
-def lipschitz_findings(findings: Findings) -> list[Finding]:
-    """Return sentences on the estimates of every model, then on the paper's ordering of every pair."""
-    pairs = findings(compared_pairs)
-    return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
-
-
 def answer(findings: Findings) -> Answer:
     """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss."""
     judged, results = findings(estimate_findings), {}
@@ -188,7 +182,7 @@ def answer(findings: Findings) -> Answer:
         name = f"{title(findings, model)}: Lipschitz estimates of the loss"
         shown += [name, NumberTable(_COLUMNS, results[model]["groups"])]
         shown += [verdict_line(f) for f in judged if f.subject == model]
-    pairs, tables = [], _tables(findings)
+    pairs: list[Summary] = []
     for pair in findings(compared_pairs):
         ratios = records(findings(secant_ratios, pair))
         verdicts = verdicts_of(findings(ordering_findings, pair), pair.label)
@@ -198,8 +192,8 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         measured_glance(findings, findings.measurements.loss_gradients),
         details=lipschitz_sentences(findings),
-        claims=findings(lipschitz_findings),
-        tables=tables,
+        claims=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
+        tables=_tables(findings),
         results=results,
         more={"scope": SCOPE, "pairs": pairs},
         shown=[*shown, SCOPE],

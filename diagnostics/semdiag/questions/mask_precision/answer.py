@@ -42,7 +42,8 @@ def precision_table(findings: Findings) -> pd.DataFrame:
     rows = []
     for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
         of_changed = lost[(lost["model"] == model) & (lost["format"] == kind)]
-        for layer, part in _layers(rows_of_format):
+        by_layer = [(int(str(layer)), part) for layer, part in rows_of_format.groupby("layer", sort=True)]
+        for layer, part in (*by_layer, (ALL, rows_of_format)):
             weights = of_changed if layer == ALL else of_changed[of_changed["layer"] == layer]
             rows.append({"model": model, "format": kind, "layer": layer, **_described(part, weights["lost"])})
     return pd.DataFrame(rows, columns=_COLUMNS)
@@ -57,12 +58,6 @@ def precision_of(findings: Findings, model: str) -> list[Summary]:
         entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
         formats.append({"format": kind, "layers": entries[:-1], "all": entries[-1] | {"layer": "all"}})
     return formats
-
-
-def _layers(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    for layer, part in rows.groupby("layer", sort=True):
-        yield int(str(layer)), part
-    yield ALL, rows
 
 
 def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
@@ -185,32 +180,23 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
         yield f"{one['format']}: {' '.join(words)}"
 
 
-SUPPOSED = "the model selects no keys: this is the mask that top-{k} would choose from its scores"
-NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
-
-
 def mask_words(findings: Findings, model: str) -> str:
     """Return which mask of a model was judged, or why none was."""
     measurements = findings.measurements
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
     kind = str(row["attention"])
-    if SELECTIONS.get(kind) is None:
-        return NOT_APPLICABLE.format(attention=kind)
+    if (selection := SELECTIONS.get(kind)) is None:
+        return f"not applicable: the mask of {kind} attention does not depend on the input"
     kept_keys = pd.concat(
         [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
     )
     if kept_keys.empty:
         return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
-    if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
-        kept = (
-            f"{kept_keys.min()} to {kept_keys.max()} keys"
-            if kept_keys.min() < kept_keys.max()
-            else f"k = {kept_keys.iloc[0]}"
-        )
-        return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
-    return (
-        SUPPOSED.format(k=kept_keys.iloc[0]) if kind in DENSE else f"the model's own mask, k = {kept_keys.iloc[0]}"
-    )
+    low, high = kept_keys.min(), kept_keys.max()
+    if kind in DENSE:
+        return f"the model selects no keys: this is the mask that top-{low} would choose from its scores"
+    own = f"the model's own mask, {f'{low} to {high} keys' if low < high else f'k = {low}'}"
+    return own if selection.ranked else f"{own}; no certificate is known for {kind} attention"
 
 
 def refusals(findings: Findings, model: str) -> list[str]:

@@ -95,29 +95,28 @@ def _described(part: pd.DataFrame) -> Summary:
     }
 
 
+def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
+    """Return the middle noise level, and the pooled rows of all levels."""
+    table = findings(mask_table)
+    table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
+    return (float(levels[len(levels) // 2]) if levels else math.nan), table
+
+
 def masks_in_short(findings: Findings) -> list[str]:
     """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only."""
-    if findings.measurements.masks.empty:
+    level, table = _middle_level(findings)
+    if table.empty:
         return []
-    table = findings(mask_table)
-    table = table[table["layer"] == ALL]
-    levels = sorted(table["level"].unique())
-    if not levels:
-        return []
-    level = levels[len(levels) // 2]
     labels = model_labels(findings.measurements.models, last_only=True)
     shown = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
     kinds = findings.measurements.models.set_index("model")["attention"]
     kept = findings.measurements.masks.groupby("model")["kept"].max()
-    supposed = {
-        model: f"; the mask that top-{kept[model]} would choose" for model in shown.index if kinds[model] in DENSE
-    }
-    parts = [
-        f"{label} {shown.loc[model, 'exact']:.0%} (certified {shown.loc[model, 'certified']:.0%}"
-        f"{supposed.get(model, '')})"
-        for model, label in labels.items()
-        if model in shown.index
-    ]
+    rows = {row["model"]: row for row in records(shown.reset_index())}
+    parts = []
+    for model, label in ((model, label) for model, label in labels.items() if model in rows):
+        supposed = f"; the mask that top-{kept[model]} would choose" * (kinds[model] in DENSE)
+        row = rows[model]
+        parts.append(f"{label} {row['exact']:.0%} (certified {row['certified']:.0%}{supposed})")
     if not parts:
         return []
     changed, certified = int(shown["certified_changed"].sum()), int(shown["certified_rows"].sum())
@@ -125,7 +124,7 @@ def masks_in_short(findings: Findings) -> list[str]:
     more = f" (and {others:,} under other noise or of other snapshots)" if others else ""
     fault = f"{more}, which is an error of semdiag" if changed or others else ""
     return [
-        f"Masks that survive noise of {noise_words(findings, float(level))} unchanged: {'; '.join(parts)}. "
+        f"Masks that survive noise of {noise_words(findings, level)} unchanged: {'; '.join(parts)}. "
         f"Certified rows that changed: {changed:,} of {certified:,}{fault}."
     ]
 
@@ -177,33 +176,25 @@ def _correlation(row: dict[Any, Any], samples: int) -> str:
 
 def masks_glance(findings: Findings) -> Glance:
     """Return the share of masks, own and supposed, that stay the same under the middle noise level."""
-    table = findings(mask_table)
-    table = table[table["layer"] == ALL]
+    level, table = _middle_level(findings)
     if table.empty:
         return Glance(Outcome.OPEN, "0 models", "have a mask that depends on the input")
-    levels = sorted(table["level"].unique())
-    rows = table[table["level"] == levels[len(levels) // 2]]
+    rows = table[table["level"] == level]
     kinds = findings.measurements.models.set_index("model")["attention"]
     without = rows["model"].map(kinds).isin(DENSE)
     with_mask, supposed = rows[~without], rows[without]
-    noise = f"stay the same under noise of {noise_words(findings, levels[len(levels) // 2])}"
+    noise = f"stay the same under noise of {noise_words(findings, level)}"
     chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     tail = f"{changed:,} of {certified:,} certified ones changed"
     if with_mask.empty:
-        return Glance(
-            Outcome.MEASURED,
-            _share(supposed),
-            f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}",
-        )
+        words = f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}"
+        return Glance(Outcome.MEASURED, percent_span(supposed["exact"]), words)
     if len(supposed):
-        tail = f"{_share(supposed)} of those {chosen} in {counted(len(supposed), 'model')} without a mask; {tail}"
+        share, models = percent_span(supposed["exact"]), counted(len(supposed), "model")
+        tail = f"{share} of those {chosen} in {models} without a mask; {tail}"
     words = f"of the masks of {counted(len(with_mask), 'model')} {noise}; {tail}"
-    return Glance(Outcome.MEASURED, _share(with_mask), words)
-
-
-def _share(masks: pd.DataFrame) -> str:
-    return percent_span(list(masks["exact"]))
+    return Glance(Outcome.MEASURED, percent_span(with_mask["exact"]), words)
 
 
 def noise_words(findings: Findings, level: float) -> str:

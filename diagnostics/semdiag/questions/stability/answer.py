@@ -201,14 +201,17 @@ def answer(findings: Findings) -> Answer:
         results[model] = json_ready(described | {"verdicts": verdicts_of(judged, model)})
         shown += _shown(title(findings, model), results[model])
         shown += [verdict_line(f) for f in judged if f.subject == model]
-    by_place = with_facts(findings, all_by_name(findings(stability_table)))
+    tables = {"stability": with_facts(findings, all_by_name(findings(stability_table)))}
+    tables["stability_verdicts"] = verdict_table(judged)
+    if len(gains := findings.measurements.gains):
+        medians = gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median()
+        tables["gains"] = medians.reset_index()
     return Answer(
         stability_glance(findings),
         stability_in_short(findings),
         [*stability_sentences(findings), *gain_sentences(findings)],
         judged,
-        tables={"stability": by_place, "stability_verdicts": verdict_table(judged)}
-        | ({} if findings.measurements.gains.empty else {"gains": gain_table(findings)}),
+        tables=tables,
         results=results,
         shown=shown,
     )
@@ -319,12 +322,6 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     if more:
         return f"{start} moves this model's attention {more} than its counterpart's ({means})."
     return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
-
-
-def gain_table(findings: Findings) -> pd.DataFrame:
-    """Return the median gains over samples of each layer and head."""
-    gains = findings.measurements.gains
-    return gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median().reset_index()
 
 
 def gain_sentences(findings: Findings) -> list[str]:
