@@ -342,3 +342,23 @@ def factors(low: float, high: float) -> str:
         for end in (low, high)
     ]
     return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
+
+
+_APART = 0.075  # of a panel's height, between two names
+
+
+def name_ends(ax: Axes, ends: Sequence[tuple[float, str, str, str]]) -> None:
+    """Write names beside the ends of lines, apart from each other; an end is (height, name, colour, gid)."""
+    ends = sorted(ends)
+    to_share = ax.transData - ax.transAxes
+    places = [float(to_share.transform((ax.get_xlim()[1], y))[1]) for y, *_ in ends]
+    for at in range(1, len(places)):
+        places[at] = max(places[at], places[at - 1] + _APART)
+    for at in reversed(range(len(places))):
+        places[at] = min(places[at], (places[at + 1] if at + 1 < len(places) else 1 + _APART) - _APART)
+    for (_, name, color, gid), place in zip(ends, places, strict=True):
+        label = ax.annotate(
+            name, (1, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points", va="center",
+            color=color, fontweight="bold", fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+        label.set_gid(gid or None)

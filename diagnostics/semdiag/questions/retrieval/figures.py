@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends
 from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
 from semdiag.questions.retrieval.answer import mask_name, retrieval_table
 
@@ -24,18 +24,20 @@ def retrieval_by_distance(findings: Findings) -> Figure:
     kinds = list(dict.fromkeys(zip(table["mask"], table["k"], strict=True)))
     colors = ["black", *palette(max(1, len(kinds) - 1))]
     for ax, ((model, task), rows) in zip(axes, panels, strict=True):
+        ends: list[tuple[float, str, str, str]] = []
         for (mask, k), color in zip(kinds, colors, strict=False):
             line = rows[(rows["mask"] == mask) & (rows["k"] == k)].groupby("distance")[["right", "texts"]].sum()
             shares = line["right"] / line["texts"]
             ax.plot(line.index, shares, "o-", markersize=3, color=color, label=mask_name(mask, k))
+            ends += [(float(shares.iloc[-1]), mask_name(mask, k), color, "")] if len(shares) else []
         ax.set_xscale("log")
         ax.set_xticks(places := sorted(set(rows["distance"])), [f"{place:,}" for place in places])
         ax.minorticks_off()
         ax.set_ylim(-0.05, 1.05)
         ax.set_xlabel("tokens between answer and fact")
-        ax.set_title(f"{task}\n{str(model)[-40:]}", fontsize=8)
+        ax.set_title(f"{task}\n{str(model)[-40:]}", fontsize=9)
+        name_ends(ax, ends)
     axes[0].set_ylabel("share of right answers")
-    axes[-1].legend(fontsize=6.5)
     note_below(figure, "texts of all lengths together; exact intervals stand in retrieval.csv.")
     return figure
 
