@@ -1,7 +1,8 @@
 """The options that commands share, their values and their completion."""
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -330,3 +331,14 @@ def plan_from(plan: type, typed: dict[str, Any], shared: dict[str, Any]) -> Any:
             name = names[0] if names else f"--{field.name.replace('_', '-')}"
             values[field.name] = read[0](typed[field.name], name) if read else typed[field.name]
     return plan(**values)
+
+
+def with_parameters(
+    command: Callable[..., None], parameters: Sequence[inspect.Parameter], help: str | None
+) -> Callable[..., None]:
+    """Return a command that shows these parameters to Typer, all by name."""
+    shown = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    command.__doc__ = help
+    return command
