@@ -60,7 +60,7 @@ def _report(
             "--rerun-minutes", min=0,
         ),
     ] = 2,
-    show: Annotated[bool, options.option("Open the page in the browser.", "--open", panel=options.OUTPUT)] = False,
+    show: Annotated[bool, options.output_option("Open the page in the browser.", "--open")] = False,
     *,
     shared: Asked,
 ) -> None:  # fmt: skip

@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -50,6 +51,9 @@ def option(help: str, *names: str, panel: str = MEASURE, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
+place_option, output_option = (partial(option, panel=panel) for panel in (WHERE, OUTPUT))
+
+
 Config = Annotated[
     Path | None,
     option(
@@ -73,14 +77,13 @@ NOISE = option(
 )
 Ray = Annotated[
     str,
-    option(
+    place_option(
         "Run on a Ray cluster: its address, or auto for the one on this machine, which is started if needed.",
-        panel=WHERE,
         metavar="auto|ADDRESS",
     ),
 ]
-Json = Annotated[bool, option("Print one JSON object on stdout.", "--json", panel=OUTPUT)]
-Quiet = Annotated[bool, option("Show no progress and no tables.", "--quiet", panel=OUTPUT)]
+Json = Annotated[bool, output_option("Print one JSON object on stdout.", "--json")]
+Quiet = Annotated[bool, output_option("Show no progress and no tables.", "--quiet")]
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Shared:
         ),
     ] = ""
     every: Annotated[
-        bool, option("Show every row: all heads of large models, every k of a k-sweep.", "--all", panel=OUTPUT)
+        bool, output_option("Show every row: all heads of large models, every k of a k-sweep.", "--all")
     ] = False
     inputs: Annotated[
         Path | None,
@@ -205,34 +208,30 @@ class Shared:
     head: Head = "auto"
     jobs: Annotated[
         int | None,
-        option(
+        place_option(
             "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
             "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
             "process.",
-            panel=WHERE,
             show_default=False,
         ),
     ] = None
     ray: Ray = ""
     out: Annotated[
         Path | None,
-        option("Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.", panel=OUTPUT),
+        output_option("Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL."),
     ] = None
     as_json: Json = False
     per_query: Annotated[
         Path | None,
-        option(
+        output_option(
             "Write one row per query to this .parquet file, and the key loads to another beside it. With "
-            "--queries only the drawn queries; beyond --max-queries a random sample.",
-            panel=OUTPUT,
+            "--queries only the drawn queries; beyond --max-queries a random sample."
         ),
     ] = None
     figures: Annotated[
         str,
-        option(
-            "Figure formats: any of png, svg, pdf, separated by commas; or none.",
-            panel=OUTPUT,
-            metavar="FORMAT,FORMAT",
+        output_option(
+            "Figure formats: any of png, svg, pdf, separated by commas; or none.", metavar="FORMAT,FORMAT"
         ),
     ] = "png,svg"
     quiet: Quiet = False

@@ -1,6 +1,7 @@
 """How far can a top-k be trusted?"""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from semdiag.presenting.answer import Answer
     from semdiag.questions.selections.compare import OwnSelections, Saving
 
-_PANEL = "What is asked"
+_asked = partial(option, panel="What is asked")
 _OF_MODELS = (
     *("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head"),
     *("out", "figures", "save"),
@@ -43,53 +44,48 @@ def _ask(
     ] = None,
     format: Annotated[
         str,
-        option(
+        _asked(
             "The precision in which the engine computed its scores: float32, bfloat16, float16, "
             "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains; of a model, which choices are "
             "certified (bfloat16 if it is left out).",
-            panel=_PANEL,
             metavar="NAME",
         ),
     ] = "float32",
     causal: Annotated[
         bool,
-        option(
+        _asked(
             "Keys after the query may not be chosen. The last dimension before the keys is the query's, and "
             "queries are the last tokens.",
             "--causal",
-            panel=_PANEL,
         ),
     ] = False,
     keys: Annotated[
-        int | None, option("How many keys there are, if the file has no scores.", panel=_PANEL, show_default=False)
+        int | None, _asked("How many keys there are, if the file has no scores.", show_default=False)
     ] = None,
     layout: Annotated[
         str,
-        option(
+        _asked(
             "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
             "second file behind a colon if they are others. Default: tokens; tokens,layers; "
             "batch,sequence,layers; batch,sequence,layers,heads.",
-            panel=_PANEL,
             metavar="NAME,NAME[:NAME,NAME]",
             show_default=False,
         ),
     ] = "",
     save: Annotated[
         Path | None,
-        option(
+        options.output_option(
             "Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
             "files can be compared.",
-            panel=options.OUTPUT,
             metavar="FILE.npz",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        option(
+        options.output_option(
             "Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
             "forbidden.",
-            panel=options.OUTPUT,
             metavar="DIR",
             show_default=False,
         ),
