@@ -146,10 +146,8 @@ HEADINGS = (
         "How much attention would a top-k mask keep?",
         (weight_kept,),
         (
-            "A counterfactual within one model, on its own scores. Training with such a mask "
-            "would move its scores; how far, only training can tell.",
-            "Queries with at most k keys lose none: their δₕ(k) is δₛ, they keep all weight and have no "
-            "separation.",
+            "A counterfactual within one model, on its own scores, which training with such a mask would move. "
+            "Queries with at most k keys lose none.",
         ),
     ),
 )

@@ -194,9 +194,8 @@ HEADINGS = (
         "Did it learn faster?",
         (training_curves,),
         (
-            "One run per curve: a different seed can shift the arrival by many epochs. A smaller dispersion "
-            "and faster learning seen together in one pair do not show that one causes the other.",
-            "Epochs are counted, not seconds: an epoch does not cost the same for every attention.",
+            "One run per curve: a different seed can shift the arrival by many epochs. Epochs are counted, not "
+            "seconds.",
         ),
     ),
 )

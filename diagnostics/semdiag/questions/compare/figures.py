@@ -71,11 +71,8 @@ HEADINGS = (
         (
             "Each model runs by itself: from the second layer on, a head's change includes that of its input. It "
             "does not say which weights were changed.",
-            "The weights are worked out from the queries and keys of each model. What a kernel rounds inside the "
-            "softmax is not part of them.",
-            "Both parts of the output's change add up to it exactly as vectors, and their norms do not: they may "
-            "cancel or reinforce each other.",
-            "Intervals resample whole samples; they are about other inputs of the same kind.",
+            "The weights follow from the queries and keys of each model, without what a kernel rounds in its "
+            "softmax. Both parts of the output's change add up to it as vectors; their norms do not.",
         ),
     ),
 )

@@ -237,11 +237,10 @@ HEADINGS = (
         (learning_curves, speed_up, speed_up_against_dispersion),
         (
             "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier "
-            "estimates, and medians of speed-ups are ranges where only a bound is known.",
-            "Intervals over seeds are order statistics and hold for any distribution; their confidence is given "
-            "because with few seeds it is low. One seed has no interval.",
-            "Epochs are counted, not seconds. A correlation of final checkpoints' dispersion with speed does not "
-            "show that one causes the other: both are measured after training.",
+            "estimates, those of speed-ups ranges. Intervals over seeds are order statistics, with their "
+            "confidence; one seed has none.",
+            "Epochs are counted, not seconds. Dispersion and speed are both measured after training: that they go "
+            "together does not show that one causes the other.",
         ),
     ),
 )

@@ -213,24 +213,18 @@ def dispersion_by_layer(findings: Findings) -> Figure:
     return finished(figure, f"{READING}; marker: maximum{grey}")
 
 
-_PAIRED = (
-    "This is a comparison across models: two models, each trained with its own attention on the same data and "
-    "seed, each measured on its own scores. Nothing here says what one of them would do with the other's mask."
-)
-_POOLED = (
-    "Percentiles pool the queries of all layers and heads; the 95th percentiles of two models need not come from "
-    "the same layer. The maximum (p100) is one single query, so it is shown but not judged."
-)
 HEADINGS = (
     Heading(
         "focus",
         "Do the scores of the sparse model span less?",
         (dispersion_ecdf, dispersion_by_layer, dispersion_by_keys),
         (
-            _PAIRED,
-            _POOLED,
-            "A range over a few keys is never larger than the range over all keys of the same row; the "
-            "controls with a fixed mask show how much of the difference that alone can make.",
+            "Two models are compared, each trained with its own attention and measured on its own scores. Nothing "
+            "here says what one of them would do with the other's mask.",
+            "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, "
+            "not judged.",
+            "A range over a few keys is never larger than that over all keys of the row: the controls with a "
+            "fixed mask show how much that alone can make.",
         ),
     ),
     Heading(
@@ -238,10 +232,8 @@ HEADINGS = (
         "How much smaller, layer by layer?",
         (dispersion_ratio,),
         (
-            "The intervals are about other inputs of the same kind, not about other seeds or training runs. "
-            "Queries of one sequence depend on each other, therefore sequences are drawn, never single queries.",
-            "Layer n of one model and layer n of another are matched by position; nothing says that they do "
-            "the same work.",
+            "The intervals are about other inputs of the same kind, not about other training runs. Layers are "
+            "matched by their position; nothing says that they do the same work.",
         ),
     ),
 )
@@ -260,10 +252,8 @@ EXTERNAL = (
             dispersion_by_keys,
         ),
         (
-            "Percentiles pool the queries of all heads of a layer. The maximum (p100) is one single query.",
-            "Layers are numbered in the order in which they first ran; the table at the end names their modules.",
-            "Nothing is known of this model's training, so nothing here says whether its attention made it learn "
-            "fast or slowly.",
+            "Percentiles pool the queries of all heads of a layer; layers are numbered as they first ran. The "
+            "maximum (p100) is one single query.",
         ),
     ),
 )

@@ -218,20 +218,16 @@ def _cuts(plane: PlaneCells) -> Iterator[tuple[np.ndarray, pd.DataFrame]]:
         yield rows[axis].to_numpy(float), rows
 
 
-_TWO_OF_MANY = (
-    "A plane shows two of more than a hundred thousand directions. Random ones miss the steep directions: a flat "
-    "picture does not mean a flat loss."
-)
 HEADINGS = (
     Heading(
         "landscape",
         "What does the loss look like around the checkpoint?",
         (landscape_contour, landscape_cuts),
         (
-            _TWO_OF_MANY,
+            "A plane shows two of more than a hundred thousand directions, and random ones miss the steep ones: a "
+            "flat picture does not mean a flat loss.",
             "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length "
-            "at distance 1. Models of different length walk different true distances; the tables hold both.",
-            "One trained model per surface: how surfaces of other seeds look is not in these pictures.",
+            "at distance 1. One trained model per surface says nothing of other seeds.",
         ),
     ),
 )

@@ -52,16 +52,12 @@ HEADINGS = (
         "Do masks survive a number format?",
         (masks_in_formats,),
         (
-            "Certified means: no rounding of operands, sum and score can move a kept score below a dropped one, "
-            "or level with it. The proof holds for an error model (docs/theory.md, Scores of rounded queries and "
-            "keys), not for an engine's bugs. A certified mask that changed would be an error of semdiag.",
-            "The error model rounds queries and keys without a scale, adds in float32, multiplies by the scale of "
-            "the scores and rounds once more. 8-bit formats with a scale per tensor or block are other formats. "
-            "Rows whose scores have a bias or a soft-cap, or whose softmax has sinks, are not covered: they are "
-            "counted, and left out of every share.",
-            "Queries and keys are those of a clean forward pass: rounding is not passed on from layer to layer.",
-            "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
-            "its scores. The weight lost is a share of the weight over all allowed keys.",
+            "Certified: no rounding of operands, sum and score can move a kept score below a dropped one, or "
+            "level with it. The proof holds for an error model (docs/theory.md), not for an engine's bugs.",
+            "The error model rounds queries and keys without a scale, adds in float32 and rounds the scaled score "
+            "once more. Rows with a bias, a soft-cap or sinks are not covered, and are left out of every share.",
+            "Rounding is not passed on from layer to layer. A full-attention model is judged by the mask that "
+            "top-k would choose.",
         ),
     ),
 )

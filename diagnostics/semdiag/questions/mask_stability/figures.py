@@ -106,14 +106,12 @@ HEADINGS = (
         "Do masks survive noise?",
         (masks_unchanged,),
         (
-            "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
-            "its scores; that model's output does not depend on it. Masks that do not depend on the input "
-            "(banded, block-local) cannot change: not applicable.",
-            "Certified means: max dz − min dz over all allowed keys is below Δ, which proves S′ = S. A certified "
-            "mask that changed would be an error of semdiag; such rows are counted and named above. In float32 "
-            "the certificate leaves room for rounding.",
-            "The noise is Gaussian and isotropic; that of training data or of an adversary is neither. Intervals "
-            "are about other inputs of the same kind, not about other seeds of the training.",
+            "A full-attention model drops no key: the mask judged is the one that top-k would choose from its "
+            "scores, on which its output does not depend.",
+            "Certified: the scores provably move too little to change the mask. A certified mask that changed "
+            "would be an error of semdiag.",
+            "The noise is Gaussian, unlike that of data or of an adversary. Intervals are about other inputs of "
+            "the same kind.",
         ),
     ),
 )

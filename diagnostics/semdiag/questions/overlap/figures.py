@@ -64,12 +64,10 @@ HEADINGS = (
         "Do layers keep the same keys?",
         (mask_overlap,),
         (
-            "A model that keeps every key has no masks: those that top-k would choose from its scores are "
-            "compared, and its output does not depend on them. Queries with too few keys to drop one are left "
-            "out.",
+            "A model that keeps every key is judged by the masks that top-k would choose from its scores. Queries "
+            "with too few keys to drop one are left out.",
             "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do "
             "not depend on the input overlap by construction.",
-            "Intervals resample sequences; they are about other inputs of the same kind.",
         ),
     ),
 )

@@ -128,10 +128,8 @@ HEADINGS = (
         "Is the mask well separated?",
         (separation_by_layer,),
         (
-            "Full attention drops no key, so Δ is undefined there. Masks that ignore the input (banded, "
-            "block-local, random) drop larger scores than they keep for most queries, and bottom-k does for all: "
-            "Δ ≤ 0, which lies below a logarithmic axis.",
-            "A tie between the last kept and the first dropped key has Δ = 0 and counts as not positive.",
+            "Full attention drops no key, so Δ is undefined there. Masks that ignore the scores, and bottom-k, "
+            "drop larger ones than they keep: Δ ≤ 0. A tie has Δ = 0.",
         ),
     ),
     Heading(
@@ -139,8 +137,8 @@ HEADINGS = (
         "Which keys carry the load?",
         (key_load,),
         (
-            "Loads are raw counts within one sequence, layers and heads pooled; they cannot exceed its "
-            "length. They count how often a key is kept, not the weight it gets.",
+            "Loads are raw counts within one sequence, layers and heads pooled. They count how often a key is "
+            "kept, not the weight it gets.",
         ),
     ),
 )

@@ -156,12 +156,12 @@ HEADINGS = (
         "Is the stability bound respected?",
         (stability_curves,),
         (
-            "A constant bounds the worst pair of rows; the response is an average under one kind of noise (level, "
-            "samples and draws stand in the captions). A small δ can lower the first and leave the second high.",
-            "ξ bounds the attention weights by the change of the scores. How much noise at the input changes the "
-            "scores depends on the earlier layers and on Γ, which ξ does not contain.",
-            "The heavy-hitter form takes δ as the larger and Δ as the smaller of both rows; rows with Δ ≤ 0 do"
-            " not meet its assumptions and are counted, not judged.",
+            "A constant bounds the worst pair of rows; the response is an average under one kind of noise. A "
+            "small δ can lower the first and leave the second high.",
+            "ξ bounds the attention weights by the change of the scores, not by noise at the input: earlier "
+            "layers and Γ decide that.",
+            "The heavy-hitter form takes the larger δ and the smaller Δ of both rows. Rows with Δ ≤ 0 are "
+            "counted, not judged.",
         ),
     ),
 )
