@@ -293,6 +293,15 @@ def targets(text: str, option: str) -> tuple[tuple[str, float], ...]:
         raise InputError(f"{usage}. Got {text!r}.") from None
 
 
+def check_least(plan: object, **least: int) -> None:
+    """Refuse fields of a plan that are below their least values."""
+    from semdiag_models.reading import InputError
+
+    for name, number in least.items():
+        if (value := getattr(plan, name)) < number:
+            raise InputError(f"{name} must be at least {number}. Got {value}.")
+
+
 def listed_names(text: str, option: str = "") -> tuple[str, ...]:
     """Read ``"bf16,fp16"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

@@ -120,11 +120,10 @@ _NUMBER = 0.3  # inches that the number of an epoch takes
 
 
 @drawing(
-    "Training and held-out accuracy and training loss against epochs, first epoch with 95% training "
-    "accuracy marked: {shown}.",
-    "Compare where the curves of the first panel cross the dashed line: the first epoch with 95% "
-    "training accuracy. How far a curve of the second panel stays below that of the first is what was "
-    "memorised instead of learned.",
+    "Training and held-out accuracy and training loss against epochs, first epoch with 95% training accuracy "
+    "marked: {shown}.",
+    "Compare where the curves of the first panel cross the dashed line at 95% training accuracy. How far a curve "
+    "of the second panel stays below that of the first was memorised instead of learned.",
 )
 def training_curves(findings: Findings) -> Figure:
     """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy."""

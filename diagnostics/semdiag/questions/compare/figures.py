@@ -23,11 +23,10 @@ _ONE_SCALE = "by_weights", "by_values"
 
 
 @drawing(
-    "Coloured cells, layers by heads: how far the attention of two models is apart on the same "
-    "inputs, and what of the change of its output is the weights' and the values': {shown}.",
-    "A dark cell in the first panel is a head that attends elsewhere than it did. Compare the two "
-    "panels of the output: where that of the weights is darker, the damage came through queries and "
-    "keys; where that of the values is, the head looks where it did and finds something else.",
+    "Coloured cells, layers by heads: how far the attention of two models is apart on the same inputs, and what "
+    "of the change of its output is the weights' and the values': {shown}.",
+    "A dark cell in the first panel is a head that attends elsewhere than it did. Where the change of the output "
+    "by the values is darker than that by the weights, the head looks where it did and finds something else.",
 )
 def compare_map(findings: Findings) -> Figure:
     """Draw the total variation, the overlap of the top-k, and both parts of the output's change, of every head."""

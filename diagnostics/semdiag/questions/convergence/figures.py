@@ -124,11 +124,10 @@ def _finish(ax: Axes, groups: list[str]) -> None:
 
 
 @drawing(
-    "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
-    "for each attention: {shown}.",
-    "Thick lines are training accuracy: of each run or, from three seeds on, their median with their "
-    "range. Markers on the dashed line are the epochs at which single runs reach the target. A curve "
-    "that ends below the line belongs to a run that did not reach it in its epochs.",
+    "Training and held-out accuracy against epochs, one panel per task, median and range over seeds for each "
+    "attention: {shown}.",
+    "Thick lines are training accuracy, of each run or, from three seeds on, their median with their range. "
+    "Markers on the dashed line are the epochs at which single runs reach the target.",
 )
 def learning_curves(findings: Findings) -> Figure:
     """Draw median training accuracy over seeds with its range, single arrivals, and held-out accuracy."""

@@ -40,11 +40,10 @@ from semdiag.questions.dispersion.answer import (
 
 
 @drawing(
-    "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
-    "95th percentile, with 95% intervals and a line at 1: {shown}.",
-    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; equal steps on the "
-    "axis are equal factors. The bars are 95% intervals from resampling whole sequences: if a bar crosses 1, "
-    "these inputs do not settle the question for that layer.",
+    "Ratio of the dispersion of sparse models to that of full attention per layer, median and 95th percentile, "
+    "with 95% intervals and a line at 1: {shown}.",
+    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ. If a bar, a 95% "
+    "interval from resampling whole sequences, crosses 1, these inputs do not settle the question.",
 )
 def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
@@ -94,9 +93,8 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
 @drawing(
     "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
     "logarithmic abscissa, as a median line in two bands: {shown}.",
-    "A range over more scores is wider to begin with: compare queries with the same number of keys. A line that "
-    "is flat says that the width of the scores, not their number, sets δ; in causal models the first queries "
-    "see few keys and pull every pooled percentile down (--min-keys leaves them out).",
+    "A range over more scores is wider to begin with: compare queries with the same number of keys. In causal "
+    "models the first queries see few keys and pull every pooled percentile down (--min-keys leaves them out).",
 )
 def dispersion_by_keys(findings: Findings) -> Figure:
     """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled."""
@@ -110,11 +108,8 @@ def dispersion_by_keys(findings: Findings) -> Figure:
     for ax, panel in zip(axes, panels, strict=True):
         _draw_dispersion_by_keys(ax, panel, curves)
     axes[0].set_ylabel("semantic dispersion δ (nats)")
-    return finished(
-        figure,
-        "line: median; dark band: 25–75%, light band: 5–95% of the queries with about this many keys "
-        f"(at least {FEWEST}). A query with one key has δ = 0.",
-    )
+    bands = "dark band: 25–75%, light band: 5–95% of the queries with about this many keys"
+    return finished(figure, f"line: median; {bands} (at least {FEWEST})")
 
 
 def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFrame]) -> None:
@@ -139,12 +134,11 @@ MARKED = (50, 75, 90, 95)
 
 
 @drawing(
-    "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve "
-    "per model, percentiles 50, 75, 90 and 95 marked: {shown}.",
-    "Compare the curves at the same height: a curve further left has the smaller dispersion δ, "
-    "the range (largest minus smallest) of the scores a query's softmax mixes. A small δ means "
-    "that the kept keys compete on nearly equal terms: none can take more than e^δ/(e^δ + k − 1) "
-    "of the weight. The paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
+    "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve per model, "
+    "percentiles 50, 75, 90 and 95 marked: {shown}.",
+    "A curve further left has the smaller dispersion δ, the range (largest minus smallest) of the scores that a "
+    "query's softmax mixes. With a small δ no kept key can take more than e^δ/(e^δ + k − 1) of the weight; the "
+    "paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
 )
 def dispersion_ecdf(findings: Findings) -> Figure:
     """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked."""

@@ -102,10 +102,10 @@ _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accu
 
 
 @drawing(
-    "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each "
-    "checkpoint, contour lines over the loss, checkpoint marked: {shown}.",
-    "Compare the size of the region around the cross in which the accuracy stays high. Every cell is "
-    "a model that was run, and models of one figure share their colour scale.",
+    "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each checkpoint, "
+    "contour lines over the loss, checkpoint marked: {shown}.",
+    "Compare the size of the region around the cross in which the accuracy stays high. Every cell is a model that "
+    "was run, and models of one figure share their colour scale.",
 )
 def landscape_contour(findings: Findings) -> Figure:
     """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss."""
@@ -158,10 +158,10 @@ def _facts(plane: PlaneCells, name: str) -> list[str]:
 
 
 @drawing(
-    "Cross-entropy and accuracy against the distance from the checkpoint, along both axes of each "
-    "plane, attention kinds together: {shown}.",
-    "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
-    "differ much from direction to direction, one plane says little about that model.",
+    "Cross-entropy and accuracy against the distance from the checkpoint, along both axes of each plane, "
+    "attention kinds together: {shown}.",
+    "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model differ much "
+    "from direction to direction, one plane says little about that model.",
 )
 def landscape_cuts(findings: Findings) -> Figure:
     """Draw loss and accuracy along both axes of every plane, models of a task and seed on the same axes."""

@@ -73,11 +73,10 @@ _HIGHEST = 600.0  # logarithm of what still fits an axis
 
 
 @drawing(
-    "How much each block stretches a small change of its input at most, sample by sample, below bars "
-    "for the bound λ_X, logarithmic axis: {shown}.",
-    "Compare the points of both models at the same block: the higher ones pass a change of the input "
-    "on more strongly. The black dashes bound them closely, at these inputs; the bars above them are "
-    "what the theory promises of all with the same δ, Δ and norms.",
+    "How much each block stretches a small change of its input at most, sample by sample, below bars for the "
+    "bound λ_X, logarithmic axis: {shown}.",
+    "The higher points of a block pass a change of its input on more strongly. The black dashes bound them "
+    "closely, at these inputs; the bars are what the theory promises of all with the same δ, Δ and norms.",
 )
 def block_stretch(findings: Findings) -> Figure:
     """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X."""

@@ -12,11 +12,10 @@ from semdiag.questions.mask_stability.figures import MARKERS, judged_models, sha
 
 
 @drawing(
-    "Share of queries whose mask is the same in float64 and with queries, keys and scores rounded to "
-    "a number format, per layer, with the certified share dotted: {shown}.",
-    "The band of a format is due to ties at the boundary, which engines break in their own ways. The "
-    "dotted share is proven: no engine within the error model changes it. Masks above it stay the "
-    "same where sums are added in the order of this computer.",
+    "Share of queries whose mask is the same in float64 and rounded to a number format, per layer, certified "
+    "share dotted: {shown}.",
+    "The band of a format is due to ties at the boundary, which engines break in their own ways. The dotted share "
+    "is proven: no engine within the error model changes it.",
 )
 def masks_in_formats(findings: Findings) -> Figure:
     """Draw the share of masks that stay the same, a curve for each number format against layers."""

@@ -24,6 +24,7 @@ from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
+from semdiag.presenting.options import check_least
 from semdiag.questions.mask_stability import SUPPOSED_K
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
 from semdiag_models import InputError
@@ -180,8 +181,7 @@ class PrecisionPlan:
         if not names or not {*names} <= {*coarser}:
             got = ", ".join(map(str, self.formats)) or "none"
             raise InputError(f"Masks are compared in {', '.join(coarser)} against float64. Got {got}.")
-        if self.k < 1:
-            raise InputError(f"k must be at least 1. Got {self.k}.")
+        check_least(self, k=1)
         object.__setattr__(self, "formats", names)
 
 

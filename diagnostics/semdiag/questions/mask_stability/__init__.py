@@ -44,12 +44,8 @@ class NoisePlan:
     seed: Annotated[int, options.SHARED] = 0
 
     def __post_init__(self) -> None:
-        from semdiag_models.reading import InputError
-
         check_levels(self.levels)
-        for name, least in (("draws", 1), ("block", 0), ("k", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+        options.check_least(self, draws=1, block=0, k=1)
 
 
 def _ask(

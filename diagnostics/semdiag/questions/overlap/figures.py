@@ -14,11 +14,11 @@ _WRITTEN = 14  # layers up to which the cells bear their numbers
 
 
 @drawing(
-    "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the "
-    "diagonal, and beside it for successive queries: {shown}.",
-    "A dark cell is a pair of layers that could share one selection: for the same query they keep "
-    "the same keys. The column on the right tells how much of a query's selection the next one could "
-    "reuse. Compare with the value that random sets of the same size have, in the panel's title.",
+    "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the diagonal, and "
+    "beside it for successive queries: {shown}.",
+    "A dark cell is a pair of layers that keep the same keys for the same query, and could share one selection; "
+    "the column on the right says how much of a selection the next query could reuse. Compare with the value of "
+    "random sets in the panel's title.",
 )
 def mask_overlap(findings: Findings) -> Figure:
     """Draw the mean Jaccard index of kept keys for every two layers, and for successive queries."""

@@ -41,13 +41,11 @@ _SHADE = "#f6dcc3"
 
 
 @drawing(
-    "Constant ξ of a softmax row against its dispersion δ for a small, a middle and a large number "
-    "of keys, logarithmic axes, in the paper's form and the sound one, with measured secants of "
-    "full attention and fixed masks: {shown}.",
-    "Every point, a measured change of attention over the change of its scores, must lie below the "
-    "solid curve, the smallest constant that holds for all rows of that δ. Where the paper's dashed "
-    "curve lies below it (shaded) it is not an upper bound, even if no point exceeds it; points that "
-    "do are ringed. Further right it grows without limit, while the sound constant stays at ½.",
+    "Constant ξ of a softmax row against its dispersion δ for few, some and many keys, logarithmic axes, in the "
+    "paper's form and the sound one, with measured secants of full attention and fixed masks: {shown}.",
+    "Every point, a measured change of attention over the change of its scores, must lie below the solid curve, "
+    "the smallest constant that holds for all rows of that δ. Where the paper's dashed curve lies below it "
+    "(shaded) it is no upper bound; points above it are ringed.",
 )
 def stability_curves(findings: Findings) -> Figure:
     """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants."""
