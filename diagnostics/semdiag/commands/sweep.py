@@ -44,8 +44,7 @@ def sweep(
         ),
     ] = 1,
     device: Annotated[
-        str,
-        options.place_option("cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run"),
+        str, options.place_option("cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run")
     ] = "",
     ray: options.Ray = "",
     gpus_per_run: Annotated[
@@ -61,8 +60,7 @@ def sweep(
         ),
     ] = None,
     target: Annotated[
-        float,
-        options.output_option("Training accuracy to reach: results count the epochs up to it."),
+        float, options.output_option("Training accuracy to reach: results count the epochs up to it.")
     ] = 0.95,
     as_json: options.Json = False,
     quiet: options.Quiet = False,

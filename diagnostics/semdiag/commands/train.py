@@ -231,8 +231,7 @@ def train(
     resume: Annotated[bool, _run("Continue after the last saved epoch.", "--resume")] = False,
     overwrite: Annotated[bool, _run("Start anew in a folder that holds a run already.", "--overwrite")] = False,
     device: Annotated[
-        str,
-        _run("cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu."),
+        str, _run("cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.")
     ] = "auto",
     threads: Annotated[int | None, _run("CPU threads. The same number is needed to repeat a run exactly.")] = None,
     quiet: Annotated[bool, _run("Show no progress bar.", "--quiet")] = False,
@@ -253,15 +252,7 @@ def train(
     import torch
 
     from semdiag.presenting.options import length_range, listed_names, listed_numbers
-    from semdiag_models import (
-        InputError,
-        Text,
-        configure,
-        find_task,
-        open_run,
-        open_seed_runs,
-        run_name,
-    )
+    from semdiag_models import InputError, Text, configure, find_task, open_run, open_seed_runs, run_name
     from semdiag_models.training import find_device
 
     if resume and overwrite:

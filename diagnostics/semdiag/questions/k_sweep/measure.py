@@ -26,15 +26,7 @@ from semdiag.questions.k_sweep.budgets import (
     masks_of,
     search,
 )
-from semdiag.questions.k_sweep.rerun import (
-    NO_MASK,
-    QUARTERS_TABLE,
-    RERUN_TABLE,
-    few_ks,
-    packed,
-    rerun,
-    rerun_ks,
-)
+from semdiag.questions.k_sweep.rerun import NO_MASK, QUARTERS_TABLE, RERUN_TABLE, few_ks, packed, rerun, rerun_ks
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import InputError
 

@@ -11,12 +11,7 @@ from semdiag.measuring.table import ALL
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.style import INK, drawing, finished, number_layers, panel_grid
-from semdiag.questions.mask_stability.answer import (
-    heads_pooled,
-    mask_facts,
-    mask_table,
-    noise_words,
-)
+from semdiag.questions.mask_stability.answer import heads_pooled, mask_facts, mask_table, noise_words
 
 MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
 

@@ -20,14 +20,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel, in_evaluation_mode
 from semdiag.mathematics.rounding import NumberFormat, number_format
-from semdiag.mathematics.selections import (
-    FAULTS,
-    GRAVITY,
-    allowed_keys,
-    judge_rows,
-    overlaps,
-    weight_lost,
-)
+from semdiag.mathematics.selections import FAULTS, GRAVITY, allowed_keys, judge_rows, overlaps, weight_lost
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.training_runs import token_ids
 from semdiag.questions.selections.capture import (

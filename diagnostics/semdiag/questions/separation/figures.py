@@ -21,14 +21,7 @@ from semdiag.presenting.drawing.panels import (
     panels_of,
     positive_range,
 )
-from semdiag.presenting.drawing.style import (
-    FAINT,
-    drawing,
-    finished,
-    panel_grid,
-    plain_numbers,
-    title_with_facts,
-)
+from semdiag.presenting.drawing.style import FAINT, drawing, finished, panel_grid, plain_numbers, title_with_facts
 
 
 @drawing(
