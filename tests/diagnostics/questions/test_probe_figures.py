@@ -13,7 +13,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
 from semdiag.questions import registry
-from semdiag.questions.landscape.figures import common_scale, plane_cells
+from semdiag.questions.landscape.answer import common_scale, plane_cells
 from semdiag.reporting.report import measured_questions, write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

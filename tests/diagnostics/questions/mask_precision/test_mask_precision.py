@@ -21,13 +21,13 @@ from semdiag.presenting.answer import show
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.mask_precision.answer import (
+    masks_in_formats,
     precision_glance,
     precision_in_short,
     precision_of,
     precision_sentences,
     precision_table,
 )
-from semdiag.questions.mask_precision.figures import masks_in_formats
 from semdiag.questions.mask_precision.measure import (
     LOST_WEIGHTS,
     PROBE,
