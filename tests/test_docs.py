@@ -153,6 +153,15 @@ def test_every_option_of_the_examples_is_known(command: str, program: Program) -
     assert all(option in known for option in used)
 
 
+def test_the_first_line_of_every_command_is_its_answer() -> None:
+    """Examples are compared with the program, place by place: their first lines are those of terminals."""
+    for line, printed in EXAMPLES:
+        first, command = printed.splitlines()[0], line.split()[1]
+        if command not in ("list", "train"):  # which answers nothing, and shows a bar
+            assert re.search(r"\w+ \w+ \w+", first), (command, first)
+            assert not re.search(r"[│─]|\S   +\S", first), (command, first)
+
+
 @pytest.mark.parametrize(("line", "printed"), COMPARED)
 def test_the_printed_output_is_what_the_program_prints(line: str, printed: str, program: Program) -> None:
     words = shlex.split(line)[1:]

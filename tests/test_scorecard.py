@@ -27,7 +27,7 @@ ROWS = [
     for line in PAGE.partition("## The numbers")[0].splitlines()
     if line.startswith("| ") and not line.startswith("| claim")
 ]
-VERDICTS = "**holds**", "**holds where**", "**cannot tell**", "**does not hold here**"
+VERDICTS = "**holds**", "**holds where**", "**inconclusive**", "**does not hold here**"
 
 
 def row(start):

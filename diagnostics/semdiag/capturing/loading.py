@@ -184,7 +184,7 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
 
     Args:
         path: JSON file in the form of docs/commands/k-sweep.md.
-        name: name of a budget in the file, like ``mass-95``; None for the file's default.
+        name: name of a budget in the file, like ``weight-95``; None for the file's default.
 
     Returns:
         Rules by module and occurrence.
@@ -226,7 +226,7 @@ def _whole(value: Any) -> int:
 
 
 OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
-_MODELS = f"Models are .pt files, folders of runs and hf:DIRECTORY; {OF_YOUR_OWN}."
+_MODELS = f"Models are .pt files, folders of runs and hf:PATH; {OF_YOUR_OWN}."
 _OTHERS = {
     ".safetensors": "holds weights without the model they belong to",
     ".ckpt": "is a checkpoint of another program",
@@ -480,7 +480,7 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
 
     Args:
         path: a ``.pt`` file of semdiag or of the paper's released code, or a run's folder (its ``last.pt``);
-            ``hf:DIRECTORY`` (offline, safetensors; DIRECTORY may lie in an installed package, as
+            ``hf:PATH`` (offline, safetensors; PATH may lie in an installed package, as
             PACKAGE/FOLDER); or ``package.module:function``, which is imported and called and returns a module,
             or a module and its inputs.
         config: configuration that the file name does not give, for checkpoints of the paper's code only.

@@ -145,7 +145,7 @@ _INSTALL = "pip install 'semdiag[hf]'"
 
 
 def find_folder(spec: str) -> Path:
-    """Find the folder that ``hf:DIRECTORY`` names."""
+    """Find the folder that ``hf:PATH`` names."""
     name = spec.removeprefix(PREFIX)
     folder = Path(name)
     package, *inside = folder.parts or ("",)

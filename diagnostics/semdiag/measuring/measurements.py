@@ -17,7 +17,17 @@ from torch import Tensor
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
 from semdiag.measuring.probe import EVERYWHERE, optional_tables, percentile_rows
-from semdiag.measuring.table import CORE, DEFAULTS, GONE, LATER, SHARES, TABLES, read_parquet, rows_of
+from semdiag.measuring.table import (
+    CORE,
+    DEFAULTS,
+    GONE,
+    LATER,
+    SHARES,
+    TABLES,
+    read_parquet,
+    rows_of,
+    with_new_names,
+)
 from semdiag.measuring.words import counted
 from semdiag_models import InputError, sha256
 from semdiag_models.reading import MEBIBYTE, check_packed, open_file, read_bytes, read_json, require_memory
@@ -200,8 +210,8 @@ class Measurements:
             ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
             separation (+inf if nothing is dropped), largest_weight (of its attention weights); for models with
-            hashes or clusters recall (of the k largest scores); and dispersion_kK, separation_kK, mass_kK (share
-            of the weight on the K largest) for each counterfactual K.
+            hashes or clusters recall (of the k largest scores); and dispersion_kK, separation_kK, weight_kept_kK
+            (share of the weight on the K largest) for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, load_kK, and the weight received, Σ_i p_ij.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
@@ -315,10 +325,12 @@ class Measurements:
         folder = Path(folder)
         _check_sums(folder, _files(folder))
         try:
-            tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            tables = {name: with_new_names(read_parquet(folder / f"{name}.parquet")) for name in TABLES}
             for name in optional_tables():
                 file = folder / f"{name}.parquet"
-                tables[name] = read_parquet(file) if file.exists() else optional_tables()[name].empty()
+                tables[name] = (
+                    with_new_names(read_parquet(file)) if file.exists() else optional_tables()[name].empty()
+                )
             provenance = read_json(folder / "provenance.json")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(

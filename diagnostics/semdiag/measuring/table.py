@@ -1,6 +1,7 @@
 """Declared tables: columns, types and ranges, the tables of every forward pass, and their files."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -130,6 +131,19 @@ def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
     return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
 
 
+# Names that the version before wrote, as regular expressions, and their new names.
+_OLDER = {r"mass(_k\d+|_without_first)?": r"weight_kept\1", r"first_key(_k\d+)?": r"keeps_first\1"}
+
+
+def with_new_names(table: pd.DataFrame, older: Mapping[str, str] = _OLDER) -> pd.DataFrame:
+    """Return a table with the new names of columns and quantities that the version before wrote."""
+    for name, new in older.items():
+        table = table.rename(columns=lambda column, name=name, new=new: re.sub(f"^{name}$", new, str(column)))
+        if "quantity" in table:
+            table = table.assign(quantity=table["quantity"].replace(f"^{name}$", new, regex=True))
+    return table
+
+
 def read_parquet(path: Path) -> pd.DataFrame:
     """Read a table from a regular file."""
     import pyarrow as pa  # slow to import; not needed to measure one model
@@ -243,7 +257,7 @@ HEADS = Table(
     (
         "One row per head of a layer, means over its queries: entropy of the attention weights (nats; a learned "
         "sink included), and the weight on the first key that is not padding. Further, shares of the queries: "
-        "first_key, that keep this key; first_key_kK, that have it among their K largest scores."
+        "keeps_first, that keep this key; keeps_first_kK, that have it among their K largest scores."
     ),
     {
         "model": "str",

@@ -56,7 +56,7 @@ def test_commands_give_numbers_or_say_that_there_are_none(command, runs, run_sem
     assert results(outcome)
     assert " nan" not in outcome.err.lower()
     said = {
-        "k-sweep": ["cannot tell: its mask does not rank keys by their scores."],
+        "k-sweep": ["inconclusive: its mask does not rank keys by their scores."],
         "stability": [f"no ξ is known for {kind} attention" for kind in KINDS],
         "bounds": [f"these assumptions do not hold here: a bound is known for {kind} attention" for kind in KINDS],
         "mask-stability": ["does not depend on the input"]

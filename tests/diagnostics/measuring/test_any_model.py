@@ -98,7 +98,7 @@ def naive(model, mask, ks):
                     for n in ks:
                         row[f"dispersion_k{n}"] = falling[0] - falling[:n][-1]
                         row[f"separation_k{n}"] = falling[n - 1] - falling[n] if len(z) > n else math.inf
-                        row[f"mass_k{n}"] = sum(map(math.exp, falling[:n])) / sum(map(math.exp, falling))
+                        row[f"weight_kept_k{n}"] = sum(map(math.exp, falling[:n])) / sum(map(math.exp, falling))
                         for j in sorted(z, key=lambda j: -z[j])[:n]:
                             place = (sample, layer, head, j, n)
                             loads[place] = loads.get(place, 0) + 1
@@ -333,7 +333,7 @@ def test_a_sweep_asks_what_a_measurement_asks(decoder, batch):
         own = sweep[(sweep["layer"] == layer) & (sweep["head"] == min(layer, 0)) & (sweep["k"] == 3)]
         own = own.set_index("quantity")["p50"]
         assert own["dispersion"] == pytest.approx(rows["dispersion_k3"].median(), rel=1e-5)
-        assert own["mass"] == pytest.approx(rows[rows["keys"] > 3]["mass_k3"].median(), rel=1e-5)
+        assert own["weight_kept"] == pytest.approx(rows[rows["keys"] > 3]["weight_kept_k3"].median(), rel=1e-5)
     again = semdiag.k_sweep(decoder, batch, plan=semdiag.KSweepPlan(3, rerun=True))
     assert "same_prediction" not in set(again.sweep["quantity"])  # its outputs are representations
 

@@ -419,7 +419,7 @@ class Collector:
         for k in self.k:
             columns[f"dispersion_k{k}"] = statistics.dispersion(k)
             columns[f"separation_k{k}"] = statistics.separation(k)
-            columns[f"mass_k{k}"] = statistics.mass_kept(k)
+            columns[f"weight_kept_k{k}"] = statistics.mass_kept(k)
         return columns
 
     def _sums(self, rows: CountedRows) -> Tensor:
@@ -485,7 +485,7 @@ class Collector:
         return self._queries.share
 
     def _head_table(self) -> pd.DataFrame:
-        names = ["entropy", "first_weight", "first_key", *(f"first_key_k{k}" for k in self.k)]
+        names = ["entropy", "first_weight", "keeps_first", *(f"keeps_first_k{k}" for k in self.k)]
         rows = [
             {"model": self.model, "layer": layer, "head": head, "queries": int(queries)}
             | {name: total / max(queries, 1) for name, total in zip(names, totals, strict=True)}

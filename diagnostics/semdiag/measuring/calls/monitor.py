@@ -165,8 +165,8 @@ class Monitor:
     ``step, layer, module, occurrence, rows`` (scored queries that are not padding), and medians over these rows of
     ``keys``, ``dispersion`` (δ, nats), ``separation`` (Δ, nats; empty if nothing is dropped), ``xi`` (the local
     stability 2p(1 − p) of the largest weight p, docs/theory.md#local-stability) and ``entropy`` (nats); for each k
-    also ``dispersion_kK``, ``separation_kK``, ``mass_kK`` as if the K largest scores were kept. ``heads`` has one
-    row per head of each of these: extremes over the same rows, defined in
+    also ``dispersion_kK``, ``separation_kK``, ``weight_kept_kK`` as if the K largest scores were kept.
+    ``heads`` has one row per head of each of these: extremes over the same rows, defined in
     :func:`~semdiag.measuring.calls.monitor_heads.describe_heads`, and the rules that it crosses (``alarm``).
     Extremes are over the ``rows`` that were looked at; with ``rows="all"``, over every row. On a GPU no step waits
     for a look: its numbers arrive meanwhile, and it is written, and alarms, in a later forward call or at the end.

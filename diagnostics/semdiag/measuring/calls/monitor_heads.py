@@ -188,7 +188,7 @@ LIMITS = {
     "above": (0.0, 1.0),
     "entropy": (0.0, math.inf),
     "least_entropy": (0.0, math.inf),
-    "first_key": (0.0, 1.0),
+    "first_weight": (0.0, 1.0),
     "heaviest_key": (0.0, 1.0),
     "dispersion": (0.0, math.inf),
     "separation": (-math.inf, math.inf),
@@ -198,7 +198,7 @@ LIMITS = {
     "key_norm": (0.0, math.inf),
 }
 LARGEST, SMALLEST = ["max_logit", "query_norm", "key_norm"], ["least_entropy"]  # other quantities are averages
-OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "mass": (0.0, 1.0)}
+OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "weight_kept": (0.0, 1.0)}
 PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
 LOGIT = 50.0  # nats: rows above it are counted unless a rule gives another number
 
@@ -255,7 +255,7 @@ def describe_heads(seen: Tensors, k: Sequence[int], logit: float = LOGIT) -> lis
         "above": _per_head(above.to(weight.dtype), used, "mean"),
         "entropy": _per_head(statistics.entropy, used, "mean"),
         "least_entropy": _per_head(statistics.entropy, used, "min"),
-        "first_key": _per_head(seen["first"], used, "mean"),
+        "first_weight": _per_head(seen["first"], used, "mean"),
         "heaviest_key": _per_head(weight, used, "mean"),
         "output_rank": _rank(seen["gram"]),
         "query_norm": _per_head(seen["query_norm"], used, "max"),
@@ -282,7 +282,7 @@ def _described(seen: Tensors, k: Sequence[int]) -> tuple[RowStatistics, Tensors]
         most = min(value, len(statistics.top_load))
         values[f"dispersion_k{value}"] = statistics.dispersion(most)
         values[f"separation_k{value}"] = statistics.separation(most)
-        values[f"mass_k{value}"] = statistics.mass_kept(most)
+        values[f"weight_kept_k{value}"] = statistics.mass_kept(most)
     return statistics, values
 
 
@@ -408,7 +408,7 @@ _SAMPLES = 4  # samples looked at per attention call: score rows = samples × qu
 def columns(k: Sequence[int]) -> list[str]:
     """Return the column names of a monitor's table."""
     own = ["step", "layer", "module", "occurrence", "rows", "keys", "dispersion", "separation", "xi", "entropy"]
-    return own + [f"{name}_k{value}" for value in k for name in ("dispersion", "separation", "mass")]
+    return own + [f"{name}_k{value}" for value in k for name in ("dispersion", "separation", "weight_kept")]
 
 
 def sampled_rows(

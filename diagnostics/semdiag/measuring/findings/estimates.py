@@ -39,7 +39,7 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
         return {}
     queries = findings.measurements.queries[findings.measurements.queries["model"] == model]
     dropping = queries[queries["keys"] > k]
-    mass, layers = dropping[f"mass_k{k}"], dropping.groupby("layer")[f"mass_k{k}"].median()
+    mass, layers = dropping[f"weight_kept_k{k}"], dropping.groupby("layer")[f"weight_kept_k{k}"].median()
     if mass.isna().all():
         return {}
     sketches = findings.measurements.sketches
@@ -49,7 +49,7 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
     medians = {"dispersion": f"dispersion_k{k}", "whole": "dispersion", "separation": f"separation_k{k}"}
     return {
         "share": float(share), "sampled": len(dropping) if len(pooled) else 0,
-        "mass": mass.median(), "mass_p5": mass.quantile(0.05),
+        "weight_kept": mass.median(), "weight_kept_p5": mass.quantile(0.05),
         "lowest": layers.min(), "lowest_layer": layers.idxmin(),
         "highest": layers.max(), "highest_layer": layers.idxmax(),
         **{name: percentiles(dropping[column])["p50"] for name, column in medians.items()},
@@ -132,7 +132,7 @@ def within_table(findings: Findings) -> pd.DataFrame:
     for model in map(str, findings.measurements.models["model"]):
         own = findings.measurements.of(model)
         for k in counterfactual_ks(own.queries):
-            for quantity in ("dispersion", "separation", "mass", "load"):
+            for quantity in ("dispersion", "separation", "weight_kept", "load"):
                 rows, column = own.loads if quantity == "load" else own.queries, f"{quantity}_k{k}"
                 if column in rows:
                     table += _places(findings, {"model": model, "quantity": quantity, "k": k}, column)
@@ -191,7 +191,7 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
         place = queries[["layer", "head", "sample", "stratum"]].to_numpy()
         strata = np.cumsum(np.any(np.diff(place, axis=0, prepend=place[:1]) != 0, axis=1))
         samples, ks = queries["sample"].to_numpy(np.int64), counterfactual_ks(queries)
-        names = [name for k in ks for name in (f"dispersion_k{k}", f"separation_k{k}", f"mass_k{k}")]
+        names = [name for k in ks for name in (f"dispersion_k{k}", f"separation_k{k}", f"weight_kept_k{k}")]
         parts = [*places_of(queries), ((ALL, ALL), np.arange(len(queries)))]
         for quantity in ("dispersion", "separation", *names):
             values = queries[quantity].to_numpy(np.float64)

@@ -298,7 +298,7 @@ class Completeness(StrEnum):
 
     COMPLETE = "recomputed within rounding"
     MISSING = "something is missing"
-    BLIND = "cannot tell at this precision"
+    BLIND = "inconclusive at this precision"
     UNKNOWN = "unknown"
 
 

@@ -102,7 +102,7 @@ def test_a_training_is_the_same_to_the_last_bit_and_nothing_stays_behind(build):
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in watched.modules()]
     assert monitor.table[["step", "layer"]].values.tolist() == [[s, n] for s in (0, 2, 4) for n in (0, 1)]
-    numbers = monitor.table[["dispersion", "entropy", "xi", "dispersion_k3", "mass_k3"]]
+    numbers = monitor.table[["dispersion", "entropy", "xi", "dispersion_k3", "weight_kept_k3"]]
     assert numbers.notna().all(axis=None)
     assert (numbers.drop(columns="dispersion_k3") > 0).all(axis=None)
     assert (numbers["dispersion_k3"] >= 0).all()  # 0: without positions, equal tokens have equal scores
@@ -125,7 +125,7 @@ def test_numbers_are_medians_over_rows_of_the_attention_call():
             "entropy": whole.entropy,
             "xi": 2 * weight * (1 - weight),
             "separation_k2": whole.separation(2),
-            "mass_k2": whole.mass_kept(2),
+            "weight_kept_k2": whole.mass_kept(2),
         }.items():
             assert row[name] == pytest.approx(values.detach().quantile(0.5).item(), rel=1e-5), name
         assert math.isnan(row["separation"])
@@ -557,7 +557,7 @@ def test_one_k_need_not_stand_in_a_list_and_none_counts_twice():
         with Monitor(model, every=1, k=k) as monitor:
             model(torch.zeros(1, 12, dtype=torch.int64))
         tables.append(monitor.table)
-    assert "mass_k3" in tables[0]
+    assert "weight_kept_k3" in tables[0]
     for table in tables[1:]:
         pd.testing.assert_frame_equal(table, tables[0])
 

@@ -135,7 +135,7 @@ def by_loops(call, head, query, k):
     numbers = {
         "delta": max(scores[j] for j in used) - min(scores[j] for j in used),
         "gap": min(scores[j] for j in kept) - max(scores[j] for j in dropped) if dropped else math.inf,
-        "mass": sum(math.exp(scores[j]) for j in kept) / total,
+        "weight_kept": sum(math.exp(scores[j]) for j in kept) / total,
         "lost": sum(math.exp(scores[j]) for j in dropped) / total,
         "entropy": -sum(p * math.log(p) for p in shares if p),
     }

@@ -148,7 +148,7 @@ function numbers(selection) {
     [selection.selects ? "δ of its keys" : "δ of all keys", digits(selection.delta), "delta"],
     ...(selection.selects ? [] : [[`δ of the k kept`, digits(selection.deltaKept), "delta-kept"]]),
     ["Δ", selection.dropped.length ? digits(selection.gap) : "none dropped", "gap"],
-    ["weight kept", percent(selection.mass), "mass"],
+    ["weight kept", percent(selection.mass), "weight_kept"],
     ["weight dropped", percent(selection.lost), "lost"],
     ["entropy", digits(selection.entropy), "entropy"],
     ...(selection.sink === null ? [] : [["weight on the learnt sink", percent(selection.sink), "sink"]])];
