@@ -23,11 +23,10 @@ def on_config(config: Any) -> Any:
     """Let mkdocs read a copy of the pages and of what they show."""
     pages = Path(tempfile.mkdtemp(prefix="semdiag-site-"))
     for file in {file for place in PLACES for file in ROOT.glob(place)}:
-        if file.suffix in SHOWN or file.name == "LICENSE":
-            if file.stat().st_size <= MOST:
-                copy = pages / file.relative_to(ROOT)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, copy)
+        if (file.suffix in SHOWN or file.name == "LICENSE") and file.stat().st_size <= MOST:
+            copy = pages / file.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
     config.docs_dir = str(pages)
     return config
 

@@ -113,7 +113,8 @@ def figure(table: pd.DataFrame) -> Figure:
         drawn,
         "Across: k, of models trained with it (orange), and full attention (grey, dashed), two blocks of width 32; "
         "means of three seeds, bars: their range. A k that would keep all keys is left out. Separation and masks "
-        f"pool the queries of both layers, of {table['separation'].count()} of {table['k'].count()} runs.",
+        "pool the queries of both layers, "
+        f"of {table['separation'].count()} of {table['k'].count()} runs.",
     )
 
 
