@@ -111,8 +111,9 @@ def figure(table: pd.DataFrame) -> Figure:
             ax.set_ylabel(PANELS[name], fontsize=8.5)
     return finished(
         drawn,
-        "Across: k, of models trained with it (orange), and full attention (grey, dashed), two blocks of width 32; "
-        "means of three seeds, bars: their range. A k that would keep all keys is left out. Separation and masks "
+        "Across: k, of models trained with it (orange), and full attention (grey, dashed); "
+        "two blocks of width 32; means of three seeds, bars: their range. "
+        "A k that would keep all keys is left out. Separation and masks "
         "pool the queries of both layers, "
         f"of {table['separation'].count()} of {table['k'].count()} runs.",
     )
