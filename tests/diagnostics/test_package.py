@@ -79,9 +79,10 @@ def test_what_was_found_is_told_drawn_and_written(tiny_models, tmp_path):
     assert figure._repr_png_().startswith(b"\x89PNG")
     with pytest.raises(semdiag.InputError, match=r"^Unknown figure 'dispersion_by_layers'\. Did you mean"):
         semdiag.plot(found, "dispersion_by_layers")
-    page = semdiag.report(found, tmp_path / "out")
+    page = semdiag.report(parts[1], tmp_path / "out")
     assert page == tmp_path / "out" / "index.html"
     assert f"semdiag.report(found, &#39;{tmp_path / 'out'}&#39;)" in page.read_text(encoding="utf-8")
+    assert {file.suffix for file in tmp_path.glob("out/figures/*")} == {".png", ".svg"}
 
 
 def test_what_is_shown_of_objects_is_short(tiny_models):

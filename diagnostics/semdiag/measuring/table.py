@@ -135,8 +135,10 @@ def _kind(column: "pd.Series[Any]") -> str:
 
 def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
     """Return the rows of one model, without a copy if they are contiguous, as in joined measurements."""
+    if table.empty:
+        return table
     own = (table["model"] == model).to_numpy(bool)
-    first, count = int(own.argmax()) if own.size else 0, int(own.sum())
+    first, count = int(own.argmax()), int(own.sum())
     return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
 
 
