@@ -126,8 +126,10 @@ def _kind(column: "pd.Series[Any]") -> str:
 
 def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
     """Return the rows of one model, without a copy if they are contiguous, as in joined measurements."""
+    if table.empty:
+        return table
     own = (table["model"] == model).to_numpy(bool)
-    first, count = int(own.argmax()) if own.size else 0, int(own.sum())
+    first, count = int(own.argmax()), int(own.sum())
     return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
 
 
@@ -138,7 +140,7 @@ _OLDER = {r"mass(_k\d+|_without_first)?": r"weight_kept\1", r"first_key(_k\d+)?"
 def with_new_names(table: pd.DataFrame, older: Mapping[str, str] = _OLDER) -> pd.DataFrame:
     """Return a table with the new names of columns and quantities that the version before wrote."""
     for name, new in older.items():
-        table = table.rename(columns=lambda column, name=name, new=new: re.sub(f"^{name}$", new, str(column)))
+        table = table.rename(columns={column: re.sub(f"^{name}$", new, str(column)) for column in table})
         if "quantity" in table:
             table = table.assign(quantity=table["quantity"].replace(f"^{name}$", new, regex=True))
     return table

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -17,6 +18,9 @@ from semdiag.presenting.answer import Heading, page_environment, page_style
 from semdiag.presenting.tables import Column
 from semdiag.questions.heads import HeadMap
 from semdiag.questions.registry import QUESTIONS
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 def capture_sentences(findings: Findings) -> list[str]:
@@ -176,6 +180,13 @@ def unsaid(sentences: Sequence[str], said: Sequence[str]) -> list[str]:
     return [sentence for sentence in left if sentence and not sentence.endswith(":")]
 
 
+@cache
+def _template() -> Any:
+    """Return the page's template, which is compiled once."""
+    source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    return page_environment().from_string(source)
+
+
 def render_page(
     content: dict[str, Any],
     parts: Sequence[tuple[str, Sequence[Heading]]],
@@ -189,7 +200,6 @@ def render_page(
     look: str | None = None,
 ) -> str:
     """Fill the template; every value is escaped, and control characters are made visible."""
-    source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = content["results"]
     lead, glances, headlines = content["verdict"][0], content["glances"], headlines or {}
     sections = []
@@ -220,38 +230,32 @@ def render_page(
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
         for row, other in zip(rows, others, strict=True)
     }
-    return (
-        page_environment()
-        .from_string(source)
-        .render(
-            page_style=Markup(page_style()),
-            report=content,
-            parts=sections,
-            pictures=pictures,
-            missing={name for name, picture in pictures.items() if picture.missing},
-            models=", ".join(sorted(named)),
-            title=str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models",
-            about=_about(content),
-            made_with=_settings(
-                {name: value for name, value in content["provenance"].items() if name != "command"}
-            ),
-            lead=lead,
-            rest=rest,
-            external=all(others),
-            head_map=head_map,
-            look=look,
-            tables={
-                "encoders": ENCODERS,
-                "external": EXTERNAL,
-                "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
-                "layers": LAYERS,
-            },
-            sections={name for name, _ in parts},
-            non_finite=non_finite.to_dict("records"),
-            keep_queries=keep_queries,
-            theory=theory,
-            outliers=outliers,
-        )
+    return _template().render(
+        page_style=Markup(page_style()),
+        report=content,
+        parts=sections,
+        pictures=pictures,
+        missing={name for name, picture in pictures.items() if picture.missing},
+        models=", ".join(sorted(named)),
+        title=str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models",
+        about=_about(content),
+        made_with=_settings({name: value for name, value in content["provenance"].items() if name != "command"}),
+        lead=lead,
+        rest=rest,
+        external=all(others),
+        head_map=head_map,
+        look=look,
+        tables={
+            "encoders": ENCODERS,
+            "external": EXTERNAL,
+            "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
+            "layers": LAYERS,
+        },
+        sections={name for name, _ in parts},
+        non_finite=non_finite.to_dict("records"),
+        keep_queries=keep_queries,
+        theory=theory,
+        outliers=outliers,
     )
 
 

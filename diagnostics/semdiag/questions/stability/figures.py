@@ -2,6 +2,8 @@
 
 import math
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import torch
@@ -59,7 +61,8 @@ def stability_curves(findings: Findings) -> Figure:
         _draw_points(ax, keys, rows[rows["kept"] == keys])
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
     found = rows[rows["above"]].groupby(["model", "layer"], sort=False).size().nlargest(_NAMED)
-    above = [f"{labels[model]}, layer {layer} ({number})" for (model, layer), number in found.items()]
+    places: list[Any] = found.index.tolist()
+    above = [f"{labels[model]}, layer {layer} ({found[model, layer]})" for model, layer in places]
     return finished(
         figure,
         f"{_noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "

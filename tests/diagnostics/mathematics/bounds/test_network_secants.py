@@ -5,7 +5,6 @@ from θ to θ' moves one tensor after the other; each step is held against that 
 over the two ends of the step, and the whole path against sqrt(Σ λ_g²).
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -246,17 +245,12 @@ def bound_name(tensor: str) -> str:
     return tensor.replace("b_q", "W_q")  # one constant speaks about [W_q b_q]
 
 
-CONFIGURATIONS = [
-    Net(blocks, pre_norm, activation, mask)
-    for (activation, blocks), pre_norm, mask in itertools.product(
-        [("relu", 2), ("gelu", 3), ("mish", 2)], [True, False], ["full", "topk", "band"]
-    )
-]
-
-
-@pytest.mark.parametrize("net", CONFIGURATIONS, ids=str)
-def test_no_parameter_moves_the_loss_further_than_its_bound(net):
-    generator = torch.Generator().manual_seed(CONFIGURATIONS.index(net))
+@pytest.mark.parametrize("mask", ["full", "topk", "band"])
+@pytest.mark.parametrize("pre_norm", [True, False])
+@pytest.mark.parametrize(("activation", "blocks"), [("relu", 2), ("gelu", 3), ("mish", 2)])
+def test_no_parameter_moves_the_loss_further_than_its_bound(activation, blocks, pre_norm, mask):
+    net = Net(blocks, pre_norm, activation, mask)
+    generator = torch.Generator().manual_seed(6 * blocks + 3 * pre_norm + len(mask))
     ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
     parameters = random_parameters(net, generator)
     steps = moves(net, parameters, ids, generator)
