@@ -72,7 +72,8 @@ def summarise(trainer: "Trainer", several: bool) -> None:
     history, until = trainer.history, trainer.training.until
     stopped = ""
     if until is not None:
-        stopped = f", stopped at --until {until:g}" if trainer.converged else f", --until {until:g} not reached"
+        reached = history["train_accuracy"][-1] >= until
+        stopped = f", stopped at --until {until:g}" if reached else f", --until {until:g} not reached"
     seed = f", seed {trainer.training.seed}" if several else ""
     run = f"{trainer.training.task_label}, {trainer.config.attention_label}{seed}"
     trained = f"after {counted(trainer.epoch, 'epoch')}{stopped}"
