@@ -19,9 +19,6 @@ from semdiag.presenting.tables import Column
 from semdiag.questions.heads import HeadMap
 from semdiag.questions.registry import QUESTIONS
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
 
 def capture_sentences(findings: Findings) -> list[str]:
     """Return how much of the attention was captured, and whether each capture is complete."""
@@ -230,7 +227,7 @@ def render_page(
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
         for row, other in zip(rows, others, strict=True)
     }
-    return _template().render(
+    page: str = _template().render(
         page_style=Markup(page_style()),
         report=content,
         parts=sections,
@@ -257,6 +254,7 @@ def render_page(
         theory=theory,
         outliers=outliers,
     )
+    return page
 
 
 def _about(content: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Figures: ξ against the dispersion, and what was measured below it."""
 
 import math
-
 from typing import Any
 
 import numpy as np
