@@ -148,8 +148,13 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     chosen = batches if wanted else _fitting(batches, seen.seconds, len(masks), limit, subject.remark)
     of_length = {n: masks_of(plan.ks or few_ks(n), seed, kinds) for n in pieces}
     tokens = max(map(longest, batches)) if pieces else 1
-    few = sum(map(samples_of, chosen))
-    if few < sum(map(samples_of, batches)):  # as much of the pieces
+    few, every = (sum(map(samples_of, some)) for some in (chosen, batches))
+    uncut = tokens in pieces and labels is None and every == sum(map(samples_of, pieces[tokens]))
+    if uncut and [each[:2] for each in masks] == [
+        each[:2] for each in of_length[tokens]
+    ]:  # all are of this length
+        pieces = {n: cut for n, cut in pieces.items() if n != tokens}
+    if few < every:  # as much of the pieces
         pieces = {n: list(first_samples(cut, max(1, few * tokens // n))) for n, cut in pieces.items()}
     steps = {n: max(1, round(n / tokens)) for n in pieces}  # what a piece takes, in samples
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
@@ -172,9 +177,10 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
             raise
         subject.remark(f"not run with masks: {error}", "not-run-with-masks")
         again = RERUN_TABLE.empty()
-    if pieces and not again["predictions"].sum():
+    if plan.lengths and not again["predictions"].sum():
         why = f"of {loaded.path} the outputs are compared"
         raise InputError(f"--lengths is for models that predict tokens, and {why}.")
+    places += [{**row, "length": tokens} for row in places if tokens in {*plan.lengths} - {*pieces}]
     for n, cut in pieces.items():
         rerun(
             loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), quarters=partial(note, n), **how
