@@ -59,7 +59,7 @@ if __name__ == "__main__":
             f"margin {margin}": greedy(needed, cost, TOLERANCE, MOST_RUNS, margin=margin)
             for margin in (False, True)
         }
-        named["mass-95"] = needed.smallest(0.95)
+        named["weight-95"] = needed.smallest(0.95)
         for name, budget in named.items():
             if budget is None:
                 print(f"order {order}, {name}: none")

@@ -192,7 +192,7 @@ def k_sweep(model: LlamaForCausalLM, device: str, samples: int, length: int) -> 
     found = semdiag.k_sweep(model, ids, plan=plan, batch_size=samples)
     first = 1000 * (time.perf_counter() - start)
     swept, peak = timed(lambda: semdiag.k_sweep(model, ids, plan=plan, batch_size=samples), device, 0)
-    mass = found.sweep[(found.sweep["quantity"] == "mass") & (found.sweep["layer"] == -1)]
+    mass = found.sweep[(found.sweep["quantity"] == "weight_kept") & (found.sweep["layer"] == -1)]
     return {
         "forward ms": round(plain, 1), "first ms": round(first, 1), "sweep ms": round(swept, 1),
         "forwards": round(swept / plain, 1), "GiB": round(peak, 2),

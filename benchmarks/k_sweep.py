@@ -3,7 +3,7 @@
 It needs one forward that is captured, one without a mask, and one for every kind and k. Plain forwards, captured
 and masked ones and the whole command take turns, in CPU time of one thread: other work slows all of them.
 
-    python benchmarks/k_sweep.py hf:DIR --texts tests/fixtures/english_paragraphs.txt --samples 4 --k 8,32
+    python benchmarks/k_sweep.py hf:PATH --texts tests/fixtures/english_paragraphs.txt --samples 4 --k 8,32
 """
 
 import argparse

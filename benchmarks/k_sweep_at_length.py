@@ -1,7 +1,7 @@
-"""Time and peak memory of ``semdiag k-sweep hf:DIR`` at several lengths of its inputs, beside a plain forward.
+"""Time and peak memory of ``semdiag k-sweep hf:PATH`` at several lengths of its inputs, beside a plain forward.
 
     python checkpoints/smollm2.py DIR
-    python benchmarks/k_sweep_at_length.py hf:DIR --lengths 512,1024,2048,4096
+    python benchmarks/k_sweep_at_length.py hf:PATH --lengths 512,1024,2048,4096
 
 Each length runs in a process of its own, on one thread, with random tokens: first one forward, then the command.
 Time is CPU time; memory is the peak of the process (ru_maxrss), after a forward and in all.

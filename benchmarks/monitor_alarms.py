@@ -17,7 +17,7 @@ from torch import nn
 from semdiag import Monitor
 
 SEEDS, STEPS, WARM_UP, LETTERS = 3, 300, 20, 11
-ALARM = {"max_logit": 50, "entropy": (0.05, "below"), "first_key": ("doubles", 500, 0.5)}
+ALARM = {"max_logit": 50, "entropy": (0.05, "below"), "first_weight": ("doubles", 500, 0.5)}
 
 
 class Decoder(nn.Module):

@@ -58,7 +58,7 @@ def agreement(device: torch.device, small: bool) -> None:
     encoder = Encoder(ModelConfig(3, 2, 40, blocks=1 if small else 5)).double().eval()
     tokens = torch.randint(2, (4 if small else 200, 40))
     here, there = (semdiag.measure(encoder, tokens, k=(5,), device=name) for name in ("cpu", device.type))
-    for column in ("dispersion", "dispersion_k5", "separation_k5", "mass_k5"):
+    for column in ("dispersion", "dispersion_k5", "separation_k5", "weight_kept_k5"):
         print(f"{column}: {(here.queries[column] - there.queries[column]).abs().max():.1e}")
     drawn = [semdiag.measure(encoder, tokens, queries=8, device=name).queries for name in ("cpu", device.type)]
     print(f"the same queries drawn: {drawn[0]['query'].equals(drawn[1]['query'])}")

@@ -1,6 +1,6 @@
 """What choices of blocks for tiles keep on one text, and what the estimates take beside a forward pass.
 
-    python benchmarks/tile_choices.py hf:DIRECTORY [TOKENS]
+    python benchmarks/tile_choices.py hf:PATH [TOKENS]
 
 Prints means over layers and heads, and for each estimate its CPU time for all layers as a share of a forward pass.
 """

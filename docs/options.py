@@ -20,7 +20,7 @@ def page() -> str:
     for name, command in group.commands.items():
         rows, again = [], []
         for param in command.params:
-            if param.name == "help":
+            if param.name == "help" or getattr(param, "hidden", False):
                 continue
             row = f"| {_names(param)} | {_text(param.help or '')} |"
             if described.setdefault(row, name) == name:

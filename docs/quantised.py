@@ -1,6 +1,6 @@
 """Write a copy of a model with weights rounded to nearest: ``python docs/quantised.py MODEL COPY BITS``.
 
-MODEL is a run's folder, or hf:DIRECTORY; COPY the file or the folder to write. Matrices alone are rounded, but for
+MODEL is a run's folder, or hf:PATH; COPY the file or the folder to write. Matrices alone are rounded, but for
 embeddings: each row in groups of 64 numbers, a group in steps of its largest number / (2^(BITS - 1) - 1).
 """
 

@@ -69,7 +69,7 @@ def test_the_dispersion_is_that_of_the_scores_which_the_weights_give(model, batc
         np.testing.assert_allclose(row["dispersion"], z[0] - z[-1], rtol=1e-4)
         np.testing.assert_allclose(row["dispersion_k4"], z[0] - z[3], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(row["separation_k4"], z[3] - z[4], rtol=1e-3, atol=1e-5)
-        np.testing.assert_allclose(row["mass_k4"], np.exp(z[:4]).sum() / np.exp(z).sum(), rtol=1e-4)
+        np.testing.assert_allclose(row["weight_kept_k4"], np.exp(z[:4]).sum() / np.exp(z).sum(), rtol=1e-4)
 
 
 def test_outputs_are_the_models_own_and_nothing_is_left_behind(model, batches):
@@ -91,13 +91,13 @@ def rounding(model, batches):
     their others it may be twice as much. A percentile moves by no more than the query that moves most.
     """
     single, double = (semdiag.measure(model, batches, k=(4,), dtype=kind).queries for kind in KINDS)
-    columns = ("dispersion", "mass_k4")
+    columns = ("dispersion", "weight_kept_k4")
     return {name: 2 * 2 * float((single[name] - double[name]).abs().max()) for name in columns}
 
 
 def test_rounding_is_small(rounding):
     assert 0 < rounding["dispersion"] < 1e-3
-    assert 0 < rounding["mass_k4"] < 1e-4
+    assert 0 < rounding["weight_kept_k4"] < 1e-4
 
 
 @pytest.mark.slow
@@ -117,8 +117,8 @@ def test_the_committed_report_is_what_its_command_makes(tmp_path, rounding):
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "report" / "summary.json").read_text(encoding="utf-8"))
     ours, theirs = (summary["results"][0]["dispersion"] for summary in (made, told))
-    masses = [summary["within_model"][0]["all"]["mass"] for summary in (ours, theirs)]
+    masses = [summary["within_model"][0]["all"]["weight_kept"] for summary in (ours, theirs)]
     for name in ("p5", "p50", "p95"):
         assert ours["all"][name] == pytest.approx(theirs["all"][name], rel=0, abs=rounding["dispersion"])
-        assert masses[0][name] == pytest.approx(masses[1][name], rel=0, abs=rounding["mass_k4"])
+        assert masses[0][name] == pytest.approx(masses[1][name], rel=0, abs=rounding["weight_kept_k4"])
     assert made["results"][0]["sha256"] == told["results"][0]["sha256"]

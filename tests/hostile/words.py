@@ -155,7 +155,7 @@ def options(folder: Path, draw: random.Random) -> list[str]:
 
 def monitors(folder: Path, draw: random.Random) -> list[str]:
     """A monitor's table with long lines, numbers of many digits, formulas and control characters."""
-    columns = ["step", "layer", "head", "max_logit", "entropy", "first_key"]
+    columns = ["step", "layer", "head", "max_logit", "entropy", "first_weight"]
     columns.append(draw.choice(("module", "=1+1", "\x1b[2J", "x" * 10**6)))
     numbers = "0", "1", "9" * draw.choice(DIGITS), "nan", "inf", "1e400", ""
     cells = (*numbers, "=cmd|' /C calc'!A0", "\x1b[31m", '"', "x" * 10**5, "\u202e")

@@ -46,7 +46,7 @@ def one_model(attention="full", task="even-pairs", seed=7, snapshot="last", path
     for k in within:
         queries[f"dispersion_k{k}"] = queries["dispersion"] * k / LENGTH
         queries[f"separation_k{k}"] = 0.02
-        queries[f"mass_k{k}"] = k / LENGTH
+        queries[f"weight_kept_k{k}"] = k / LENGTH
     loads = rows.rename(columns={"query": "key"}).assign(load=LENGTH)
     if attention != "full":
         loads["load"] = np.tile([6, 6, 6, 6, 0, 0, 0, 0], SAMPLES * LAYERS)
@@ -134,7 +134,12 @@ def with_sweep(measurements):
         for layer in (-1, 0):
             found = [(0, "dispersion", 6.0), (0, "ln_sound", -1.0), (0, "accuracy", 0.9)]
             for k in range(1, 7):
-                found += [(k, "mass", k / 6), (k, "dispersion", k), (k, "ratio", k / 6), (k, "separation", 1 / k)]
+                found += [
+                    (k, "weight_kept", k / 6),
+                    (k, "dispersion", k),
+                    (k, "ratio", k / 6),
+                    (k, "separation", 1 / k),
+                ]
                 found += [(k, "load", 2 * k), (k, "ln_sound", 0.5), (k, "ln_paper", 1.0), (k, "sound_better", 0.0)]
                 found += [(k, "accuracy", 0.1 * k), (k, "share", k / 12)]
             for k, quantity, value in found:

@@ -47,10 +47,10 @@ def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_js
             row["epochs_left"] + epochs,
         )
     if not quiet:
-        wide_console().print(NumberTable(_PLAN, list(rows.values()), "Runs"))
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
         unfinished = sum(epochs > 0 for epochs in left)
         say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{counted(sum(left), 'epoch')}.")
+        wide_console().print(NumberTable(_PLAN, list(rows.values()), "Runs"))
     if as_json:
         results = [
             {
@@ -78,15 +78,15 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
+    counts = Counter(row.status for row in rows)
+    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
+    say(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
     shown = [asdict(row) for row in rows if len(rows) <= _ROWS or row.status != "done"]
     if shown:
         wide_console().print(NumberTable(_RESULTS, shown, "Results", unit=f"{target:.0%}"))
     for row in rows:
         if row.problem:
             tell(f"{row.run}: {row.problem}")
-    counts = Counter(row.status for row in rows)
-    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
-    say(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
 
 
 class SweepProgress(TimedBar):
@@ -145,7 +145,7 @@ class SweepProgress(TimedBar):
             self._bar.console.print(line, soft_wrap=True)
 
 
-_COLORS = {"holds": "green", "FAILS": "red", "cannot tell": "yellow"}
+_COLORS = {"holds": "green", "FAILS": "red", "inconclusive": "yellow"}
 
 
 def print_check(result: Verification) -> None:
@@ -158,11 +158,11 @@ def print_check(result: Verification) -> None:
         word = "holds" if invariant.passed else "FAILS"
         console.print(f"{word}: {invariant.words}", style=_COLORS[word])
     for rule in result.rules:
-        word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
+        word = "holds" if rule.passed else "FAILS" if rule.known else "inconclusive"
         value = four_digits(rule.value) if rule.known else "undefined"
         console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}", style=_COLORS[word])
-    for words in result.compared.words if result.compared else ():
-        console.print(f"not compared: {words}")
+    for model in result.compared.new if result.compared else ():
+        console.print(f"not compared: {model} is not in the baseline")
 
 
 def conclusion(result: Verification) -> str:
@@ -199,7 +199,7 @@ def _verdict(result: GateResult, percentile: str) -> str:
     if percentile not in GATED:
         return "–"
     if percentile in result.unknown:
-        return "cannot tell"
+        return "inconclusive"
     return "FAILS" if percentile in result.failed else "holds"
 
 

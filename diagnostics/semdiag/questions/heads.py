@@ -38,10 +38,10 @@ def head_table(findings: Findings) -> pd.DataFrame:
     sums = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
     keeps_all = sums["kept"] == sums["keys"]
     heads = measurements.heads.set_index(_PLACE)
-    first_key = heads.reindex(index=table.index, columns=["first_key", f"first_key_k{k}"]).astype("float64")
-    table["first_key"] = first_key["first_key"].mask(keeps_all).fillna(first_key[f"first_key_k{k}"])
-    if k is not None and f"mass_k{k}" in queries:
-        table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
+    keeps_first = heads.reindex(index=table.index, columns=["keeps_first", f"keeps_first_k{k}"]).astype("float64")
+    table["keeps_first"] = keeps_first["keeps_first"].mask(keeps_all).fillna(keeps_first[f"keeps_first_k{k}"])
+    if k is not None and f"weight_kept_k{k}" in queries:
+        table["weight_kept"] = queries.groupby(_PLACE, sort=False)[f"weight_kept_k{k}"].median()
     table = table.join(heads[["entropy", "first_weight"]]) if len(heads) else table
     return table.reset_index()
 
@@ -144,7 +144,7 @@ _OLDER = {"largest_weight": "largest weight of a query"}
     "may be a sink, where queries put weight that they have no use for, or a token that the task needs.",
 )
 def heads_map(findings: Findings) -> Figure:
-    """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head."""
+    """Draw δ, the entropy of the weights, the weight on the first key and the weight kept of every head."""
     table = findings(head_table)
     if not table["dispersion"].notna().any():
         raise NothingToDrawError("No query has a dispersion.")
@@ -153,21 +153,25 @@ def heads_map(findings: Findings) -> Figure:
         "dispersion": "dispersion δ (nats)",
         **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
         **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
-        "mass": f"weight on the {k} largest scores",
+        "weight_kept": f"weight on the {k} largest scores",
     }
     shown = [name for name in titles if name in table and table[name].notna().any()]
     labels = short_labels(findings.measurements.models)
     models = [model for model in labels if model in set(table["model"])]
     heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
     layers = sorted(table["layer"].unique())
+    above = int(len(models) > 1 and page_width() < 5)  # on a telephone a model's name stands above its rows
     rows = [head for numbers in heads for head in numbers]
     figure, axes = panel_grid(
-        len(shown), height=0.6 + 0.22 * min(max(len(rows), 4), _TALL), sharey=False, columns=2
+        len(shown),
+        height=0.6 + 0.22 * min(max(len(rows) + above * len(models), 4), _TALL),
+        sharey=False,
+        columns=2,
     )
-    edges = np.cumsum([0, *map(len, heads)])
+    edges = np.cumsum([0, *(len(numbers) + above for numbers in heads)])
     for place, (ax, name) in enumerate(zip(axes, shown, strict=True)):
-        _draw(ax, _cells(table, name, models, heads, layers), name)
-        ax.set_title(titles[name], fontsize=8 if page_width() < 5 else 9)
+        _draw(ax, _cells(table, name, models, heads, layers, above), name)
+        ax.set_title(titles[name], fontsize=9)
         ax.set_xlabel("layer")
         name_cells(ax.xaxis, layers)
         for edge in edges[1:-1]:
@@ -175,13 +179,14 @@ def heads_map(findings: Findings) -> Figure:
         if len(models) == 1:
             ax.set_ylabel("head")
             name_cells(ax.yaxis, rows)
-        elif place % 2 == 0 or page_width() < 5:
-            names = [
-                labels[model].replace(", ", "\n", 1) if page_width() < 5 else labels[model] for model in models
-            ]
-            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=6 if page_width() < 5 else 9)
-        else:
-            ax.set_yticks([])
+            continue
+        ax.set_yticks([])
+        if above:
+            for edge, model in zip(edges, models, strict=False):
+                ax.axhspan(edge - 0.5, edge + 0.5, color="white", linewidth=0)
+                ax.text(-0.5, edge, labels[model], fontsize=8.5, va="center")
+        elif place % 2 == 0:
+            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, [labels[model] for model in models], fontsize=9)
     means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
     note_below(
         figure,
@@ -191,12 +196,13 @@ def heads_map(findings: Findings) -> Figure:
 
 
 def _cells(
-    table: pd.DataFrame, name: str, models: list[str], heads: list[list[int]], layers: list[int]
+    table: pd.DataFrame, name: str, models: list[str], heads: list[list[int]], layers: list[int], above: int
 ) -> np.ndarray:
-    """Return (heads of all models, layers), the models one below the other."""
+    """Return (heads of all models, layers), the models one below the other, with empty rows above each."""
     parts = []
     for model, numbers in zip(models, heads, strict=True):
         by_place = table[table["model"] == model].pivot(index="head", columns="layer", values=name)
+        parts.append(np.full((above, len(layers)), np.nan))
         parts.append(by_place.reindex(index=numbers, columns=layers).to_numpy(float))
     return np.concatenate(parts)
 
@@ -218,7 +224,6 @@ HEADINGS = (
         "What does each head do?",
         (heads_map,),
         (
-            "Medians and means over all queries of a head. With --keep-queries, data/ holds the single queries.",
             "The first key is the first that is not padding. A sink elsewhere, such as a separator, does not "
             "show. A learnt logit in the softmax's denominator is not a key, but is part of the entropy.",
         ),

@@ -51,12 +51,12 @@ def k_sweep(
 
     Returns:
         Measurements with the table ``sweep``, and those of reruns. A row of ``sweep`` per k (0: all keys), layer
-        and head (ALL, -1: pooled) and quantity: dispersion δ_h(k), ratio δ_h(k)/δ_s, separation Δ_h(k), mass
-        (attention weight of the k largest scores; all of queries with more than k keys, the others are counted as
-        undefined), mass_without_first (without the first key on both sides), head_change and, of our encoders,
-        stream_change (docs/theory.md#truncation; at some k), load, ln_sound and ln_paper (ξ of the mask),
-        sound_better (share of queries whose sound ξ is below that of full attention), evenness (entropy of the
-        weights in that of uniform ones); after a rerun accuracy and same_prediction (percentiles of samples).
+        and head (ALL, -1: pooled) and quantity: dispersion δ_h(k), ratio δ_h(k)/δ_s, separation Δ_h(k),
+        weight_kept (attention weight of the k largest scores; all of queries with more than k keys, the others are
+        counted as undefined), weight_kept_without_first (without the first key on both sides), head_change and, of
+        our encoders, stream_change (docs/theory.md#truncation; at some k), load, ln_sound and ln_paper (ξ of the
+        mask), sound_better (share of queries whose sound ξ is below that of full attention), evenness (entropy of
+        the weights in that of uniform ones); after a rerun accuracy and same_prediction (percentiles of samples).
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.

@@ -86,7 +86,7 @@ def naive(z):
     return np.array(found)
 
 
-COLUMNS = ["keys", "dispersion", f"dispersion_k{K}", f"separation_k{K}", f"mass_k{K}"]
+COLUMNS = ["keys", "dispersion", f"dispersion_k{K}", f"separation_k{K}", f"weight_kept_k{K}"]
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.2])  # scores reach 3 and 33

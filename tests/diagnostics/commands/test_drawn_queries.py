@@ -22,11 +22,11 @@ def test_estimates_have_intervals_that_name_their_target(run_semdiag, here, tiny
     assert "over sampled queries" in " ".join(outcome.err.split())
     found = json.loads(outcome.out)["results"][0]["sampled"]
     assert (found["queries"], found["share"], found["extremes_and_loads"]) == (4, 4 / 12, "over sampled queries")
-    mass = [row for row in found["estimates"] if (row["quantity"], row["statistic"]) == ("mass_k2", "mean")]
+    mass = [row for row in found["estimates"] if (row["quantity"], row["statistic"]) == ("weight_kept_k2", "mean")]
     assert [row["target"] for row in mass] == ["all queries of these inputs", "inputs like these"]
     assert all(row["low"] < row["estimate"] < row["high"] for row in mass)
     table = pd.read_csv(here / "out" / "data" / "estimates.csv")
-    assert {"dispersion", "separation", "mass_k2"} <= set(table["quantity"])
+    assert {"dispersion", "separation", "weight_kept_k2"} <= set(table["quantity"])
 
 
 def test_a_report_judges_no_bound_no_certificate_and_no_pair(run_semdiag, here, tiny_runs):
@@ -54,15 +54,15 @@ def test_the_sweep_judges_no_k(run_semdiag, here, tiny_runs):
         "dispersion",
         "ratio",
         "separation",
-        "mass",
-        "mass_without_first",
+        "weight_kept",
+        "weight_kept_without_first",
         "head_change",
         "stream_change",
     }
 
 
 @pytest.mark.parametrize("models", [("full", "topk"), ("full",)])
-@pytest.mark.parametrize("command", ["dispersion", "separation", "k-sweep", "report"])
+@pytest.mark.parametrize("command", ["k-sweep", "report"])  # which has those of dispersion and separation
 def test_every_command_draws_its_figures(run_semdiag, here, tiny_runs, command, models):
     """Fails while the empty table of conditions of a k-sweep holds objects, not numbers."""
     words = [command, *(getattr(tiny_runs, name) for name in models), "--samples", 12, "--figures", "png"]

@@ -95,7 +95,7 @@ def test_every_measuring_command_measures_them(command, measured, run_semdiag):
     if command == "info":
         assert run_semdiag("info", "theirs:full").code == 0
     else:
-        measured(command, "theirs:full", figures=True)
+        measured(command, "theirs:full", figures=command in ("report --k 3 --noise 0.1", "k-sweep --rerun --k 3"))
 
 
 def test_a_k_sweep_runs_them_with_masks_unless_told_otherwise(run_semdiag, tiny_runs):
@@ -109,6 +109,11 @@ def test_a_k_sweep_runs_them_with_masks_unless_told_otherwise(run_semdiag, tiny_
     assert masks("theirs:full") >= {"none", "topk", "topk-layer"}
     assert masks("theirs:full", "--no-rerun") == masks(tiny_runs.full, "--samples", 4) == set()
     assert masks(tiny_runs.full, "--samples", 4, "--kinds", "topk") == {"none", "topk"}
+
+
+def test_lengths_need_minutes(refusal):
+    said = refusal("report", "theirs:full", "--lengths", "8", "--rerun-minutes", 0)
+    assert said == "--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out."
 
 
 @pytest.mark.parametrize("command", OF_ENCODERS)
@@ -143,7 +148,7 @@ def test_the_page_of_separation_shows_what_k_would_leave(measured, here):
     measured("separation", "theirs:full")
     assert 'id="within"' not in (here / "page" / "index.html").read_text("utf-8")
     measured("separation --k 3", "theirs:full", figures=True)
-    assert "figures/mass_kept.svg" in (here / "page" / "index.html").read_text("utf-8")
+    assert "figures/weight_kept.svg" in (here / "page" / "index.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
     for command, said in (
         ("mask-stability", fixed),
         ("mask-stability --precision bf16", fixed),
-        ("k-sweep", "Cannot tell: its mask does not rank keys by their scores."),
+        ("k-sweep", "Inconclusive: its mask does not rank keys by their scores."),
     ):
         outcome = run_semdiag(*command.split(), *words)
         assert outcome.code == 0, outcome.err
@@ -136,7 +136,7 @@ def test_a_sweep_tells_every_k_and_a_rerun_what_masks_change(run_semdiag, here, 
     assert sorted(accuracy) == [0, 1, 2, 3, 4]
     changes = {(row["mask"], row["k"]) for row in result["rerun"]}
     assert changes == {("none", 0)} | {(mask, k) for mask in ("topk", "random") for k in (1, 2, 3, 4)}
-    assert result["verdict"]["answer"] in ("plausible", "not without loss", "cannot tell")
+    assert result["verdict"]["answer"] in ("plausible", "not without loss", "inconclusive")
     lines = [line for line in outcome.err.splitlines() if not line.startswith("semdiag: ")]
     assert lines[0].lower() == result["verdict"]["sentence"].lower()  # the answer is the first line
     assert "within this model, by k" in outcome.err

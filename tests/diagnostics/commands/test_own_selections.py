@@ -213,7 +213,7 @@ def test_a_figure_is_written_where_it_is_asked_for(run_semdiag, here):
         (("own_models:good", "--inputs", "none.npy"), "none.npy"),
         (("own_models:not_numbers", "--inputs", "ids.npy"), "layers.0.router: The scores of row 0 hold NaN"),
         (("own_models:nothing", "--inputs", "ids.npy"), "own_models:nothing selects nothing for its tokens"),
-        (("ids.npy", "--inputs", "ids.npy"), "--inputs applies to a model (hf:DIRECTORY), and ids.npy is not one"),
+        (("ids.npy", "--inputs", "ids.npy"), "--inputs applies to a model (hf:PATH), and ids.npy is not one"),
         (("ids.npy", "--batch-size", 3), "--batch-size applies to a model"),
         (("ids.npy", "--save", "own.npz"), "--save applies to a model"),
         (("own_models:good", "--inputs", "ids.npy", "--save", "own.txt"), "--save takes a file name that ends in"),

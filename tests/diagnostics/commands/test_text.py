@@ -12,7 +12,7 @@ from semdiag_models import read_checkpoint
 sentencepiece = pytest.importorskip("sentencepiece")
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers")
-EPOCHLESS = "--vocabulary 100 --tokenizer bpe --blocks 2 --width 16 --mlp-width 16 --head-width 16"
+EPOCHLESS = "--vocabulary 100 --pieces bpe --blocks 2 --width 16 --mlp-width 16 --head-width 16"
 EPOCHLESS = [*EPOCHLESS.split(), "--batch-size", "50", "--seed", "5", "--device", "cpu", "--quiet"]
 TINY = [*EPOCHLESS, "--epochs", "2"]
 
@@ -94,7 +94,8 @@ def test_interrupted_and_resumed_is_uninterrupted(run_semdiag, here, corpus):
         (["text", "--text", "binary.txt"], "binary.txt is not a text: it holds zero bytes."),
         (["text", "--text", "corpus.txt"], "--vocabulary 4096 is more than this text supports. Use --vocabulary "),
         (["text", "--text", "corpus.txt", "--vocabulary", "0"], "--vocabulary must lie in 3 … 99999. Got 0."),
-        (["text", "--text", "corpus.txt", "--tokenizer", "words"], "Unknown tokenizer 'words'."),
+        (["text", "--text", "corpus.txt", "--pieces", "words"], "Unknown tokenizer 'words'."),
+        (["text", "--text", "corpus.txt", "--tokenizer", "bpe"], "--tokenizer of semdiag train is now --pieces"),
         (["text", "--text", "corpus.txt", *TINY, "--window", "0"], "--window must be at least 1. Got 0."),
         (["text", "--text", "corpus.txt", *TINY, "--window", "99"], "has more than 99 pieces: there is no window"),
         (

@@ -20,6 +20,7 @@ from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.stability.gains import spaced
 from semdiag.questions.stability.measure import SecantsPlan, external_secants
 from semdiag_models import Encoder, InputError, ModelConfig
 
@@ -97,7 +98,7 @@ def naive(model, mask, ks):
                     for n in ks:
                         row[f"dispersion_k{n}"] = falling[0] - falling[:n][-1]
                         row[f"separation_k{n}"] = falling[n - 1] - falling[n] if len(z) > n else math.inf
-                        row[f"mass_k{n}"] = sum(map(math.exp, falling[:n])) / sum(map(math.exp, falling))
+                        row[f"weight_kept_k{n}"] = sum(map(math.exp, falling[:n])) / sum(map(math.exp, falling))
                         for j in sorted(z, key=lambda j: -z[j])[:n]:
                             place = (sample, layer, head, j, n)
                             loads[place] = loads.get(place, 0) + 1
@@ -303,6 +304,19 @@ def test_secants_lie_below_the_sound_constants_and_follow_the_seed(decoder, batc
     assert not any(m._forward_hooks for m in decoder.modules())
 
 
+def test_of_long_samples_spaced_queries_are_compared_and_that_is_said(decoder, batch, monkeypatch):
+    whole, said = external_secants(unnamed(decoder), [batch]), []
+    monkeypatch.setattr("semdiag.questions.stability.measure.QUERIES", 4)
+    monkeypatch.setattr("semdiag.questions.stability.measure.spaced", lambda length: spaced(length, 4))
+    monkeypatch.setattr("semdiag.questions.stability.measure._PAIRS", 1)
+    rows = external_secants(unnamed(decoder), [batch], remark=lambda text, code: said.append((text, code)))
+    length = next(iter(batch.values())).shape[1]
+    queries = range(length - 1, -1, -math.ceil(length / 4))
+    expected = whole[whole["query"].isin(queries) & (whole["sample"] < 4)].reset_index(drop=True)
+    pd.testing.assert_frame_equal(rows, expected)
+    assert said == [("noise: 4 samples, and at most 4 evenly spaced queries of each", "noise-thinned")]
+
+
 def test_clean_rows_of_the_secants_are_those_of_the_measurement(decoder, batch):
     rows = external_secants(unnamed(decoder), [batch], levels=(1e-12,))
     found = semdiag.measure(decoder, batch, dtype=torch.float64).queries
@@ -319,7 +333,7 @@ def test_a_sweep_asks_what_a_measurement_asks(decoder, batch):
         own = sweep[(sweep["layer"] == layer) & (sweep["head"] == min(layer, 0)) & (sweep["k"] == 3)]
         own = own.set_index("quantity")["p50"]
         assert own["dispersion"] == pytest.approx(rows["dispersion_k3"].median(), rel=1e-5)
-        assert own["mass"] == pytest.approx(rows[rows["keys"] > 3]["mass_k3"].median(), rel=1e-5)
+        assert own["weight_kept"] == pytest.approx(rows[rows["keys"] > 3]["weight_kept_k3"].median(), rel=1e-5)
     again = semdiag.k_sweep(decoder, batch, plan=semdiag.KSweepPlan(3, rerun=True))
     assert "same_prediction" not in set(again.sweep["quantity"])  # its outputs are representations
 

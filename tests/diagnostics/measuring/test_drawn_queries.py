@@ -115,12 +115,13 @@ def test_the_sweep_draws_the_same_and_estimates(vectors):
     drawn = k_sweep_tables(Causal(), vectors, plan=KSweepPlan(6), queries=20)["sweep"]
     assert set(drawn["queries"][drawn["quantity"] == "dispersion"]) == {100, 200}
     means = [
-        table.query("quantity == 'mass' and layer == -1 and k == 4")["mean"].item() for table in (whole, drawn)
+        table.query("quantity == 'weight_kept' and layer == -1 and k == 4")["mean"].item()
+        for table in (whole, drawn)
     ]
     assert means[1] == pytest.approx(means[0], abs=0.05)
     rows = measure(Causal(), vectors, k=(4,), queries=20).queries
     some = rows["keys"] > 4  # of the others all is kept
-    assert rows["mass_k4"][some].mean() == pytest.approx(means[1], rel=1e-5)
+    assert rows["weight_kept_k4"][some].mean() == pytest.approx(means[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("queries", [1, 0, -3])

@@ -110,7 +110,7 @@ def naive(encoder, tokens, ks=()):
                                 weight = math.exp(z[j] - z[max(chosen, key=z.get)]) / mass
                                 loads[sample, layer, h, j]["received"] += weight
                         else:
-                            columns[f"mass{suffix}"] = sum(map(math.exp, (z[j] for j in chosen))) / sum(
+                            columns[f"weight_kept{suffix}"] = sum(map(math.exp, (z[j] for j in chosen))) / sum(
                                 map(math.exp, z.values())
                             )
                         for j in chosen:

@@ -246,7 +246,7 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
         found = column_types(whole)
         assert optional_tables()[name].columns.items() <= found.items()
         assert found.keys() - optional_tables()[name].columns.keys() == (
-            {"first_key"} if name == "heads" else set()
+            {"keeps_first"} if name == "heads" else set()
         )
 
 
@@ -316,6 +316,21 @@ def test_a_folder_with_a_table_that_nothing_reads_any_more_is_read(measured, tmp
     pd.testing.assert_frame_equal(Measurements.load(tmp_path).queries, measured.queries)
     measured.save(tmp_path)
     assert not (tmp_path / "end_points.parquet").exists()
+
+
+def test_names_of_the_version_before_are_read_as_the_new_ones(measured, with_theory, tmp_path):
+    queries, heads, sweep = measured.queries, measured.heads, with_theory.sweep
+    assert {"weight_kept", "weight_kept_without_first"} <= set(sweep["quantity"])
+    older = measured.replace(
+        queries=queries.rename(columns=lambda name: name.replace("weight_kept", "mass")),
+        heads=heads.rename(columns=lambda name: name.replace("keeps_first", "first_key")),
+        sweep=sweep.assign(quantity=sweep["quantity"].str.replace("weight_kept", "mass")),
+    )
+    older.save(tmp_path)
+    found = Measurements.load(tmp_path)
+    pd.testing.assert_frame_equal(found.queries, queries)
+    pd.testing.assert_frame_equal(found.heads, heads)
+    pd.testing.assert_frame_equal(found.sweep, sweep)
 
 
 def test_tables_are_listed_and_shown(with_theory):

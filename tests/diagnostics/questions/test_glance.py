@@ -74,7 +74,7 @@ def test_of_a_diverged_model_no_verdict_is_given(pair, kind):
     glance = dispersion_glance(findings)
     assert (glance.answer, glance.number) == (Outcome.OPEN, "0 of 1 pair")
     (compared,) = pair_comparisons(findings)
-    assert compared.answer == "cannot tell"
+    assert compared.answer == "inconclusive"
     assert np.isnan([compared.ratio.estimate, compared.ratio.low, compared.ratio.high]).all()
     said = [glance.words, compared.sentence, *corollary_sentences(findings)]
     assert not any(re.search(r"\bnan\b|holds", each) for each in said)
@@ -225,7 +225,7 @@ def test_exceeded_bounds_have_their_denominator(pair):
 def test_the_weight_kept_counts_queries_with_more_keys(pair):
     glance = within_glance(Findings(pair))
     full = pair.queries[pair.queries["model"].str.contains("full")]
-    assert glance.number == f"{100 * full[full['keys'] > 3]['mass_k3'].median():.0f}%"
+    assert glance.number == f"{100 * full[full['keys'] > 3]['weight_kept_k3'].median():.0f}%"
     assert f"({(full['keys'] > 3).sum():,} queries of 1 model)" in glance.words
 
 

@@ -14,8 +14,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
-from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, Findings, path_tail
-from semdiag.measuring.words import counted, percent
+from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     AttentionStyle,
@@ -185,20 +184,18 @@ def draw_letter_values(
 
 def layer_boxes(
     ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]], extreme: str = "p100"
-) -> list[tuple[float, dict[Hashable, float], AttentionStyle]]:
+) -> None:
     """Draw one group of boxes per layer, one box of each table, and number the layers from 0."""
     layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
-    width, drawn = 0.84 / max(len(boxes), 1), []
+    width = 0.84 / max(len(boxes), 1)
     narrow = width * panel_inches(ax) / max(len(layers), 1) < _DISTINCT
     for place, (label, style, table) in enumerate(boxes):
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
         for row in table.to_dict("records"):
             x = row["layer"] + (place - (len(boxes) - 1) / 2) * width
             draw_letter_values(ax, x, 0.85 * width, row, style, extreme, narrow=narrow)
-            drawn.append((x, row, style))
     number_layers(ax, layers)
     ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
-    return drawn
 
 
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
@@ -263,7 +260,7 @@ def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:
 _PANELS = (
     ("max_logit", "max", "largest score of any head (nats)"),
     ("entropy", "min", "smallest mean entropy of any head (nats)"),
-    ("first_key", "max", "largest mean weight on the first key"),
+    ("first_weight", "max", "largest mean weight on the first key"),
     ("dispersion", "max", "largest median dispersion δ (nats)"),
 )
 _ALARM = "#d55e00"
@@ -338,30 +335,30 @@ def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[n
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def powers_of_ten(low: float, high: float) -> str:
-    """Return the range of several factors, in powers of ten."""
-    ends = power_of_ten(low), power_of_ten(high)
-    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
-
-
 def factors(low: float, high: float) -> str:
-    """Return the range of several factors, as plain numbers below a thousand."""
-    if high >= 3:
-        return powers_of_ten(low, high)
-    ends = [f"{float(f'{10**end:.2g}'):g}" for end in (low, high)]
+    """Return the range of several factors: powers of ten, or plain numbers below a thousand."""
+    ends = [
+        "10" + str(round(end)).translate(_SUPERSCRIPT) if high >= 3 else f"{float(f'{10**end:.2g}'):g}"
+        for end in (low, high)
+    ]
     return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
 
 
-def power_of_ten(exponent: float) -> str:
-    """Return the nearest whole power of ten, with a superscript."""
-    return "10" + str(round(exponent)).translate(_SUPERSCRIPT)
+_APART = 0.075  # of a panel's height, between two names
 
 
-def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return in words the noise level, samples and draws behind some secants."""
-    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
-    samples = int(secants.groupby("model")["sample"].nunique().max())
-    seed = findings.measurements.provenance.get("seed")
-    drawn = "" if seed is None else f" (seed {seed})"
-    count = f"{counted(samples, 'sample')} per model"
-    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"
+def name_ends(ax: Axes, ends: Sequence[tuple[float, str, str, str]]) -> None:
+    """Write names beside the ends of lines, apart from each other; an end is (height, name, colour, gid)."""
+    ends = sorted(ends)
+    to_share = ax.transData - ax.transAxes
+    places = [float(to_share.transform((ax.get_xlim()[1], y))[1]) for y, *_ in ends]
+    for at in range(1, len(places)):
+        places[at] = max(places[at], places[at - 1] + _APART)
+    for at in reversed(range(len(places))):
+        places[at] = min(places[at], (places[at + 1] if at + 1 < len(places) else 1 + _APART) - _APART)
+    for (_, name, color, gid), place in zip(ends, places, strict=True):
+        label = ax.annotate(
+            name, (1, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points", va="center",
+            color=color, fontweight="bold", fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+        label.set_gid(gid or None)

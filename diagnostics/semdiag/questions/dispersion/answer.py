@@ -163,13 +163,13 @@ _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snap
 
 
 def dispersion_results(findings: Findings) -> dict[str, Summary]:
-    """Return percentiles of δ, and of δ_h(k) and mass where they were measured, by layer and head and pooled."""
+    """Return percentiles of δ, and of δ_h(k) and the weight kept where measured, by layer and head and pooled."""
     queries = findings.measurements.queries
 
     def describe(of: Percentile, suffix: str) -> Summary:
         numbers = without(of("dispersion" + suffix), "not_positive")
-        if suffix and "mass" + suffix in queries:
-            numbers["mass"] = without(of("mass" + suffix), "not_positive")
+        if suffix and "weight_kept" + suffix in queries:
+            numbers["weight_kept"] = without(of("weight_kept" + suffix), "not_positive")
         if not suffix and "recall" in queries and of("recall")["queries"] > of("recall")["undefined"]:
             undefined = numbers["undefined"] / max(1, numbers["queries"])  # of a query that keeps no key
             numbers |= {"recall": of("recall")["mean"], "without_keys": undefined}
@@ -205,7 +205,7 @@ class PairComparison:
     def answer(self) -> str:
         """Return whether δ_h < δ_s, in a word or two."""
         if self.gate.unknown:
-            return "cannot tell"
+            return "inconclusive"
         return "yes" if self.gate.passed else f"no at {', '.join(self.gate.failed)}"
 
     @property

@@ -1,4 +1,4 @@
-"""Is sparse attention enough, and with which k? Plausible, not without loss, or cannot tell; and the grounds."""
+"""Is sparse attention enough, and with which k? Plausible, not without loss, or inconclusive; and the grounds."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ from semdiag.questions.k_sweep.changes import (
 )
 from semdiag.questions.k_sweep.rerun import HARM, LEAST_SAMPLES, MOST_HARMED, NO_MASK
 
-MASS = 0.95  # of the attention weight, where nothing else is known
+ENOUGH_WEIGHT = 0.95  # of the attention weight, where nothing else is known
 MOST_KEYS = 0.5  # share of all keys above which a mask is hardly sparse
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
 SCOPE = (
@@ -67,12 +67,12 @@ SCOPE = (
 class SparseVerdict:
     """Whether top-k attention suffices in a model without retraining."""
 
-    answer: str  # ``plausible``, ``not without loss`` or ``cannot tell``
+    answer: str  # ``plausible``, ``not without loss`` or ``inconclusive``
     sentence: str  # the answer in a sentence
     k: int | None = None
     cost: str = ""  # what k changes, in words; empty where that says nothing
     kept: float = math.nan  # share of all keys that k keeps
-    mass: float = math.nan  # mean attention weight that k keeps of queries with more than k keys
+    weight_kept: float = math.nan  # mean attention weight that k keeps of queries with more than k keys
     queries: int = 0  # such queries
     left_out: int = 0  # queries with at most k keys, of which nothing is dropped
     # what changes: loss (nats per target), divergence (nats per position) or output_change (relative)
@@ -95,7 +95,7 @@ _OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high"
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     """Judge whether the k largest scores of each query suffice for a model."""
     sweep = rows_of(findings.measurements.sweep, model)
-    masses = sweep[(sweep["layer"] == ALL) & (sweep["quantity"] == "mass")].set_index("k")
+    masses = sweep[(sweep["layer"] == ALL) & (sweep["quantity"] == "weight_kept")].set_index("k")
     again = rows_of(findings(change_table), model)
     top = records(again[(again["mask"] == TOP_K) & (again["kept"] < 1)].sort_values("k"))
     if not top:
@@ -104,8 +104,8 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     limit = tolerance_of(findings, unit.measure)
     answer, row, words = _judged(top, again, limit, unit)
     weight = _weight(masses, int(row["k"]))
-    known = answer == Outcome.PLAUSIBLE and "mass" in weight
-    kept = f", keeps {strict_percent(weight['mass'])} of the weight" if known else ""
+    known = answer == Outcome.PLAUSIBLE and "weight_kept" in weight
+    kept = f", keeps {strict_percent(weight['weight_kept'])} of the weight" if known else ""
     estimated = words.startswith("k =") or answer != Outcome.OPEN
     head = "" if answer == Outcome.OPEN and estimated else f"{answer}: "
     return SparseVerdict(
@@ -121,7 +121,7 @@ def _weight(masses: pd.DataFrame, k: int) -> dict[str, Any]:
         return {}
     left_out = int(masses["undefined"][k])
     return {
-        "mass": float(masses["mean"][k]),
+        "weight_kept": float(masses["mean"][k]),
         "queries": int(masses["queries"][k]) - left_out,
         "left_out": left_out,
     }
@@ -131,16 +131,16 @@ def _by_weight(findings: Findings, model: str, masses: pd.DataFrame, ran: bool) 
     """Return what the sweep says of a model that was not run with masks of top-k that drop keys."""
     attention = rows_of(findings.measurements.models, model)["attention"].iloc[0]
     if attention not in (*DENSE, *HEAVY_HITTERS, "bottomk"):
-        return SparseVerdict(Outcome.OPEN, "cannot tell: its mask does not rank keys by their scores.")
+        return SparseVerdict(Outcome.OPEN, "inconclusive: its mask does not rank keys by their scores.")
     if ran or masses.empty or attention not in DENSE:
-        return SparseVerdict(Outcome.OPEN, "cannot tell: no mask of top-k that drops keys was run.")
-    enough = masses.index[masses["mean"] >= MASS]
+        return SparseVerdict(Outcome.OPEN, "inconclusive: no mask of top-k that drops keys was run.")
+    enough = masses.index[masses["mean"] >= ENOUGH_WEIGHT]
     k = int(enough[0]) if len(enough) else None
     weight = {} if k is None else _weight(masses, k)
-    words = f"no k up to the largest measured keeps {MASS:.0%} of the weight"
-    words = f"k = {k} keeps {strict_percent(weight['mass'])} of the weight" if weight else words
+    words = f"no k up to the largest measured keeps {ENOUGH_WEIGHT:.0%} of the weight"
+    words = f"k = {k} keeps {strict_percent(weight['weight_kept'])} of the weight" if weight else words
     run = f"to measure what a mask costs: semdiag k-sweep {model} --rerun"
-    sentence = f"cannot tell before it is run with masks: {words}; {run}."
+    sentence = f"inconclusive before it is run with masks: {words}; {run}."
     return SparseVerdict(Outcome.OPEN, sentence, k, **weight)
 
 
@@ -162,7 +162,7 @@ def _judged(top: Sequence[Row], again: pd.DataFrame, limit: float, unit: Unit) -
     elif stays is not None and not sparse:
         row, more = stays, "no k of at most half of the keys was run"
     elif unknown := [each for each in (top[-1], last) if not math.isfinite(each["change"])]:
-        row, more = unknown[0], "cannot tell from outputs that are no finite numbers"
+        row, more = unknown[0], "inconclusive: some outputs are no finite numbers"
     elif not costs(last, limit):
         needed = _samples_needed(last, limit)
         more = f"{units_of(last)} cannot tell whether by more than {unit.limit(limit)}"
@@ -375,7 +375,7 @@ def _interval(row: Summary) -> str:
 # On a narrow terminal stays what the verdict stands on: the change with its interval, harm, and the control.
 _RERUN = (
     Column("name", "mask", text), Column("kept", "keys", percent, drop=8),
-    Column("mass", "weight", percent, drop=7), Column("head_change", "Δ head", drop=5),
+    Column("weight_kept", "weight", percent, drop=7), Column("head_change", "Δ head", drop=5),
     Column("stream_change", "Δ stream", drop=4),
     Column("change", "Δ {}", _change, drop=NEVER), Column("", "95% interval", _interval, drop=NEVER),
     Column("harmed harmed_high", "harmed", _harmed, drop=NEVER), Column("random", form=_change),
@@ -384,8 +384,8 @@ _RERUN = (
 )  # fmt: skip
 _SWEEP = (
     Column("k"), Column("ratio.p50", "δ(k)/δ_s p50"), Column("ratio.p95", "p95"),
-    Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("mass.mean", "weight mean"),
-    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", drop=7),
+    Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("weight_kept.mean", "weight mean"),
+    Column("weight_kept.p5", "p5"), Column("weight_kept_without_first.mean", "no first", drop=7),
     Column("head_change.mean", "Δ head"), Column("stream_change.mean", "Δ stream"),
     Column("load.p95", "load p95", drop=6), Column("load.p100", "p100", drop=4),
     Column("ln_sound.p50", "ln ξ p50", drop=5), Column("ln_paper.p50", "paper p50", drop=3),
@@ -472,7 +472,7 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
 
 def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
     """Say why some rows have no weight."""
-    top = [row for row in rows if row["mask"] == TOP_K and math.isnan(row["mass"])]
+    top = [row for row in rows if row["mask"] == TOP_K and math.isnan(row["weight_kept"])]
     above = [row["k"] for row in top if row["kept"] < 1]
     kept = [row["k"] for row in top if row["kept"] == 1]
     if above:
@@ -497,12 +497,16 @@ def _every_k(result: Summary) -> Folded:
     for one in result["sweep"]:
         if one["layer"] == ALL:
             rows.setdefault(one["k"], {"k": one["k"]})[one["quantity"]] = one
-    rows = {k: rows[k] for k in sorted(rows) if "mass" in rows[k]}
+    rows = {k: rows[k] for k in sorted(rows) if "weight_kept" in rows[k]}
     always = {result["verdict"]["k"], max(rows)}
     shown = [row for k, row in rows.items() if k <= _EVERY_UP_TO or k % _STEP == 0 or k in always]
     for row in shown:
         for name in "WX":
-            row[name] = _met(result["conditions"], row["k"], name)
+            met = [
+                one["met"] for one in result["conditions"]
+                if (one["k"], one["parameter"]) == (row["k"], name) and one["percentile"] in JUDGED_PERCENTILES
+            ]  # fmt: skip
+            row[name] = f"{sum(met)} of {len(met)}" if met else None
     names = {column.name.partition(".")[0] for column in _SWEEP}
     without = [str(row["k"]) for row in shown if "head_change" not in row]
     notes = [f"Δ head was not computed at k = {', '.join(without)}."] if 0 < len(without) < len(shown) else []
@@ -511,9 +515,3 @@ def _every_k(result: Summary) -> Folded:
     return Folded(
         [f"Weight, δ(k), Δ(k), load and ξ of {len(rows)} k were measured: --all shows them."], [table, *notes]
     )
-
-
-def _met(conditions: Sequence[Summary], k: int, name: str) -> str | None:
-    met = [row["met"] for row in conditions if (row["k"], row["parameter"]) == (k, name)
-           and row["percentile"] in JUDGED_PERCENTILES]  # fmt: skip
-    return f"{sum(met)} of {len(met)}" if met else None

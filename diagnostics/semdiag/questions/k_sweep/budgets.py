@@ -39,7 +39,7 @@ BUDGET_TABLE = Table(
         **dict.fromkeys(("occurrence", "k", "all_keys", "kept_keys"), "int64"),
     },
 )
-BY_MASS = (0.95, 0.99)  # of the attention weight
+BY_WEIGHT = (0.95, 0.99)  # of the attention weight
 QUERIES = 0.95  # share of a head's queries for which its k must keep that weight
 BLOCKS = (1, 64, 128)
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
@@ -120,8 +120,8 @@ class NeededKeys:
 
 
 def budget_name(level: float, block: int = 1) -> str:
-    """Return the name of a budget that keeps a share of the weight: ``mass-95``, ``mass-99-blocks-of-64``."""
-    return f"mass-{100 * level:.0f}" + (f"-blocks-of-{block}" if block > 1 else "")
+    """Return the name of a budget that keeps a share of the weight: ``weight-95``, ``weight-99-blocks-of-64``."""
+    return f"weight-{100 * level:.0f}" + (f"-blocks-of-{block}" if block > 1 else "")
 
 
 def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
@@ -185,7 +185,7 @@ def search(
 
     limit = tolerance or TOLERANCES[measure_of(rerun(loaded, first, known, [], device, dtype))]
     named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}
-    for level in BY_MASS:
+    for level in BY_WEIGHT:
         for block in needed.blocks:
             named[budget_name(level, block), block] = needed.smallest(level, block)
     best = greedy(needed, cost, limit, _MOST_RUNS)

@@ -35,7 +35,7 @@ from semdiag.questions.k_sweep.rerun import (
 Row = Mapping[str, Any]
 SEEN = 0.1  # of the tolerance: a smaller change of a sample is as good as none
 WHOLE = 0  # in the column quarter: all positions
-_OF_THE_SWEEP = ("mass", "mass_without_first", "head_change", "stream_change")
+_OF_THE_SWEEP = ("weight_kept", "weight_kept_without_first", "head_change", "stream_change")
 
 
 def change_table(findings: Findings) -> pd.DataFrame:

@@ -20,7 +20,7 @@ def _ask(
     model: Annotated[
         Path,
         typer.Argument(
-            help="hf:DIRECTORY, a checkpoint (.pt), the folder of a run, or package.module:function.",
+            help="hf:PATH, a checkpoint (.pt), the folder of a run, or package.module:function.",
             autocompletion=options.models,
         ),
     ],
@@ -42,11 +42,8 @@ def _ask(
     ] = 5,
     out: Annotated[
         Path | None,
-        options.option(
-            "The page, an .html file. Default: reports/look-MODEL.html.",
-            panel=options.OUTPUT,
-            metavar="FILE",
-            show_default=False,
+        options.output_option(
+            "The page, an .html file. Default: reports/look-MODEL.html.", metavar="FILE", show_default=False
         ),
     ] = None,
     *,
@@ -80,8 +77,8 @@ def _ask(
         tell(f"semdiag: {sentence}")
     heads = all_heads(seen)
     layers = counted(len(seen.layers), "layer")
-    say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
     say_sentences([lead(seen)])
+    say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
     say(f"Page: {place}")
 
 
@@ -93,7 +90,7 @@ QUESTION = Question(
     Writes one page that works without a network: a map of the heads by δ, entropy and weight on the first key.
     A click on a head shows its scores before the softmax, and the gap Δ between the kept and the dropped ones.
 
-    [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
+    [bold]semdiag look hf:PATH --text "The capital of France is"[/]
     """,
     ask=_ask,
     leave_out=_LEFT_OUT,

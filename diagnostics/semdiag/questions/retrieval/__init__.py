@@ -19,9 +19,7 @@ class RetrievalPlan:
     """Which texts are made, and with which masks the model reads them."""
 
     tasks: Annotated[
-        tuple[str, ...],
-        option(f"What is to be found, of {', '.join(TASKS)}.", metavar="TASK,TASK"),
-        listed_names,
+        tuple[str, ...], option(f"What is to be found, of {', '.join(TASKS)}.", metavar="TASK,TASK"), listed_names
     ] = ("passkey", "induction")
     kinds: Annotated[
         tuple[str, ...],
@@ -89,7 +87,7 @@ QUESTION = Question(
     of its tokens is the likeliest after those before it. First the model answers as it is; where it is right in
     less than half of the texts, masks are not judged. For each task, length and depth, --samples texts are made.
 
-    [bold]semdiag retrieval hf:DIRECTORY --kinds window,topk,tile-64x64-quest --k 64,256 --lengths 1024[/]
+    [bold]semdiag retrieval hf:PATH --kinds window,topk,tile-64x64-quest --k 64,256 --lengths 1024[/]
     """,
     RetrievalPlan,
     ask=_ask,

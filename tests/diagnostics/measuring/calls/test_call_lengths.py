@@ -143,7 +143,7 @@ def test_every_k_below_the_number_of_keys_is_swept(translated):
     assert k_sweep_tables(Patches(), images)["sweep"]["k"].max() == 47
     assert k_sweep_tables(Patches(), images, plan=KSweepPlan(16))["sweep"]["k"].max() == 16
     again = k_sweep_tables(Patches(), images, plan=KSweepPlan(2, rerun=True, ks=(2, 16)))["sweep"]
-    assert again.query("quantity == 'mass' and k == 16 and layer == -1")["mean"].item() > 0
+    assert again.query("quantity == 'weight_kept' and k == 16 and layer == -1")["mean"].item() > 0
     assert k_sweep_tables(Translation(), translated)["sweep"]["k"].max() == 39
     with pytest.raises(InputError, match="number of keys, at most 48 here"):
         k_sweep_tables(Patches(), images, plan=KSweepPlan(48))["sweep"]

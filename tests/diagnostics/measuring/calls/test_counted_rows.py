@@ -175,8 +175,8 @@ def test_the_table_of_heads_has_the_means_of_its_queries(wild_encoder, padded_to
             assert row["queries"] == len(firsts)
             assert row["entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-9)
             assert row["first_weight"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-9)
-            assert row["first_key"] == pytest.approx(sum(kept) / len(kept), rel=1e-9)
-            assert row["first_key_k2"] == pytest.approx(sum(largest) / len(largest), rel=1e-9)
+            assert row["keeps_first"] == pytest.approx(sum(kept) / len(kept), rel=1e-9)
+            assert row["keeps_first_k2"] == pytest.approx(sum(largest) / len(largest), rel=1e-9)
 
 
 class Padded(torch.nn.Module):
@@ -195,8 +195,8 @@ def test_the_share_that_keeps_the_first_key_is_of_the_same_queries_and_looks_pas
     for least in (1, 3):
         found = measure(Padded(), batch, k=1, min_keys=least)
         assert found.heads["queries"].item() == len(found.queries) == {1: 8, 3: 4}[least]
-        assert found.heads[["first_key", "first_key_k1"]].values.tolist() == [[1.0, 1.0]]
-        assert Findings(found)(head_table)["first_key"].tolist() == [1.0]
+        assert found.heads[["keeps_first", "keeps_first_k1"]].values.tolist() == [[1.0, 1.0]]
+        assert Findings(found)(head_table)["keeps_first"].tolist() == [1.0]
 
 
 class ChangesItsHeads(torch.nn.Module):

@@ -89,9 +89,10 @@ def test_every_number_of_a_head_is_that_of_loops_over_its_rows(attention):
             entropy = torch.special.entr(p).sum(1)
             want = {
                 "max_logit": largest.max(), "above": (largest > 0.5).double().mean(), "entropy": entropy.mean(),
-                "least_entropy": entropy.min(), "first_key": p[:, 0].mean(),
+                "least_entropy": entropy.min(), "first_weight": p[:, 0].mean(),
                 "heaviest_key": p.max(1).values.mean(),
-                "dispersion": torch.stack(ranges).quantile(0.5), "mass_k2": torch.stack(masses).quantile(0.5),
+                "dispersion": torch.stack(ranges).quantile(0.5),
+                "weight_kept_k2": torch.stack(masses).quantile(0.5),
                 "separation_k2": torch.stack(gaps).quantile(0.5),
                 "query_norm": call.q[:, head].norm(dim=-1).max(), "key_norm": call.k[:, head].norm(dim=-1).max(),
             }  # fmt: skip
@@ -173,12 +174,12 @@ def test_a_change_is_seen_within_its_steps_and_not_later():
 @pytest.mark.parametrize(
     ("quantity", "setting", "values", "steps"),
     [
-        ("first_key", ("doubles", 500), (0.019, 0.04, 0.09), []),
-        ("first_key", ("doubles", 500), (0.04, 0.09, 0.11), [20]),
-        ("first_key", ("doubles", 500, 0.5), (0.04, 0.11, 0.5, 0.51), [30]),
-        ("first_key", ("doubles", 500, 0), (0.019, 0.04), [10]),
-        ("first_key", ("halves", 500), (0.04, 0.019), []),
-        ("first_key", ("halves", 500), (0.11, 0.04), [10]),
+        ("first_weight", ("doubles", 500), (0.019, 0.04, 0.09), []),
+        ("first_weight", ("doubles", 500), (0.04, 0.09, 0.11), [20]),
+        ("first_weight", ("doubles", 500, 0.5), (0.04, 0.11, 0.5, 0.51), [30]),
+        ("first_weight", ("doubles", 500, 0), (0.019, 0.04), [10]),
+        ("first_weight", ("halves", 500), (0.04, 0.019), []),
+        ("first_weight", ("halves", 500), (0.11, 0.04), [10]),
         ("xi", ("doubles", 500), (0.01, 0.04, 0.051), [20]),
         ("entropy", ("halves", 500), (0.09, 0.01), []),
         ("entropy", ("halves", 500), (0.11, 0.01), [10]),
@@ -205,9 +206,9 @@ def test_the_text_of_an_alarm_is_read_by_a_program():
     ("alarm", "said"),
     [
         ({"max_logits": 50}, r"there is no quantity 'max_logits'\. Known: max_logit, above"),
-        ({"mass_k8": 0.5}, r"there is no quantity 'mass_k8'\. Add that k to the monitor\'s k\."),
+        ({"weight_kept_k8": 0.5}, r"there is no quantity 'weight_kept_k8'\. Add that k to the monitor\'s k\."),
         ({"entropy": (0, "below")}, r"entropy is never below 0: it lies between 0 and inf\."),
-        ({"first_key": 1}, r"first_key is never above 1: it lies between 0 and 1\."),
+        ({"first_weight": 1}, r"first_weight is never above 1: it lies between 0 and 1\."),
         ({"xi": 0.5}, r"xi is never above 0\.5"),
         ({"output_rank": (1.0, "below")}, r"output_rank is never below 1"),
         ({"max_logit": (100, 50)}, r"the warning must come before the severe threshold"),
@@ -220,7 +221,7 @@ def test_the_text_of_an_alarm_is_read_by_a_program():
         ({"max_logit": ([1], "below")}, r"a rule must look like 50, "),
         ({"max_logit": True}, r"a rule must look like 50, "),
         ({"entropy": ("halves", 5)}, r"looked at every 10 steps; what halves within 5 is missed"),
-        ({"first_key": ("doubles", 500, 1)}, r"floor of a change of first_key must be .* below 1\. Got 1\."),
+        ({"first_weight": ("doubles", 500, 1)}, r"floor of a change of first_weight must be .* below 1\. Got 1\."),
         ({"max_logit": ("doubles", 500, "1")}, r"floor of a change of max_logit must be a number"),
         ({"max_logit": ("doubles", 500, math.nan)}, r"floor of a change of max_logit must be a number"),
         ([("max_logit", 50)], r"alarm takes a dictionary"),
@@ -417,12 +418,30 @@ def test_the_command_shows_the_quantities_of_each_k(tmp_path):
     with Monitor(model, every=1, k=3, rows="all", path=path):
         model(tokens())
     lines = extremes_of(read_heads(path))
-    assert [line.split(":")[0] for line in lines if "_k3" in line] == ["dispersion_k3", "separation_k3", "mass_k3"]
+    assert [line.split(":")[0] for line in lines if "_k3" in line] == [
+        "dispersion_k3",
+        "separation_k3",
+        "weight_kept_k3",
+    ]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_a_run_that_diverges_alarms_and_a_healthy_one_does_not(seed):
+def test_a_table_of_the_version_before_is_read_with_the_new_names(tmp_path):
+    path, model = tmp_path / "run-heads.csv", encoder()
+    how = {"every": 1, "k": 3, "rows": "all", "alarm": {"first_weight": 0.001}}
+    with Monitor(model, path=tmp_path / "run.csv", **how), pytest.warns(UserWarning, match="first_weight"):
+        model(tokens())
+    new, written = read_heads(path), path.read_text(encoding="utf-8")
+    assert new["alarm"].str.contains("first_weight:").any()
+    path.write_text(written.replace("first_weight", "first_key").replace("weight_kept", "mass"), encoding="utf-8")
+    pd.testing.assert_frame_equal(read_heads(path), new)
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps"), [(0, 100), *(pytest.param(seed, 300, marks=pytest.mark.slow) for seed in (0, 1, 2))]
+)
+def test_a_run_that_diverges_alarms_and_a_healthy_one_does_not(seed, steps, monkeypatch):
     """As large a rate leaves no doubt on any processor: the loss ends above ten times that of chance."""
+    monkeypatch.setattr(monitor_alarms, "STEPS", steps)
     alarms, lost, last = monitor_alarms.run(seed, 0.1)
     assert alarms[0] is not None  # of the largest score
     assert lost is not None

@@ -117,9 +117,12 @@ class TestProcesses:
             alike(saw["heads"], whole, LARGEST, abs=0, rel=0)
             # Means of at most 35 float32 numbers, each rounded at 6e-8 a few times.
             alike(
-                saw["heads"], whole, ("above", "entropy", "least_entropy", "first_key", "heaviest_key"), rel=1e-5
+                saw["heads"],
+                whole,
+                ("above", "entropy", "least_entropy", "first_weight", "heaviest_key"),
+                rel=1e-5,
             )
-            alike(saw["heads"], whole, ("mass_k2",), rel=0.2)  # a mean of medians
+            alike(saw["heads"], whole, ("weight_kept_k2",), rel=0.2)  # a mean of medians
 
     def test_every_number_is_the_reduction_of_those_of_the_ranks(self, found, ranks):
         """Each rank's rows are seen here by calls of the same shapes, so that extremes agree to the last bit."""

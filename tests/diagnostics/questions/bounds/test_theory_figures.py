@@ -87,6 +87,7 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
     ax, _ = shown(registry.figures()["stability_curves"](findings))
     assert [exceeding_pairs(findings)["paper"][name] for name in ("violated", "fixed")] == [4, 4]
     assert "4 above the paper's form" in ax.get_title(loc="left") + words(ax.figure)
+    assert "Above the paper's form, most first: banded (k = 3), layer" in " ".join(words(ax.figure).split())
     (marked,) = [
         found.get_ydata() for found in ax.lines if found.get_markersize() == 4.5 and len(found.get_xdata())
     ]
@@ -94,23 +95,29 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
     assert "above the paper's form" in legend(ax.figure)
 
 
-def test_cells_hold_the_values_of_the_table(known):
+def test_cells_count_the_pairs_that_meet_a_condition(known):
     pairs, _ = find_pairs(known.models, attention=None)
     table = corollary_table(Findings(known), pairs)
-    paper, sound = shown(registry.figures()["corollary_conditions"](Findings(known)))
-    names = [tick.get_text() for tick in paper.get_yticklabels()]
-    assert len(names) == 2 * len(pairs) == 6
-    for ax, form, limit in ((paper, "paper", 1.0), (sound, "sound", 0.0)):
+    panels = shown(registry.figures()["corollary_conditions"](Findings(known)))
+    names = [tick.get_text() for tick in panels[0].get_yticklabels()]
+    assert names == [f"{kind}, {name}" for kind in ("top-k", "banded", "local blocks") for name in "WX"]
+    for ax, form, limit in zip(panels, ("paper", "sound"), (1.0, 0.0), strict=True):
         written = np.reshape([text.get_text() for text in ax.texts], (6, 4))
-        kinds = ax.images[0].get_array()
-        for name, numbers, colours in zip(names, written, kinds, strict=True):
-            pair, _, condition = name.rpartition(", ")
-            own = table[(table["pair"] == pair) & (table["parameter"] == condition) & (table["form"] == form)]
-            assert own["percentile"].tolist() == [75, 90, 95, 100]
-            assert [n.replace("−", "-") for n in numbers] == [f"{v:.2f}" for v in own["value"]]
-            wanted = [0 if abs(v - limit) < 1e-12 else 2 if v < limit else 1 for v in own["value"]]
-            assert colours.tolist() == wanted
-    assert [tick.get_text() for tick in paper.get_xticklabels()] == ["p75", "p90", "p95", "p100"]
+        of_form = table[table["form"] == form]
+        cases = [v for v in of_form["value"] if abs(v - limit) >= 1e-12]
+        end = f"met in {sum(v < limit for v in cases)} of {len(cases)} cases"
+        assert " ".join(ax.get_title(loc="left").split()).endswith(end)
+        for name, numbers, colours in zip(names, written, ax.images[0].get_array(), strict=True):
+            kind, _, condition = name.rpartition(", ")
+            word = {"top-k": "topk", "local blocks": "block"}.get(kind, kind)
+            own = of_form[of_form["pair"].str.contains(f", {word}-") & (of_form["parameter"] == condition)]
+            for percentile, number, colour in zip((75, 90, 95, 100), numbers, colours, strict=True):
+                values = own.loc[own["percentile"] == percentile, "value"]
+                decided = [v for v in values if abs(v - limit) >= 1e-12]
+                met = sum(v < limit for v in decided)
+                assert number == (f"{met} of {len(decided)}" if decided else "–")
+                assert colour == (0 if not decided else 1 if not met else 2 if met < len(decided) else 3)
+    assert [tick.get_text() for tick in panels[0].get_xticklabels()] == ["p75", "p90", "p95", "p100"]
 
 
 def cells(measurements, name):
@@ -122,11 +129,11 @@ def cells(measurements, name):
 def test_a_tie_has_no_number(known):
     queries = known.queries.copy()
     queries.loc[queries["model"].str.contains("topk") & (queries["sample"] == 0), "separation"] = 0.0
-    paper, _ = cells(known.replace(queries=queries), "even-pairs, topk-3, seed 7, W")
+    paper, _ = cells(known.replace(queries=queries), "top-k, W")
     assert [number == "–" for number in paper] == [False, True, True, True]
 
 
 def test_without_constants_the_sound_margin_in_x_is_not_known(known):
     without = known.replace(constants=optional_tables()["constants"].empty())
-    _, sound = cells(without, "even-pairs, topk-3, seed 7, X")
+    _, sound = cells(without, "top-k, X")
     assert set(sound) == {"–"}

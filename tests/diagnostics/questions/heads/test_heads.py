@@ -24,7 +24,7 @@ def made(attention, kept, **columns):
     )
     nothing = pd.DataFrame({"model": []})
     heads = {"model": attention, "layer": 0, "head": [1, 0], "queries": 3, "entropy": [0.2, 0.1]}
-    heads |= {"first_weight": [0.75, 0.5], "first_key": [0.0, 1.0], "first_key_k2": [2 / 3, 1.0]}
+    heads |= {"first_weight": [0.75, 0.5], "keeps_first": [0.0, 1.0], "keeps_first_k2": [2 / 3, 1.0]}
     return Measurements(models, queries, loads, nothing, nothing, heads=pd.DataFrame(heads))
 
 
@@ -33,20 +33,20 @@ def test_a_model_with_a_mask_is_described_by_its_own_load():
     table = found(head_table)
     assert table[["layer", "head"]].values.tolist() == [[0, 0], [0, 1]]
     assert table["dispersion"].tolist() == [2.0, 4.0]
-    assert table["first_key"].tolist() == [1.0, 0.0]
-    assert "mass" not in table
+    assert table["keeps_first"].tolist() == [1.0, 0.0]
+    assert "weight_kept" not in table
     assert first_k(found) is None
 
 
 def test_a_model_that_keeps_every_key_by_that_of_its_largest_scores():
-    table = Findings(made("full", 3, dispersion_k2=1.0, mass_k2=0.25))(head_table)
-    assert table["first_key"].tolist() == pytest.approx([1.0, 2 / 3])
-    assert table["mass"].tolist() == [0.25, 0.5]
+    table = Findings(made("full", 3, dispersion_k2=1.0, weight_kept_k2=0.25))(head_table)
+    assert table["keeps_first"].tolist() == pytest.approx([1.0, 2 / 3])
+    assert table["weight_kept"].tolist() == [0.25, 0.5]
 
 
 def test_without_a_k_nothing_is_said_of_its_first_key():
     table = Findings(made("full", 3))(head_table)
-    assert table["first_key"].isna().all()
+    assert table["keeps_first"].isna().all()
 
 
 def test_scores_that_are_not_finite_have_no_part_in_the_median():
@@ -68,10 +68,10 @@ def test_of_measurements_of_an_older_version_less_is_known():
     found = made("topk", 2)
     whole = found.heads
     older = Findings(found.replace(heads=whole[["model", "layer", "head", "queries", "entropy", "first_weight"]]))
-    assert older(head_table)["first_key"].isna().all()
+    assert older(head_table)["keeps_first"].isna().all()
     oldest = Findings(found.replace(heads=whole.iloc[:0]))
     assert "entropy" not in oldest(head_table)
-    assert oldest(head_table)["first_key"].isna().all()
+    assert oldest(head_table)["keeps_first"].isna().all()
     assert heads_glance(oldest).number == "2 heads"
 
 

@@ -239,8 +239,8 @@ def test_of_a_change_that_is_no_finite_number_nobody_can_tell(spoilt):
     model = loaded(never(columns=WORDS + 1, spoilt=spoilt), batches=[no_zeros()])
     found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64", device="cpu")))
     verdict = sparse_verdict(found, "own:model")
-    assert verdict.answer == "cannot tell"
-    assert "cannot tell from outputs that are no finite numbers" in verdict.sentence
+    assert verdict.answer == "inconclusive"
+    assert "inconclusive: some outputs are no finite numbers" in verdict.sentence
     table = change_table(found)
     assert table[table["mask"] == "topk"]["change"].tolist() == [math.inf] * 2
     said = rerun(loaded(never(spoilt=spoilt)), [no_zeros()], None, [("topk", 2, TopK(2))])

@@ -48,7 +48,7 @@ def test_the_share_of_every_k_that_was_run_is_known_and_decides_which_are_judged
     for k in top.index:
         keys = range(1, LENGTH + 1)
         assert top.loc[k, "kept"] == pytest.approx(sum(min(k, n) for n in keys) / sum(keys), rel=1e-12)
-        assert (top.loc[k, "mass"] > 0) == (k <= LARGEST_K)
+        assert (top.loc[k, "weight_kept"] > 0) == (k <= LARGEST_K)
     # At most half of the keys: 64, not 128. It was left out, and 32 was called the largest that is sparse.
     assert top["kept"].between(0.0, 0.5).tolist() == [True, True, False]
     found = sparse_verdict(findings, "own:model")

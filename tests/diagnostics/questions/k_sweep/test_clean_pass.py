@@ -138,7 +138,7 @@ def test_too_many_queries_are_thinned_by_chance_and_nothing_is_refused(model, ba
     pd.testing.assert_series_equal(found.sweep["mean"], whole.sweep["mean"], rtol=1e-12)
     some, every = (x.sweep.set_index(["layer", "head", "quantity", "k"]) for x in (found, whole))
     # Of some 600 of 2,400 queries no rank is off by more than 6.7% (99%): here by 15% and 25%.
-    for name in ("mass", "ratio", "load", "dispersion"):
+    for name in ("weight_kept", "ratio", "load", "dispersion"):
         drawn, whole = some.loc[-1, -1, name, 5], every.loc[-1, -1, name, 5]
         assert whole["p10"] <= drawn["p25"] <= whole["p50"]
         assert whole["p25"] <= drawn["p50"] <= whole["p75"]

@@ -88,7 +88,7 @@ def row_quantities(z, loads):
         drops = k < len(order)  # elsewhere there is nothing to keep a share of
         yield k, "ratio", delta / whole if whole and drops else math.nan
         yield k, "separation", gap
-        yield k, "mass", sum(math.exp(z[j]) for j in kept) / total if drops else math.nan
+        yield k, "weight_kept", sum(math.exp(z[j]) for j in kept) / total if drops else math.nan
         yield k, "ln_sound", sound
         yield k, "ln_paper", paper_heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
         yield k, "sound_better", float(sound < full)
@@ -106,7 +106,7 @@ def row_changes(z, values, out, stream):
         drops = k < len(order)
         others = sum(p[j] for j in z if j != min(z))
         besides = sum(p[j] for j in order[:k] if j != min(z)) / others if drops else math.nan
-        yield k, "mass_without_first", besides
+        yield k, "weight_kept_without_first", besides
         moved = mixed(order[:k]) - whole
         yield k, "head_change", float(moved.norm() / whole.norm()) if drops else math.nan
         if stream is not None:
@@ -139,7 +139,7 @@ def test_more_keys_keep_more_mass_and_more_dispersion(wild_encoder, padded_token
     ]  # without PAD all have as many keys
     assert table["k"].max() == LENGTH - 1
     pooled = table[table["layer"] == -1]
-    for quantity in ("mass", "ratio"):
+    for quantity in ("weight_kept", "ratio"):
         rows = pooled[(pooled["quantity"] == quantity) & (pooled["k"] > 0)].sort_values("k")
         assert (np.diff(rows["p50"]) >= 0).all()
         assert rows["p100"].max() <= 1
@@ -180,7 +180,7 @@ def test_of_a_model_that_is_run_again_everything_is_over_the_keys_that_its_own_m
                 if len(z) > k:
                     mass[k].append(float(z.softmax(0)[:k].sum()))
     for k in (1, 2):
-        assert pooled["mass", k] == pytest.approx(np.mean(mass[k]), rel=1e-9)
+        assert pooled["weight_kept", k] == pytest.approx(np.mean(mass[k]), rel=1e-9)
     assert pooled["dispersion", 0] == pytest.approx(np.mean(range_kept), rel=1e-9)
 
 
@@ -190,7 +190,7 @@ def test_every_k_that_is_run_is_measured(wild_encoder, padded_tokens, max_k, ks,
     table = k_sweep_tables(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(max_k, rerun=True, ks=ks))[
         "sweep"
     ]
-    assert table["k"][table["quantity"] == "mass"].max() == swept
+    assert table["k"][table["quantity"] == "weight_kept"].max() == swept
 
 
 def test_more_keys_than_there_are_cannot_be_run(wild_encoder, padded_tokens):
@@ -203,12 +203,12 @@ def test_queries_with_few_keys_are_left_out(wild_encoder, padded_tokens):
     some = k_sweep_tables(encoder, tokens, None, KSweepPlan(3), min_keys=10)["sweep"]
     pooled = some[some["layer"] == -1].set_index(["quantity", "k"])
     long = [int((row != 2).sum()) for row in tokens if (row != 2).sum() >= 10]
-    assert pooled["queries"]["mass", 3] == sum(long) * len(encoder.blocks) * encoder.config.heads
+    assert pooled["queries"]["weight_kept", 3] == sum(long) * len(encoder.blocks) * encoder.config.heads
     whole = k_sweep_tables(encoder, tokens[[1, 4, 5, 6]], None, KSweepPlan(3))[
         "sweep"
     ]  # the samples with 10 keys or more
     alone = whole[whole["layer"] == -1].set_index(["quantity", "k"])
-    for quantity in ("mass", "dispersion", "ratio"):
+    for quantity in ("weight_kept", "dispersion", "ratio"):
         assert pooled["p50"][quantity, 3] == pytest.approx(alone["p50"][quantity, 3], rel=1e-6)
 
 

@@ -98,7 +98,7 @@ def test_the_weight_without_the_first_key_is_that_of_a_row_without_it():
             z = scores[b, h, i, : i + 1]
             best = [j for j in z.argsort(descending=True)[:2].tolist() if j != 0]
             kept.append(sum(z[1:].softmax(0)[j - 1].item() for j in best))
-    found = changes(table, "mass_without_first", -1, -1, 2)["mean"]
+    found = changes(table, "weight_kept_without_first", -1, -1, 2)["mean"]
     assert found == pytest.approx(sum(kept) / len(kept), rel=1e-9)
 
 
@@ -123,7 +123,7 @@ def test_of_drawn_queries_the_changes_are_estimated(wild_encoder, padded_tokens)
     whole = k_sweep_tables(encoder, tokens, None, KSweepPlan(2), dtype=torch.float64)["sweep"]
     drawn = k_sweep_tables(encoder, tokens, None, KSweepPlan(2), dtype=torch.float64, queries=6, seed=1)
     estimates = drawn["sweep_estimates"]
-    for quantity in ("head_change", "stream_change", "mass_without_first"):
+    for quantity in ("head_change", "stream_change", "weight_kept_without_first"):
         some = estimates[(estimates["quantity"] == quantity) & (estimates["statistic"] == "mean")]
         assert len(some)
         one, all_of = changes(drawn["sweep"], quantity, -1, -1, 2), changes(whole, quantity, -1, -1, 2)
@@ -153,6 +153,6 @@ def test_tables_and_json_hold_the_changes_beside_the_weight(wild_encoder, padded
         (result,) = QUESTION.json(findings)["results"]
         swept = {(r["quantity"], r["k"]): r["mean"] for r in result["sweep"] if r["layer"] == -1}
         for row in result["rerun"]:
-            for name in ("mass", "mass_without_first", "head_change", "stream_change"):
+            for name in ("weight_kept", "weight_kept_without_first", "head_change", "stream_change"):
                 there = row["mask"] == "topk" and (known or name != "stream_change")
                 assert row[name] == (swept[name, row["k"]] if there else None), (row["mask"], name)

@@ -25,9 +25,9 @@ def made(made_up, top=None, random=None, *, mass=None, evenness=0.5, before=0.3,
     mass = mass or {k: min(1.0, 0.5 + k / KEYS) for k in (1, 2, 4, 8, 12)}
     rows = [(0, "dispersion", 4.0, 0), (0, "evenness", evenness, 0)]
     for k, kept in mass.items():
-        values = (("mass", kept), ("dispersion", 1.0), ("separation", 0.5), ("load", k))
+        values = (("weight_kept", kept), ("dispersion", 1.0), ("separation", 0.5), ("load", k))
         values += (("ratio", 0.5), ("ln_sound", 1.0), ("ln_paper", 2.0))
-        rows += [(k, name, value, 100 if name == "mass" else 0) for name, value in values]
+        rows += [(k, name, value, 100 if name == "weight_kept" else 0) for name, value in values]
     sweep = pd.DataFrame(rows, columns=["k", "quantity", "mean", "undefined"])
     for column in K_SWEEP_TABLE.columns:
         if column.startswith("p"):
@@ -116,7 +116,7 @@ def test_a_mean_that_hides_what_some_inputs_suffer_is_no_verdict(made_up):
     """0.2 nats on 2 of 300 samples are 0.0013 on average."""
     findings = shifted(made(made_up, of(4)), (4, 8, 12), {0: 0.2, 1: 0.2})
     found = sparse_verdict(findings, "m")
-    assert (found.answer, found.k) == ("cannot tell", 4)
+    assert (found.answer, found.k) == ("inconclusive", 4)
     assert found.harmed == 2 / SAMPLES
     assert first_line(findings).endswith(
         "; 2 of 300 samples change by more than 0.1 nats of loss, and up to 2.1% of inputs may (one-sided 95%)."
@@ -126,7 +126,7 @@ def test_a_mean_that_hides_what_some_inputs_suffer_is_no_verdict(made_up):
 
 
 def test_few_samples_exclude_no_rare_harm(made_up):
-    assert sparse_verdict(made(made_up, of(4), samples=298), "m").answer == "cannot tell"
+    assert sparse_verdict(made(made_up, of(4), samples=298), "m").answer == "inconclusive"
     assert sparse_verdict(made(made_up, of(4), samples=299), "m").answer == "plausible"
     line = first_line(made(made_up, of(4), samples=12))
     assert line.endswith(
@@ -140,7 +140,7 @@ def test_an_estimate_within_its_uncertainty_is_no_loss(made_up):
     wide = {i: 0.06 if i % 2 else -0.06 for i in range(40)}
     findings = shifted(made(made_up, {4: 0.005, 8: 0.005}, samples=40), (4, 8), wide)
     found = sparse_verdict(findings, "m")
-    assert (found.answer, found.k) == ("cannot tell", 8)
+    assert (found.answer, found.k) == ("inconclusive", 8)
     needed = int(40 * ((found.high - found.low) / 2 / (0.01 - found.change)) ** 2) + 1
     assert first_line(findings).endswith(
         f"; 40 samples cannot tell whether by more than 0.01 nats; about {max(needed, 299)} would."
@@ -208,11 +208,11 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     """It was told as a loss: "not without loss: even k = 12 … changes the loss by +nan nats"."""
     findings = broken(made(made_up, of(4)), (1, 2, 4, 8, 12), value)
     found = sparse_verdict(findings, "m")
-    assert (found.answer, found.k) == ("cannot tell", 12)
+    assert (found.answer, found.k) == ("inconclusive", 12)
     lines = verdict_lines(findings, "m")
-    assert "changes the loss by no finite number (no interval); cannot tell from outputs" in lines[0]
+    assert "changes the loss by no finite number (no interval); inconclusive: some outputs" in lines[0]
     assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
-    assert (sparse_glance(findings).answer, sparse_glance(findings).number) == ("cannot tell", "k = 12")
+    assert (sparse_glance(findings).answer, sparse_glance(findings).number) == ("inconclusive", "k = 12")
     figure = cost(findings)
     figure.canvas.draw()
     plt.close(figure)
@@ -251,7 +251,7 @@ def test_a_factor_of_a_thousand_is_written_in_full(made_up):
 def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):
     assert sparse_verdict(broken(made(made_up, of(1)), (1, 2), math.nan), "m").k == 4
     found = sparse_verdict(broken(made(made_up, of(1)), (1, 8), math.nan), "m")  # 12 of 16 keys is hardly sparse
-    assert (found.answer, found.k) == ("cannot tell", 8)
+    assert (found.answer, found.k) == ("inconclusive", 8)
     costly = of(12) | {8: HARMFUL}
     assert sparse_verdict(broken(made(made_up, costly), (1, 4), math.nan), "m").answer == "not without loss"
 
@@ -261,7 +261,7 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
     findings = made(made_up, of(4))
     rerun = findings.measurements.rerun.assign(loss=math.inf)
     findings = Findings(findings.measurements.replace(rerun=rerun))
-    assert sparse_verdict(findings, "m").answer == "cannot tell"
+    assert sparse_verdict(findings, "m").answer == "inconclusive"
     assert "Without a mask the loss is not a finite number" in " ".join(verdict_lines(findings, "m"))
     figure = cost(findings)
     figure.canvas.draw()
@@ -271,14 +271,14 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"before": math.log(4)}, "cannot tell: the model predicts no better than chance"),
-        ({"random": of(1)}, "cannot tell: as many random keys do as little harm"),
+        ({"before": math.log(4)}, "inconclusive: the model predicts no better than chance"),
+        ({"random": of(1)}, "inconclusive: as many random keys do as little harm"),
         ({"samples": 12}, "k = 4 per query (25% of the keys) costs 0.001 nats of loss (95% interval"),
     ],
 )
 def test_there_are_three_reasons_for_no_answer(made_up, options, words):
     findings = made(made_up, of(4), **options)
-    assert sparse_verdict(findings, "m").answer == "cannot tell"
+    assert sparse_verdict(findings, "m").answer == "inconclusive"
     assert first_line(findings).startswith(words)
 
 
@@ -290,9 +290,9 @@ def test_a_loss_that_hangs_on_the_largest_scores_is_an_answer_however_even_the_w
 def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
     findings = made(made_up)
     found = sparse_verdict(findings, "m")
-    assert (found.answer, found.k) == ("cannot tell", 8)
+    assert (found.answer, found.k) == ("inconclusive", 8)
     assert first_line(findings) == (
-        "cannot tell before it is run with masks: k = 8 keeps 100.0% of the weight; to "
+        "inconclusive before it is run with masks: k = 8 keeps 100.0% of the weight; to "
         "measure what a mask costs: semdiag k-sweep m --rerun."
     )
     none = made(made_up, mass={1: 0.2, 2: 0.3})
@@ -305,13 +305,13 @@ def test_a_run_with_other_kinds_alone_is_no_answer_about_top_k(made_up):
     rerun = findings.measurements.rerun.copy()
     rerun["mask"] = rerun["mask"].replace("topk", "window")
     findings = Findings(findings.measurements.replace(rerun=rerun))
-    assert first_line(findings) == "cannot tell: no mask of top-k that drops keys was run."
+    assert first_line(findings) == "inconclusive: no mask of top-k that drops keys was run."
 
 
 def test_a_mask_of_its_own_is_judged_only_when_it_was_run_with_fewer_keys(made_up):
     """The weight of all its scores is that of a softmax which the model never computes."""
     findings = made(made_up, attention="topk", k=5)
-    assert first_line(findings) == "cannot tell: no mask of top-k that drops keys was run."
+    assert first_line(findings) == "inconclusive: no mask of top-k that drops keys was run."
     assert (sparse_glance(findings).number, sparse_glance(findings).words) == ("0 of 1 model", "can be judged")
     assert sparse_verdict(made(made_up, of(4), attention="topk", k=5), "m").answer == "plausible"
 
@@ -320,8 +320,8 @@ def test_masks_that_drop_nothing_are_no_evidence(made_up):
     """That as many random keys do as little harm was held against the attention, where they were all keys."""
     findings = made(made_up, {KEYS: 0.0, 2 * KEYS: 0.0}, {KEYS: 0.0, 2 * KEYS: 0.0})
     found = sparse_verdict(findings, "m")
-    assert (found.answer, found.k) == ("cannot tell", None)
-    assert first_line(findings) == "cannot tell: no mask of top-k that drops keys was run."
+    assert (found.answer, found.k) == ("inconclusive", None)
+    assert first_line(findings) == "inconclusive: no mask of top-k that drops keys was run."
     costly = made(made_up, {4: HARMFUL, KEYS: 0.0}, {4: HARMFUL, KEYS: 0.0})
     assert (sparse_verdict(costly, "m").answer, sparse_verdict(costly, "m").k) == ("not without loss", 4)
 
@@ -345,9 +345,9 @@ def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing
 
 def test_a_fixed_mask_is_not_judged(made_up):
     findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
-    assert first_line(findings) == "cannot tell: its mask does not rank keys by their scores."
+    assert first_line(findings) == "inconclusive: its mask does not rank keys by their scores."
     (result,) = QUESTION.json(findings)["results"]
-    assert (result["verdict"]["answer"], result["rerun"]) == ("cannot tell", [])
+    assert (result["verdict"]["answer"], result["rerun"]) == ("inconclusive", [])
 
 
 def test_the_table_has_what_changes_beside_the_loss(made_up):
@@ -356,7 +356,7 @@ def test_the_table_has_what_changes_beside_the_loss(made_up):
     assert (row["accuracy"], row["changed"]) == (pytest.approx(0.8), pytest.approx(1 / 6))
     assert row["divergence"] == pytest.approx(HARMFUL)
     assert row["kept"] == 1 / KEYS
-    assert np.isnan(table.loc[("random", 1), "mass"])
+    assert np.isnan(table.loc[("random", 1), "weight_kept"])
 
 
 def test_unequal_samples_weigh_by_their_targets(made_up):
@@ -386,7 +386,7 @@ def joined(*findings):
 
 @pytest.mark.parametrize(
     ("top", "answer", "number"),
-    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "cannot tell", "not run")],
+    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "inconclusive", "not run")],
 )
 def test_the_tile_says_what_the_verdict_says(made_up, top, answer, number):
     findings = made(made_up, top)
@@ -407,7 +407,7 @@ def test_the_tile_of_several_models_counts_those_that_were_run(made_up):
     assert glance.words.endswith("; 1 more cannot be judged")
     assert sparse_glance(joined(made(made_up, of(4)), made(made_up, of(12)))).answer == "not without loss"
     fixed = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
-    assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("cannot tell", "0 of 1 model")
+    assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("inconclusive", "0 of 1 model")
 
 
 def test_what_is_no_loss_is_not_called_one(made_up):

@@ -187,9 +187,9 @@ def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
 
 def test_what_is_said_of_other_k(pair, probed):
     full, topk, banded = registry.QUESTIONS["k-sweep"].answered(Findings(probed(pair))).details
-    assert "cannot tell before it is run with masks: k = 6 keeps 100.0% of the weight" in full
+    assert "inconclusive before it is run with masks: k = 6 keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
-    assert banded.endswith("cannot tell: its mask does not rank keys by their scores.")
+    assert banded.endswith("inconclusive: its mask does not rank keys by their scores.")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,8 @@ def test_tables_and_sections(pair, probed, tmp_path):
     )
     assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
     assert tables["k_sweep"]["swept_k"].max() == 6
-    page, _ = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
+    both = ["mask-stability", "k-sweep"]
+    page, _ = write_report(Findings(found), tmp_path / "report", "x", (), keep_queries=True, sections=both)
     text = page.read_text(encoding="utf-8")
     assert "Do masks survive noise?" in text
     assert "What would sparse attention cost this model?" in text
