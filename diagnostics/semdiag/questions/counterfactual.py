@@ -195,7 +195,7 @@ def key_load_counterfactual(findings: Findings) -> Figure:
 
 
 @drawing(
-    "Within full-attention models: share of the attention weight on the k largest scores, per layer: {shown}.",
+    "Within full-attention models: the weight kept on the k largest scores, per layer: {shown}.",
     "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k keys and "
     "would hardly notice the mask; where the boxes are low, the mask would throw away what the model uses.",
 )
@@ -211,7 +211,7 @@ def weight_kept(findings: Findings) -> Figure:
         ax.set_ylim(0, 1.03)
 
     return within_boxes(
-        panels, columns, tables, scale, "share of the attention weight",
+        panels, columns, tables, scale, "weight kept",
         "marker: minimum.\n1 minus this is what dropping all other keys would throw away.", extreme="p0",
     )  # fmt: skip
 

@@ -138,7 +138,7 @@ _OLDER = {"largest_weight": "largest weight of a query"}
 
 @drawing(
     "Coloured cells, layers by heads: median dispersion in nats, entropy of the attention weights, "
-    "weight on the first key, weight on the k largest scores: {shown}.",
+    "weight on the first key, weight kept by the k largest scores: {shown}.",
     "Look for a head unlike its neighbours. A large δ with a small entropy means a head that picks single keys; "
     "an entropy near the logarithm of the number of keys means one that averages. Much weight on the first key "
     "may be a sink, where queries put weight that they have no use for, or a token that the task needs.",
@@ -153,7 +153,7 @@ def heads_map(findings: Findings) -> Figure:
         "dispersion": "dispersion δ (nats)",
         **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
         **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
-        "weight_kept": f"weight on the {k} largest scores",
+        "weight_kept": f"weight kept by the {k} largest scores",
     }
     shown = [name for name in titles if name in table and table[name].notna().any()]
     labels = short_labels(findings.measurements.models)

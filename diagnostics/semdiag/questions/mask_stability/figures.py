@@ -108,7 +108,7 @@ HEADINGS = (
         (
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
             "its scores; that model's output does not depend on it. Masks that do not depend on the input "
-            "(banded, block-local) cannot change: not applicable.",
+            "(banded, local blocks) cannot change: not applicable.",
             "Certified means: max dz − min dz over all allowed keys is below Δ, which proves S′ = S. A certified "
             "mask that changed would be an error of semdiag; such rows are counted and named above. In float32 "
             "the certificate leaves room for rounding.",

@@ -142,7 +142,7 @@ HEADINGS = (
         (separation_by_layer,),
         (
             "Full attention drops no key, so Δ is undefined there. Masks that ignore the input (banded, "
-            "block-local, random) drop larger scores than they keep for most queries, and bottom-k does for all: "
+            "local blocks, random) drop larger scores than they keep for most queries, and bottom-k does for all: "
             "Δ ≤ 0, which lies below a logarithmic axis.",
             "A tie between the last kept and the first dropped key has Δ = 0 and counts as not positive.",
         ),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.words import counted
 from semdiag.presenting.answer import Heading
 from semdiag.presenting.drawing.panels import (
@@ -65,7 +65,9 @@ def stability_curves(findings: Findings) -> Figure:
         _draw_points(ax, keys, rows[rows["kept"] == keys])
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
     found = rows[rows["above"]].groupby(["model", "layer"], sort=False).size().nlargest(_NAMED)
-    above = [f"{labels[model]}, layer {layer} ({number})" for (model, layer), number in found.items()]
+    above = [
+        f"{labels[r['model']]}, layer {r['layer']} ({r['rows']})" for r in records(found.reset_index(name="rows"))
+    ]
     return finished(
         figure,
         f"{noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
